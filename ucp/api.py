@@ -22,17 +22,15 @@ from ucp.conversion.arguments import (
     SourceArguments,
     takes_options,
 )
-from ucp.conversion.collection import no_cycle_collection
-from ucp.conversion.option import Verb
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
-from ucp.conversion.source.read import Survey, index_of, judged, read_index, survey
-from ucp.conversion.source.zero_moments import before_first_step, moments_note
-from ucp.conversion.values import type_path
+from ucp.conversion.values import switch_of, type_path
 from ucp.core.index import Index
 from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
+from ucp.source.moments import before_first_step, moments_note
+from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey
 
 __all__ = [
     "PlanReport",
@@ -48,7 +46,7 @@ __all__ = [
 ]
 
 
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:  # noqa: A001  # what users look for
     """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
 
@@ -59,7 +57,7 @@ def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:
     return Checkpoint(index_of(given(path), source=make_options(**options).source))
 
 
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @no_cycle_collection()
 def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
@@ -74,7 +72,7 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
-@takes_options(Verb.PLAN)
+@takes_options(PlanArguments)
 def plan(src: type_path, dst: type_path | None = None, **options: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
@@ -85,7 +83,7 @@ def plan(src: type_path, dst: type_path | None = None, **options: Unpack[PlanArg
     return preview(given(src), make_options(**options), None if dst is None else given(dst))
 
 
-@takes_options(Verb.CONVERT)
+@takes_options(ConvertArguments)
 def convert(
     src: type_path, dst: type_path, *, observer: Observer | None = None, **options: Unpack[ConvertArguments]
 ) -> ucp.ConvertReport:
@@ -127,7 +125,7 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     return fit_threads(options.memory, asked=options.workers or 0, remote=remote)
 
 
-@takes_options(Verb.COMPARE)
+@takes_options(CompareArguments)
 def verify(
     path: type_path,
     *,
@@ -159,7 +157,7 @@ def verify(
     )
 
 
-@takes_options(Verb.COMPARE)
+@takes_options(CompareArguments)
 def diff(
     a: type_path,
     b: type_path,
@@ -180,7 +178,7 @@ def diff(
         given(a),
         given(b),
         names=checked.selection,
-        extras=extras,
+        extras=switch_of("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
         observer=observer or Silent(),

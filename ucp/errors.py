@@ -1,38 +1,6 @@
 """Every error that `ucp` raises on purpose.
 
-A message says what was expected, what was found, where, and what to do::
-
-    UcpError
-    ├── UsageError              a bad argument: option, topology, dtype, pattern of names   (exit code 2)
-    │   ├── TopologyError           a layout of ranks that nothing, or this target or source, can have
-    │   ├── IdleOptionError         what is said of a source that has no use for it
-    │   ├── MisfitError             the family or target that was asked for does not fit this model
-    │   ├── TagError                the tag that was asked for can be no folder; a DestinationError too
-    │   └── OverlapError            the destination is, or lies in, or holds the source; a DestinationError too
-    ├── NoSuchNameError         a checkpoint has no parameter or state of that name; a KeyError too
-    ├── SourceError             the source cannot be read as it stands
-    │   ├── UnknownFormatError      nothing here is recognised
-    │   ├── UnsupportedError        recognised, named, and not convertible here
-    │   ├── MissingFileError        a file of the grid is not there
-    │   ├── MalformedError          a file is there but truncated, of another run, or inconsistent
-    │   ├── ChangedError            a file is not the one that was recorded
-    │   ├── AccessError             a store does not let us in: no credentials, or not these
-    │   ├── ConnectionLostError     a store does not answer, or breaks off, however often it is asked
-    │   ├── FamilyError             the rules of a model family do not fit its names or shapes
-    │   │   └── UnknownFamilyError      no family, or more than one, fits; --family says which
-    │   └── IncompleteError         a conversion that was interrupted and never committed
-    ├── CoverError              regions leave a hole or overlap where they must not
-    ├── CorruptError            bytes differ from their recorded checksum
-    ├── ReplicaError            copies that must be equal are not
-    ├── MissingStateError       the target needs a parameter or state that the source lacks
-    ├── MemoryBudgetError       the work does not fit the stated budget                     (exit code 2)
-    ├── DestinationError        the destination cannot be written as asked
-    │   ├── BusyError               another conversion, or parts of this one, write it now
-    │   └── UnfinishedError         parts of the conversion are still to be done
-    ├── MissingLibraryError     a library that this call needs is not installed; an ImportError too
-    ├── WorkerDiedError         a worker process ended before its work was done
-    ├── EngineError             the machines that an engine works on are not as it needs them
-    └── LoadError               a live model and the checkpoint do not fit
+A message says what was expected, what was found, where, and what to do.
 """
 
 from __future__ import annotations

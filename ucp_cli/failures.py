@@ -10,16 +10,35 @@ import click
 
 from ucp.core.text.units import printable
 from ucp.errors import MemoryBudgetError, UcpError, UsageError
-from ucp_cli.exits import DIFFERENT, FAILED, HUNG_UP, INTERRUPTED, TERMINATED, USAGE
 from ucp_cli.stopping import Terminated
 
-__all__ = ["Failure", "Misuse", "Unfitting", "explained", "stopped"]
+__all__ = ["DIFFERENT", "FAILED", "Failure", "explained", "stopped"]
+
+FAILED = 1
+"""It could not be done, and the message says why and what to do; or `verify` found damage."""
+
+USAGE = 2
+"""An argument cannot mean anything, or what it asks for cannot be had of this source or target."""
+
+DIFFERENT = 3
+"""Done, and differences were found."""
+
+INTERRUPTED = 130
+"""Stopped from the keyboard."""
+
+HUNG_UP = 129
+"""Stopped by SIGHUP (128 + 1), as when a terminal goes away."""
+
+TERMINATED = 143
+"""Stopped by SIGTERM (128 + 15), as a scheduler does before it kills."""
 
 
 class Failure(click.ClickException):
     """It could not be done."""
 
-    exit_code = FAILED
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # of the class in click's hints; it reads that of the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message, to stderr unless told otherwise."""
@@ -27,49 +46,18 @@ class Failure(click.ClickException):
         click.echo(f"{head} {printable(self.message)}", file=file, err=file is None)
 
 
-class Misuse(Failure):
-    """It cannot mean anything, or cannot be had."""
-
-    exit_code = USAGE
-
-
-class Unfitting(Failure):
-    """No model family fits."""
-
-    exit_code = DIFFERENT
-
-
-class Interrupted(Failure):
-    """It was stopped from the keyboard."""
-
-    exit_code = INTERRUPTED
-
-
-class Ended(Failure):
-    """It was stopped by SIGTERM."""
-
-    exit_code = TERMINATED
-
-
-class HungUp(Ended):
-    """It was stopped by SIGHUP."""
-
-    exit_code = HUNG_UP
-
-
 def stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
     """The failure that an interrupt or a termination is; `advice`: what is said after it."""
     if isinstance(by, Terminated):
-        kind = HungUp if by.args == (signal.SIGHUP,) else Ended
-        return kind(f"terminated{advice}")
-    return Interrupted(f"interrupted{advice}")
+        return Failure(f"terminated{advice}", HUNG_UP if by.args == (signal.SIGHUP,) else TERMINATED)
+    return Failure(f"interrupted{advice}", INTERRUPTED)
 
 
 def explained(error: BaseException) -> Failure | None:
     """The failure that `error` is to a user; None for a mistake of this program."""
     match error:
         case UsageError() | MemoryBudgetError():
-            return Misuse(str(error))
+            return Failure(str(error), USAGE)
         case UcpError():
             return Failure(str(error))
         case KeyboardInterrupt():

@@ -23,7 +23,13 @@ def main() -> None:
     """Run the command line of this process."""
     heed_termination()
     try:
-        _run()
+        from ucp_cli.verbs import cli
+
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale
+        cli(prog_name="ucp")
     except KeyboardInterrupt as stop:  # before or after the verbs, which tell it themselves
         from ucp_cli.failures import stopped
 
@@ -36,16 +42,6 @@ def main() -> None:
 
             let_go()  # or the interpreter would wait for requests that nobody needs any more
         gc.freeze()  # or the interpreter would look for cycles in all there is, only to end
-
-
-def _run() -> None:
-    from ucp_cli.verbs import cli
-
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale
-    cli(prog_name="ucp")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from ucp.conversion.option import Option, Verb
-from ucp.conversion.options import options_of
+from ucp.contract import registry
+from ucp.conversion.arguments import CompareArguments, SourceArguments, options_of
+from ucp.conversion.option import Option
 from ucp.conversion.values import nbytes_of
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -22,7 +23,6 @@ __all__ = [
     "completed",
     "count_of",
     "example",
-    "family_names",
     "memory_of",
     "progress",
     "setting",
@@ -110,36 +110,15 @@ def completed(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, cl
     return complete
 
 
-def _targets() -> Iterable[str]:
-    from ucp.contract import registry
-
-    return registry.names("ucp.targets")
-
-
-def _engines() -> Iterable[str]:
-    from ucp.contract import registry
-
-    return registry.names("ucp.engines")
-
-
 class _EngineOption(click.Option):
-    """An option whose help lists the installed engines, which are imported only for that."""
+    """An option whose help lists the installed engines, which are imported for that."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option, and its help with the engines in it."""
-        from ucp.contract import registry
-
         engines = map(registry.engine, registry.names("ucp.engines"))
         told = ", ".join(f"{engine.name} ({engine.summary})" for engine in engines)
         record = super().get_help_record(ctx)
         return record and (record[0], record[1].format(engines=told))
-
-
-def family_names() -> Iterable[str]:
-    """Names of the families that are installed."""
-    from ucp.contract import registry
-
-    return registry.families()
 
 
 def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
@@ -150,38 +129,34 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
     return dict(value)
 
 
-def _negated(ctx: click.Context, param: click.Parameter, value: bool) -> bool:  # noqa: FBT001  # of click
-    return not value
-
-
 _DETAILS: dict[str, dict[str, Any]] = {
-    "to": {"shell_complete": completed(_targets)},
+    "to": {"shell_complete": completed(lambda: registry.names("ucp.targets"))},
     "topology": {"type": _parsed(Topology.parse)},
     "layout": {"shell_complete": completed(lambda: ("packed", "per-parameter", "torch_dist", "torch"))},
     "dtypes": {"type": state_and_dtype, "callback": _once},
     "settings": {"type": setting, "callback": _once},
-    "family": {"shell_complete": completed(family_names)},
-    "engine": {"cls": _EngineOption, "shell_complete": completed(_engines)},
+    "family": {"shell_complete": completed(registry.families)},
+    "engine": {"cls": _EngineOption, "shell_complete": completed(lambda: registry.names("ucp.engines"))},
     "workers": {"type": count_of},
     "memory": {"type": memory_of},
-    "fsync": {"callback": _negated},
+    "fsync": {"callback": lambda *call: not call[2]},
     **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},
 }
 """Argument to what click is to know of it beyond its `Option`."""
 
 
-def takes_options(verb: Verb) -> Callable[[F], F]:
-    """Add the options that `verb` takes, passed under the names of the library's arguments."""
+def takes_options(arguments: type[SourceArguments]) -> Callable[[F], F]:
+    """Add the options that are among `arguments`, passed under the names of the library's arguments."""
 
     def decorate(command: F) -> F:
-        for option in reversed(options_of(verb)):
-            command = _option(option, verb)(command)
+        for option in reversed(options_of(arguments)):
+            command = _option(option, arguments)(command)
         return command
 
     return decorate
 
 
-def _option(option: Option, verb: Verb) -> Callable[[F], F]:
+def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F]:
     keywords: dict[str, Any] = {"metavar": option.metavar, "multiple": option.repeats}
     if option.choices is not None:
         keywords["type"] = click.Choice([choice.value for choice in option.choices])
@@ -189,7 +164,7 @@ def _option(option: Option, verb: Verb) -> Callable[[F], F]:
         keywords = {"is_flag": True}
     if option.shown or isinstance(option.default, str):
         keywords |= {"default": option.shown or option.default, "show_default": bool(option.shown)}
-    text = option.comparing if verb is Verb.COMPARE and option.comparing else option.help
+    text = option.comparing if arguments is CompareArguments and option.comparing else option.help
     names = filter(None, (option.flag, option.also, option.name))
     return click.option(*names, help=text, **keywords | _DETAILS.get(option.name, {}))
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -35,14 +35,20 @@ _PAUSE = 30.0
 """Seconds between two lines of a log, at most."""
 
 
-class _Shown(Protocol):
-    """What is drawn of a stage."""
+class _Shown:
+    """What is drawn of a stage: nothing."""
 
-    def start(self, title: str, total: int) -> None: ...
+    _title = ""
+    _total = 0
 
-    def update(self, done: int, seconds: float) -> None: ...
+    def start(self, title: str, total: int) -> None:
+        self._title, self._total = title, total
 
-    def stop(self, done: int, seconds: float) -> None: ...
+    def update(self, done: int, seconds: float) -> None:
+        pass
+
+    def stop(self, done: int, seconds: float) -> None:
+        pass
 
 
 class Watch:
@@ -77,26 +83,11 @@ class Watch:
             self._shown.stop(self._done, self._clock() - self._begun)
 
 
-class _Nothing:
-    def start(self, title: str, total: int) -> None:
-        pass
-
-    def update(self, done: int, seconds: float) -> None:
-        pass
-
-    def stop(self, done: int, seconds: float) -> None:
-        pass
-
-
-class _Events:
+class _Events(_Shown):
     """One JSON object per line on stderr."""
 
-    def __init__(self) -> None:
-        self._title = ""
-        self._total = 0
-
     def start(self, title: str, total: int) -> None:
-        self._title, self._total = title, total
+        super().start(title, total)
         self._say("begin", 0, 0.0)
 
     def update(self, done: int, seconds: float) -> None:
@@ -117,17 +108,15 @@ class _Events:
         click.echo(json.dumps(said), err=True)
 
 
-class _Log:
+class _Log(_Shown):
     """A line on stderr at every tenth of a stage, and every half minute: for files, Slurm and `tee`."""
 
-    def __init__(self) -> None:
-        self._title = ""
-        self._total = 0
-        self._tenth = 0
-        self._said = 0.0
+    _tenth = 0
+    _said = 0.0
 
     def start(self, title: str, total: int) -> None:
-        self._title, self._total, self._tenth, self._said = title, total, 0, 0.0
+        super().start(title, total)
+        self._tenth = 0
         self._say(0, 0.0)
 
     def update(self, done: int, seconds: float) -> None:
@@ -145,12 +134,10 @@ class _Log:
         click.echo(f"{self._title}: {columns}" if columns else self._title, err=True)
 
 
-class _Bar:
+class _Bar(_Shown):
     """A bar with bytes, rate and time to go, on stderr; it goes away when the stage is over."""
 
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-        self._total = 0
+    _progress: Progress | None = None
 
     def start(self, title: str, total: int) -> None:
         from rich.console import Console
@@ -207,7 +194,7 @@ def _columns(done: int, total: int, seconds: float) -> list[str]:
     return texts
 
 
-_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "log": _Log, "json": _Events, "none": _Nothing}
+_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "log": _Log, "json": _Events, "none": _Shown}
 
 
 def watch(progress: str, *, quiet: bool = False) -> Watch:

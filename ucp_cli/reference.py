@@ -53,24 +53,21 @@ model are taken by the names of Megatron's arguments or of config.json (`num_att
 
 def page() -> str:
     """The page, as Markdown."""
-    return "\n\n".join((_HEAD, *_sections(), _SETTINGS, *_settings())) + "\n"
-
-
-def _sections() -> Iterator[str]:
     root = click.Context(cli, info_name="ucp", terminal_width=_WIDTH, **cli.context_settings)
-    yield _section("ucp", root)
+    parts = [_HEAD, _section("ucp", root)]
     for verb in SUMMARIES:
         command = cli.get_command(root, verb)
         if command is not None:
-            yield from _with_parts(f"ucp {verb}", command, _below(root, verb, command))
-
-
-def _settings() -> Iterator[str]:
-    """A table for every target and every engine that takes settings."""
+            ctx = _below(root, verb, command)
+            below = command.commands.items() if isinstance(command, click.Group) else ()
+            parts.append(_section(f"ucp {verb}", ctx))
+            parts += [_section(f"ucp {verb} {name}", _below(ctx, name, part)) for name, part in below]
+    parts.append(_SETTINGS)
     for target in map(registry.target, registry.names("ucp.targets")):
-        yield from _table(f"### {target.name}", target.settings)
+        parts += _table(f"### {target.name}", target.settings)
     for engine in map(registry.engine, registry.names("ucp.engines")):
-        yield from _table(f"### --engine {engine.name}", engine.settings)
+        parts += _table(f"### --engine {engine.name}", engine.settings)
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(head: str, settings: Mapping[str, str]) -> Iterator[str]:
@@ -81,13 +78,6 @@ def _table(head: str, settings: Mapping[str, str]) -> Iterator[str]:
     if by_meaning:
         rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in by_meaning.items()]
         yield "\n".join((head, "", "| setting | value |", "|---|---|", *rows))
-
-
-def _with_parts(title: str, command: click.Command, ctx: click.Context) -> Iterator[str]:
-    """The page of a verb, then those of the verbs below it."""
-    yield _section(title, ctx)
-    for name, part in command.commands.items() if isinstance(command, click.Group) else ():
-        yield _section(f"{title} {name}", _below(ctx, name, part))
 
 
 def _below(parent: click.Context, name: str, command: click.Command) -> click.Context:

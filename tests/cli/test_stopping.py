@@ -29,8 +29,7 @@ for name in (
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "conversion.execute",
-    "store.manifest",
+    "store.describe",
 ):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 
-from tests.registry import checkpoints, count, kinds, read
+import ucp
+from tests.registry import checkpoints, count, degrees, kinds, read
+from ucp.conversion.options import make_options
+from ucp.conversion.prepare import prepare
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, place
 from ucp.core.region import Box, RegionPair
@@ -121,3 +125,31 @@ def test_every_checkpoint_of_ranks_has_layouts_that_can_be_wrong(case: str) -> N
     assert any("placed" in own.values() for own in found) == (case not in ONE_FILE)
     turned = [mutated(atom, Turned, axis) for atom in index.atoms.values() for axis in kinds(index, atom)]
     assert any("not placed" in kinds(index, atom).values() for atom in turned) == (case not in ONE_FILE)
+
+
+@pytest.mark.parametrize(
+    ("case", "to", "options"),
+    [
+        ("z1-pp2-tp2-dp2-bf16", "deepspeed", {}),
+        ("z2-ep2-dp4-contiguous", "deepspeed", {}),
+        ("z0-pp2", "deepspeed", {}),
+        ("z2-dp4-bf16", "deepspeed", {"topology": "dp=2,zero=3"}),
+        ("fsdp2-pp2-dp2", "dcp", {}),
+        ("fsdp2-dp2-tp2", "dcp", {"topology": "dp_replicate=2,dp_shard=2,tp=2"}),
+        ("llama-pp2-vpp2-dp2-torch-zero", "megatron", {"layout": "torch"}),
+        ("mixtral-pp2-ep2-dp2-dp", "megatron", {}),
+        ("mixtral-tp2-ep2-etp1-torch-zero", "megatron", {"layout": "torch", "topology": "dp=2,tp=2,ep=2,etp=2"}),
+    ],
+)
+def test_a_plan_has_the_layout_that_the_files_are_read_with(
+    case: str, to: str, options: dict[str, str], tmp_path: Path
+) -> None:
+    plan = prepare(CASES[case], make_options(to=to, **options)).job.target
+    ucp.convert(CASES[case], tmp_path / "out", to=to, workers=1, **options)
+    index = read(tmp_path / "out")
+    for atom in (own for own in index.atoms.values() if own.nbytes):
+        for name, state, layout in atom.layouts():
+            planned = plan.layouts.get((name, state), Layout())
+            assert {what for what, _ in planned.described} == {what for what, _ in layout.described}, (name, state)
+            assert {axis.axis for axis in planned.every} >= degrees(index, name).keys() - {"dp"}
+            assert all(axis.known_from for axis in planned.every)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.conversion.source.read import index_of
+from tests.strategies import random_array, shapes, states_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, flat_boxes
 from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
-from ucp.testing.strategies import random_array, shapes, states_of
 from ucp.transfer.gather import Gatherer, Sources
 
 LAYOUTS = st.sampled_from([{}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}])
@@ -38,8 +38,7 @@ def small_blocks():
             "transfer.worker",
             "transfer.compare",
             "conversion.prepare",
-            "conversion.execute",
-            "store.manifest",
+            "store.describe",
         ):
             module = import_module(f"ucp.{name}")
             if hasattr(module, "BLOCK"):

@@ -18,6 +18,7 @@ from ucp_patterns.unique import Unique
 
 import ucp.core.slices
 import ucp.transfer.gather
+from tests.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -27,7 +28,6 @@ from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve
 from ucp.errors import CoverError
 from ucp.io.elements import numpy_dtype, viewed
 from ucp.testing.handmade import Shards
-from ucp.testing.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
 from ucp.transfer.gather import Gatherer, Sources
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.INT64, DType.BOOL, DType.COMPLEX128, DType.FLOAT8_E5M2])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import random_array, shapes
 from ucp.core.dtypes import DType
 from ucp.io.elements import assign, differing, mean_dtype, numpy_dtype, strided, viewed
-from ucp.testing.strategies import random_array, shapes
 
 DTYPES = st.sampled_from(list(DType))
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
+from tests.strategies import cuts
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, StateIndex
@@ -21,7 +22,6 @@ from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
-from ucp.testing.strategies import cuts
 from ucp.transfer.plan.job import check_target, checking_placements, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
 

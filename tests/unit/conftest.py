@@ -7,18 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.strategies import random_array
 from ucp.core.dtypes import DType
 from ucp.core.index import Extra, ParamGroup
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
-from ucp.testing.strategies import random_array
 
 BLOCK_USERS = (
     "transfer.plan.job",
     "transfer.worker",
     "transfer.compare",
     "conversion.prepare",
-    "conversion.execute",
-    "store.manifest",
+    "store.describe",
 )
 """Modules that know the size of a block."""
 

@@ -8,16 +8,13 @@ import pytest
 import ucp
 from ucp import errors
 
-DRAWN = errors.__doc__ or ""
-
 
 def kinds() -> list[type[errors.UcpError]]:
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.UcpError)]
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_every_error_is_drawn_and_public(kind):
-    assert f" {kind.__name__}" in DRAWN
+def test_every_error_is_public(kind):
     assert kind.__name__ in errors.__all__
 
 

@@ -9,22 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
-from ucp.core.pickle_values import Stub
 from ucp.errors import FamilyError, UnknownFamilyError
 from ucp.families.family import Family, Named
 from ucp.families.rule import Rule
 from ucp.families.template import kind
 
-__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index", "recorded_arguments"]
+__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index"]
 
 NO_RULE = "no rule"
 """The problem of a name that falls under none."""
-
-_ARGUMENTS = ("args", "client_state/args")
-"""Extras that hold the arguments of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +32,19 @@ class Explained:
     """Name in the checkpoint."""
     global_shape: tuple[int, ...]
     """Elements per dim."""
-    canonical: str
+    canonical: str = ""
     """Canonical name, numbers that the name lacks left open; empty without a rule."""
-    style: str
+    style: str = ""
     """Naming style of the name; empty without a rule."""
-    template: str
+    template: str = ""
     """Template of that style that the name falls under; empty without a rule."""
-    part: int | None
+    part: int | None = None
     """Which of the tensors that join to the canonical one it is; None when it is all of it."""
-    rule: Rule | None
+    rule: Rule | None = None
     """Its rule."""
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
     """How it lies over each axis at the degrees of the checkpoint, e.g. "tp: shard(dim=0)"."""
-    problem: str
+    problem: str = ""
     """What is wrong; empty when nothing is."""
     order: tuple[int, ...] = ()
     """Dims of the stored tensor in the order of the rule's; empty when they agree."""
@@ -61,13 +58,13 @@ class FamilyReport:
     """Checkpoint."""
     format: str
     """Format that read it."""
-    family: Family | None
+    family: Family | None = None
     """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Why it is this one."""
     parameters: tuple[Explained, ...]
     """Every parameter, in the order of the checkpoint."""
-    unused: tuple[Rule, ...]
+    unused: tuple[Rule, ...] = ()
     """Rules that hold for the model, and no name falls under."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
     """Mesh axis to where the checkpoint says how tensors lie over it, where no family does."""
@@ -95,13 +92,26 @@ def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
 
 def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyReport:
     """What a family says about the parameters of `index`; see `explain`."""
-    shapes, arguments = index.shapes, recorded_arguments(index)
+    shapes, arguments = index.shapes, run_arguments(index)
     try:
         family, reasons = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError:
         if not index.recorded_in:
             raise
-        return _recorded(index)
+        return FamilyReport(
+            path=index.path,
+            format=index.format,
+            parameters=tuple(
+                Explained(
+                    name=atom.name,
+                    global_shape=atom.global_shape,
+                    template=kind(f".{atom.name}").removeprefix("."),
+                    patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
+                )
+                for atom in index.atoms.values()
+            ),
+            recorded_in=index.recorded_in,
+        )
     topology = index.topology
     axes = {"tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
     explained = tuple(_explained(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name))
@@ -114,42 +124,6 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         parameters=explained,
         unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
     )
-
-
-def _recorded(index: Index) -> FamilyReport:
-    """What the checkpoint itself says, by axis and parameter."""
-    return FamilyReport(
-        path=index.path,
-        format=index.format,
-        family=None,
-        reasons=(),
-        parameters=tuple(
-            Explained(
-                name=atom.name,
-                global_shape=atom.global_shape,
-                canonical="",
-                style="",
-                template=kind(f".{atom.name}").removeprefix("."),
-                part=None,
-                rule=None,
-                patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
-                problem="",
-            )
-            for atom in index.atoms.values()
-        ),
-        unused=(),
-        recorded_in=index.recorded_in,
-    )
-
-
-def recorded_arguments(index: Index) -> Mapping[str, object]:
-    """Arguments of the run, as far as the checkpoint has them; empty when it has none."""
-    for extra in index.extras:
-        if extra.name in _ARGUMENTS and extra.rank in (None, 0):
-            value = extra.value.state if isinstance(extra.value, Stub) else extra.value
-            if isinstance(value, dict):
-                return {str(name): own for name, own in value.items()}
-    return {}
 
 
 def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Explained:
@@ -169,19 +143,16 @@ def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Expl
                 patterns = tuple(f"{own.axis}: {own.pattern.name}" for layout in layouts for own in layout.axes)
     except FamilyError as error:
         problem = str(error)
+    template = "" if named is None else named.alias.names[named.part] if named.alias else named.rule.name.text
     return Explained(
         name=atom.name,
         global_shape=atom.global_shape,
         canonical=named.canonical if named else "",
         style=named.style if named else "",
-        template=_template(named) if named else "",
+        template=template,
         part=named.part if named and named.alias and len(named.alias.names) > 1 else None,
         rule=rule,
         patterns=patterns or (tuple(map(str, rule.axes)) if rule else ()),
         problem=problem,
         order=named.alias.order if named and named.alias else (),
     )
-
-
-def _template(named: Named) -> str:
-    return named.rule.name.text if named.alias is None else named.alias.names[named.part]

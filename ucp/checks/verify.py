@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from ucp.checks.changes import change_tables
 from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.conversion.source.read import index_of
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
 from ucp.core.index import TAG, Index
@@ -33,8 +32,9 @@ from ucp.errors import (
 from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
 from ucp.io.identity import check_unchanged
+from ucp.source.read import index_of
 from ucp.transfer.compare import checked_bytes
-from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras
+from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras, shared_states
 
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
 
@@ -167,10 +167,9 @@ def prove(
         drift = find_drift(index, observer, threads)
         unnamed = _unnamed(index)
         problems += [*drift, *unnamed]
-        checked, notes = checked_bytes(index), index.unchecked
+        checked, notes = checked_bytes(index), (*index.unchecked, *_unproved(index))
         if other is not None and len(problems) == len(unnamed):
-            kept = keeps_extras(other, index)
-            kept = kept and names == _ALL
+            kept = keeps_extras(other, index) and names == _ALL
             a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
             changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
             casts, notes = casts_between(a, b), (*notes, *_strangers(other, index))
@@ -244,12 +243,7 @@ def differences(
     left, right = told.index_of(a), told.index_of(b)
     told.check_used()
     left, right = _compared((left, right), names)
-    both = [
-        state
-        for atom, name, state in left.states()
-        if atom.name in right.atoms and name in right.atoms[atom.name].states
-        if right.atoms[atom.name].states[name].global_shape == state.global_shape
-    ]
+    both = [pair.a for pair in shared_states(left, right) if pair.a.global_shape == pair.b.global_shape]
     changes = compare(left, right, observer, extras=extras, threads=threads)
     recast = _recast(changes, left)
     casts = equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
@@ -264,7 +258,10 @@ def differences(
         notes=(
             *_strangers(left, right),
             *casts,
-            *(f"{line}: the numbers are equal, only their type is another" for line in _casts(recast)),
+            *(
+                f"{line}, of {counted(count, 'parameter')}: the numbers are equal, only their type is another"
+                for line, count in Counter(f"{own.state} is {own.a} in a, {own.b} in b" for own in recast).items()
+            ),
             *(f"{own.path}: {line}" for own in (left, right) for line in (*_oddities(own), *_unnamed(own))),
         ),
     )
@@ -275,11 +272,6 @@ def _recast(changes: Iterable[Change], index: Index) -> list[Change]:
     valued = {(own.param, own.state) for own in changes if own.what == "values"}
     of_type = (own for own in changes if own.what == "dtype" and (own.param, own.state) not in valued)
     return [own for own in of_type if index.atoms[own.param].is_count(own.state)]
-
-
-def _casts(recast: Iterable[Change]) -> list[str]:
-    counts = Counter(f"{own.state} is {own.a} in a, {own.b} in b" for own in recast)
-    return [f"{line}, of {counted(count, 'parameter')}" for line, count in counts.items()]
 
 
 def _strangers(a: Index, b: Index) -> tuple[str, ...]:
@@ -338,6 +330,15 @@ def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+
+
+def _unproved(index: Index) -> Iterator[str]:
+    """A note where no byte of a tensor can be checked: a flipped bit would not be seen."""
+    if index.nbytes and not checked_bytes(index):
+        yield (
+            "its files record no checksums: headers, sizes and shapes were checked, not the bytes of tensors. "
+            "--against compares these with another copy"
+        )
 
 
 def _unnamed(index: Index) -> tuple[str, ...]:

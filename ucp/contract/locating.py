@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.companion_files import SaveFolder
+from ucp.contract.companions import SaveFolder
 from ucp.contract.protocols import Evidence, Strength
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
@@ -143,8 +143,9 @@ def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: s
     if located.dangling:
         text = short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
         raise MalformedError(
-            f"expected {located.root / located.dangling} to name a checkpoint beside it; got {text!r}, which names "
-            f"none. Copy the missing folder, or pass one that is there:\n{choices}"
+            f"expected {located.root / located.dangling} to name a checkpoint beside it; got "
+            f"{'what cannot be read as text' if text is None else f'{text!r}, which names none'}. Copy the missing "
+            f"folder, or pass one that is there:\n{choices}"
         )
     if located.choices:
         noun = "candidate file" if located.strength is Strength.SUFFIX else "checkpoint"

@@ -23,7 +23,7 @@ from ucp.core.index import Index
 from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import IdleOptionError
+from ucp.errors import IdleOptionError, UsageError
 
 if TYPE_CHECKING:
     from ucp.transfer.plan.job import Job
@@ -35,6 +35,7 @@ __all__ = [
     "Engine",
     "Evidence",
     "Format",
+    "Naming",
     "Observer",
     "ParamOrder",
     "ParamOrderLike",
@@ -97,6 +98,32 @@ class SourceOptions:
     def without_family(self) -> SourceOptions:
         """What is for the source alone: rules of a family may be for the target."""
         return replace(self, family=None, patterns=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Under which names to write."""
+
+    style: str = ""
+    """Naming style of model families to write; empty for the target's, or the source's."""
+    source: str = ""
+    """Style of the source's names, where several have the same names for other tensors; empty for any."""
+    rules: Path | None = None
+    """TOML file with rules of the user's own."""
+
+    @classmethod
+    def of(cls, names: str | None, rename: Path | None) -> Naming:
+        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
+
+        >>> Naming.of("nanogpt:huggingface", None).source
+        'nanogpt'
+        """
+        source, colon, style = (names or "").rpartition(":")
+        if names is not None and (not style or (colon and not source)):
+            raise UsageError(
+                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
+            )
+        return cls(style=style, source=source, rules=rename)
 
 
 class Format(Protocol):

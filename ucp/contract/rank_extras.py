@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from operator import attrgetter
 
 from ucp.core.index import Extra
-from ucp.core.pickle_values import Stub
+from ucp.core.pickle_values import diff, equal_leaves
 from ucp.core.tensor import Record, TensorRef
 
 __all__ = ["Checksums", "per_rank_extras"]
@@ -50,27 +49,14 @@ class Checksums:
         return False if whole and a.extent == mine.nbytes else None
 
     def same(self, a: object, b: object) -> bool:
-        """Whether two values are known to be the same: of any depth, whatever they share, and if they hold themselves.
+        """Whether two values are known to be the same."""
 
-        Objects are taken to be the same as soon as they are compared, so that no pair is looked into twice (Hopcroft
-        and Karp 1971, on the equality of automata).
-        """
-        taken = _Taken()
-        rest = [(a, b)]
-        while rest:
-            one, other = rest.pop()
-            if type(one) is not type(other):
-                return False
-            if isinstance(one, dict | list | tuple | Stub):
-                if not taken.join(one, other):
-                    continue
-                parts = _parts(one, other)
-                if parts is None:
-                    return False
-                rest.extend(parts)
-            elif not self._same_leaves(one, other):
-                return False
-        return True
+        def same(one: object, other: object) -> bool:
+            if isinstance(one, TensorRef) and isinstance(other, TensorRef):
+                return self.same_bytes(one, other) is True
+            return equal_leaves(one, other)
+
+        return not any(True for _ in diff(a, b, same))
 
     def first_same(self, values: Iterable[object]) -> list[int]:
         """For each value the position of the first that is known to be the same.
@@ -84,54 +70,6 @@ class Checksums:
             found.append(next((first for first, own in firsts.items() if self.same(own, value)), at))
             firsts.setdefault(found[-1], value)
         return found
-
-    def _same_leaves(self, a: object, b: object) -> bool:
-        match a, b:
-            case TensorRef(), TensorRef():
-                return self.same_bytes(a, b) is True
-            case float(), float():
-                return a.hex() == b.hex()
-        return a == b
-
-
-class _Taken:
-    """Objects that are taken to be the same: a forest, each object below one of those that it is the same as."""
-
-    def __init__(self) -> None:
-        self._above: dict[int, int] = {}
-
-    def join(self, a: object, b: object) -> bool:
-        """Take `a` and `b` to be the same; whether they were not."""
-        one, other = self._root(id(a)), self._root(id(b))
-        self._above[one] = other
-        return one != other
-
-    def _root(self, key: int) -> int:
-        while (above := self._above.get(key, key)) != key:
-            self._above[key] = self._above.get(above, above)
-            key = above
-        return key
-
-
-Pairs = Iterable[tuple[object, object]]
-
-
-def _parts(a: object, b: object) -> Pairs | None:
-    """What has to be the same for two objects of one class to be; None where they differ on the face of it."""
-    match a, b:
-        case dict(), dict():
-            if len(a) != len(b) or not all(key in b for key in a):
-                return None
-            attributes = vars(a) if hasattr(a, "__dict__") else {}, vars(b) if hasattr(b, "__dict__") else {}
-            return [(value, b[key]) for key, value in a.items()] + ([attributes] if any(attributes) else [])
-        case Stub(), Stub():
-            if (a.made_by, a.new, a.has_state, len(a.entries)) != (b.made_by, b.new, b.has_state, len(b.entries)):
-                return None
-            whole = (a.args, b.args), (a.kwargs, b.kwargs), (a.state, b.state), (a.items, b.items)
-            return chain(whole, zip(chain.from_iterable(a.entries), chain.from_iterable(b.entries), strict=True))
-        case ((list() | tuple()), (list() | tuple())) if len(a) == len(b):
-            return zip(a, b, strict=True)
-    return None
 
 
 def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:

@@ -11,8 +11,8 @@ from textwrap import fill
 from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 from ucp.contract.protocols import ParamOrderLike
-from ucp.conversion.option import Option, Verb
-from ucp.conversion.options import OPTIONS, options_of
+from ucp.conversion.option import Option
+from ucp.conversion.options import OPTIONS
 from ucp.conversion.parts.which import PartLike
 from ucp.conversion.values import DtypeLike, MemoryLike, TopologyLike, type_path
 from ucp.errors import UcpError, nearest
@@ -23,6 +23,7 @@ __all__ = [
     "LoadArguments",
     "PlanArguments",
     "SourceArguments",
+    "options_of",
     "takes_options",
 ]
 
@@ -30,11 +31,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ZeroMomentsName = Literal["error", "keep"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "layout"]
 
 
 class SourceArguments(TypedDict, total=False):
-    """Types of the arguments of `Verb.READ`, for type checkers and editors; see `ConvertOptions` for their meaning."""
+    """Options of `open`, `inspect` and `patterns check`, and their types; see `ConvertOptions` for their meaning."""
 
     family: str | None
     patterns: type_path | None
@@ -43,7 +44,7 @@ class SourceArguments(TypedDict, total=False):
 
 
 class CompareArguments(SourceArguments, total=False):
-    """Those of `Verb.COMPARE`."""
+    """Those of `verify` and `diff`."""
 
     include: Iterable[str]
     exclude: Iterable[str]
@@ -53,7 +54,7 @@ class CompareArguments(SourceArguments, total=False):
 
 
 class LoadArguments(SourceArguments, total=False):
-    """Those of `Verb.LOAD`."""
+    """Those of `load_into`."""
 
     settings: Mapping[str, str | int | float] | None
     names: str | None
@@ -63,7 +64,7 @@ class LoadArguments(SourceArguments, total=False):
 
 
 class PlanArguments(LoadArguments, total=False):
-    """Those of `Verb.PLAN`."""
+    """Those of `plan`."""
 
     to: str
     topology: TopologyLike | None
@@ -84,7 +85,7 @@ class PlanArguments(LoadArguments, total=False):
 
 
 class ConvertArguments(PlanArguments, total=False):
-    """Those of `Verb.CONVERT`."""
+    """Those of `convert`."""
 
     resume: bool
     overwrite: bool
@@ -106,24 +107,35 @@ _PLACE = "\nOPTIONS\n"
 """The line of a docstring in whose place the options are explained that it does not explain itself."""
 
 
-def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the `**options` of a function those of `verb`, for `help` and notebooks.
+def options_of(arguments: type[SourceArguments]) -> list[Option]:
+    """The options that are among `arguments`, in the order of help pages."""
+    return [option for name, option in OPTIONS.items() if name in get_annotations(arguments)]
+
+
+def takes_options(arguments: type[SourceArguments]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the `**options` of a function those of `arguments`, for `help` and notebooks.
 
     A misspelt argument is answered with the nearest one, and an error that names options of the command line carries
     a note with the arguments.
 
-    >>> @takes_options(Verb.READ)
+    >>> @takes_options(SourceArguments)
     ... def open(path, **options): ...
     >>> open("ckpt", famly="llama")
     Traceback (most recent call last):
     TypeError: ucp.open() has no argument 'famly'; did you mean 'family'?
     """
+    names = {option.flag: f"`{option.name}`" for option in OPTIONS.values()}
+
+    def explained(option: Option) -> str:
+        """An option as a docstring explains it: by its help, flags named as arguments."""
+        text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
+        return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         *parameters, _ = signature(function).parameters.values()
         parameters += [
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=_TYPES[option.name])
-            for option in options_of(verb)
+            for option in options_of(arguments)
         ]
         shown = signature(function).replace(parameters=sorted(parameters, key=attrgetter("kind")))
         known = list(shown.parameters)
@@ -146,15 +158,8 @@ def takes_options(verb: Verb) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         vars(checked)["__signature__"] = shown
         text = cleandoc(checked.__doc__ or "")
-        more = [_explained(option) for option in options_of(verb) if f"\n{option.name}\n" not in text]
+        more = [explained(option) for option in options_of(arguments) if f"\n{option.name}\n" not in text]
         checked.__doc__ = text.replace(_PLACE, "\n".join(("", *more, "")))
         return checked
 
     return decorate
-
-
-def _explained(option: Option) -> str:
-    """An option as a docstring explains it: by its help, flags named as arguments."""
-    names = {other.flag: f"`{other.name}`" for other in OPTIONS.values()}
-    text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
-    return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"

@@ -27,50 +27,33 @@ from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import check_begun, unfinished
 from ucp.conversion.parts.run import write_part
+from ucp.conversion.plan_report import ConversionReport, said_of
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
-from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.page import Page, facts, lines
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
-from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging
 from ucp.io.destination.write import check_space
 from ucp.io.folder import url_scheme
 from ucp.transfer.compare import fit_threads
-from ucp.transfer.plan.job import Job
 
 __all__ = ["ConvertReport", "carry_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport(Report):
+class ConvertReport(ConversionReport):
     """What a conversion did."""
 
     dst: str
     """Destination."""
-    format: str
-    """Format of the source."""
-    to: str
-    """Target."""
-    topology: Topology | None
-    """Layout of the run that loads what was written; None where it fits any."""
-    layout: str
-    """Variant of the target's layout; empty for its usual one."""
-    atoms: int
-    """Parameters and buffers; of a part, those that its share of the work is of."""
-    nbytes_written: int
-    """Bytes of tensors written by this run, before compression."""
-    nbytes_out: int
-    """Bytes of the files that hold them and of those beside; 0 when there was nothing to do."""
     files_out: int
     """How many files these are."""
     nbytes_last: int
     """Bytes of the files that are written last and say what the others hold."""
     files_last: int
     """How many files these are."""
-    references: int
-    """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
     resumed_bytes: int
     """Bytes that an earlier run had already written."""
     believed_bytes: int
@@ -85,14 +68,6 @@ class ConvertReport(Report):
     """Source files read from that carry no checksums."""
     copies_checked: int
     """States of which the source held copies (replicas, the model's own weights) that were compared."""
-    warnings: tuple[str, ...]
-    """What keeps a run from resuming as it would from the source."""
-    casts: tuple[str, ...]
-    """Changes of dtype."""
-    notes: tuple[str, ...]
-    """What was assumed, and what the target cannot hold."""
-    dropped: tuple[str, ...]
-    """What was not carried over, with the reasons."""
     part: str = ""
     """Which part this was, such as "3/8"; empty for all. Files and copies are counted by whoever finalizes."""
     scratch_bytes: int = 0
@@ -107,9 +82,7 @@ class ConvertReport(Report):
         """What was written and checked, and what is to be known."""
         yield facts(_facts(self))
         yield lines("Warnings", self.warnings)
-        yield lines("Casts", self.casts)
-        yield lines("Notes", self.notes)
-        yield lines("Left behind", self.dropped)
+        yield from self.remarks()
 
 
 def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
@@ -241,19 +214,21 @@ def _report(
     already_complete, written = written is None, written or Written()
     tracked = {record.path for record in index.records}
     read = {str(f.path) for _, _, state in index.states() for f in state.fragments if f.path}
+    said = said_of(prepared, options)
+    if options.part is not None:
+        numbers = {s.placement for task in prepared.job.tasks for fill in task.fills for s in fill.sections}
+        said["atoms"] = len({plan.placements[n].slice.param for n in numbers if n < len(plan.placements)})
+    checked = {(p.param, p.state) for n in prepared.job.checking for p in (plan.placements[n].slice,)}
+    states = (index.atoms[param].states[state] for param, state in checked)
+    copies = sum(any(fragment.replica for fragment in state.fragments) for state in states)
     return ConvertReport(
+        **said,
         dst=str(dst),
-        format=index.format,
-        to=options.to,
-        topology=plan.topology,
-        layout=options.target.layout or ("compressed" if options.target.compress else ""),
-        atoms=len(index.atoms if options.part is None else _params(prepared.job)),
         nbytes_written=written.nbytes,
         nbytes_out=sum(written.files),
         files_out=len(written.files),
         nbytes_last=sum(written.last),
         files_last=len(written.last),
-        references=prepared.references,
         resumed_bytes=written.resumed,
         believed_bytes=written.believed,
         read_back_bytes=written.read_back,
@@ -262,27 +237,11 @@ def _report(
         unchecked_files=()
         if already_complete or options.part or not plan.placements
         else tuple(sorted(read - tracked)),
-        copies_checked=0 if already_complete or options.part else _copies(prepared.job),
-        warnings=prepared.warnings,
-        casts=plan.casts,
-        notes=(*index.notes, *plan.notes),
-        dropped=index.dropped,
+        copies_checked=0 if already_complete or options.part else copies,
         part=str(options.part or ""),
         scratch_bytes=scratch,
         verified=options.verify and not already_complete,
     )
-
-
-def _params(job: Job) -> set[str]:
-    """Parameters that the tasks of a part are of."""
-    numbers = {section.placement for task in job.tasks for fill in task.fills for section in fill.sections}
-    return {job.target.placements[own].slice.param for own in numbers if own < len(job.target.placements)}
-
-
-def _copies(job: Job) -> int:
-    checked = {(own.param, own.state) for n in job.checking for own in (job.target.placements[n].slice,)}
-    states = (job.index.atoms[param].states[state] for param, state in checked)
-    return sum(any(fragment.replica for fragment in state.fragments) for state in states)
 
 
 def _facts(report: ConvertReport) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Protocol
 
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
-from ucp.conversion.collection import no_cycle_collection
 from ucp.conversion.destination.place import Begun, Destination
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
@@ -21,10 +20,11 @@ from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.destination.mark import MARK, dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.identity import check_unchanged, is_remote, producer
+from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches
-from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import nbytes_of
-from ucp.transfer.plan.tasks import BLOCK, Task
+from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Sum
 
 __all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute"]
@@ -109,23 +109,17 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
                 if not number:
                     observer.begin(title="convert", nbytes=todo_nbytes)
                     stack.callback(observer.end)
-                for done in _advanced(stream, observer):
-                    written.add(done)
-                    written.nbytes += done.nbytes
-                    place.note(done)
+                told: Counter[int] = Counter()  # of each task, bytes that were told on the way
+                for report in stream:
+                    if isinstance(report, Step):
+                        told[report.task] += report.nbytes
+                        observer.advance(report.nbytes)
+                        continue
+                    written.add(report)
+                    written.nbytes += report.nbytes
+                    place.note(report)
+                    observer.advance(report.nbytes - told[report.task])
     return written
-
-
-def _advanced(stream: Iterable[Done | Step], observer: Observer) -> Iterator[Done]:
-    """Tasks that are done, each told to the observer once it was taken in; what was told on the way counts."""
-    told: Counter[int] = Counter()
-    for done in stream:
-        if isinstance(done, Step):
-            told[done.task] += done.nbytes
-            observer.advance(done.nbytes)
-            continue
-        yield done
-        observer.advance(done.nbytes - told[done.task])
 
 
 def _check_source(index: Index, written: Written) -> None:
@@ -135,12 +129,8 @@ def _check_source(index: Index, written: Written) -> None:
     stretch that was read from can be checked.
     """
     if not written.drift:
-        gatherer = Gatherer(sources=Sources(), tracked=frozenset(record.path for record in index.records))
-        for path, offset, nbytes in gaps(index.records, written.spans):
-            for low in range(offset, offset + nbytes, BLOCK):
-                gatherer.scan(path, low, min(BLOCK, offset + nbytes - low))
-        gatherer.sources.close()
-        written.spans.extend(gatherer.spans)
+        with Reader(1) as reader:
+            written.spans.extend(reader.scan(gaps(index.records, written.spans)))
     check_read(index, written)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
+from ucp.transfer.gather import Gatherer, Reader
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Section, Task
 from ucp.transfer.worker import Done, Sum
@@ -43,23 +43,20 @@ def trusted(
     if not reports:
         return {}
 
-    numbers = iter(list(reports))  # whoever is free takes the next
+    found: dict[int, Done] = {}
 
-    def look(_: int) -> dict[int, Done]:
-        found = {}
-        for number in numbers:
-            done = next((own for own in reports[number] if _stands(root, tasks[number], own)), None)
-            if done is not None:
-                found[number] = done
-            if observer is not None:
-                observer.advance(tasks[number].nbytes)
-        return found
+    def look(number: int, _: Gatherer) -> None:
+        done = next((own for own in reports[number] if _stands(root, tasks[number], own)), None)
+        if done is not None:
+            found[number] = done
+        if observer is not None:
+            observer.advance(tasks[number].nbytes)
 
     if observer is not None:
         observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            found = {number: done for own in pool.map(look, range(threads)) for number, done in own.items()}
+        with Reader(threads) as reader:
+            reader.each(reports, look)
         return {number: found[number] for number in reports if number in found}
     finally:
         if observer is not None:

@@ -1,31 +1,15 @@
-"""An option: how the command line and functions spell it, what it takes, what takes it, and what it decides."""
+"""An option: how the command line and functions spell it, what it takes, and what it decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Flag, StrEnum, auto
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from ucp.conversion.values import dtypes_of, settings_of
-from ucp.errors import UsageError
+from ucp.conversion.values import dtypes_of, settings_of, switch_of
 
-__all__ = ["Option", "Verb", "declare"]
-
-
-class Verb(Flag):
-    """What takes an option."""
-
-    READ = auto()
-    """`open`, `inspect`, `patterns check`."""
-    COMPARE = auto()
-    """`verify` and `diff`."""
-    LOAD = auto()
-    """`load_into`."""
-    PLAN = auto()
-    CONVERT = auto()
-    MAKE = PLAN | CONVERT
-    EVERY = READ | COMPARE | LOAD | MAKE
+__all__ = ["Option", "option"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +38,6 @@ class Option:
     """Whether the command line takes it several times."""
     shown: str = ""
     """The default on a help page."""
-    verbs: Verb = Verb.MAKE
-    """What takes it."""
     identity: str = ""
     """What messages call it as a part of a conversion's identity; empty where it does not decide what is written."""
     default: object = None
@@ -63,9 +45,7 @@ class Option:
 
     def value_of(self, argument: object) -> object:
         """The field's value. Raises UsageError for an argument that is none."""
-        if isinstance(self.default, bool) and not isinstance(argument, bool):
-            raise UsageError(f"expected {self.name} to be True or False; got {argument!r}")
-        return self.parse(argument)
+        return (switch_of(self.name) if isinstance(self.default, bool) else self.parse)(argument)
 
     @property
     def in_python(self) -> str:
@@ -79,6 +59,7 @@ class Option:
         return f"{self.name}={value}"
 
 
-def declare(text: str, /, **more: Any) -> dict[str, Option]:
-    """Metadata of a field; the type of the field is that of the checked value."""
-    return {"option": Option(help=text, **more)}
+def option(text: str, /, *, default: Any = None, **more: Any) -> Any:
+    """A field of that default, with its `Option` as metadata; the type of the field is that of the checked value."""
+    means: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**means, metadata={"option": Option(help=text, **more)})

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ucp.contract.companions import Companions
-from ucp.contract.protocols import Engine, ParamOrder, SourceOptions
+from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
-from ucp.conversion.option import Option, Verb, declare
+from ucp.conversion.option import Option, option
 from ucp.conversion.parts.which import part_of
-from ucp.conversion.source.new_optimizer import NewOptimizer
-from ucp.conversion.source.replica_policy import Drift
-from ucp.conversion.source.zero_moments import ZeroMoments
 from ucp.conversion.values import (
-    Naming,
     choice_of,
     dtypes_of,
     globs_of,
@@ -46,339 +42,240 @@ from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import given
+from ucp.source.moments import ZeroMoments
+from ucp.source.new_optimizer import NewOptimizer
+from ucp.source.replica_policy import Drift
 from ucp.transfer.plan.tasks import Share
 
-__all__ = [
-    "OPTIONS",
-    "ConvertOptions",
-    "cores",
-    "make_options",
-    "options_of",
-]
+__all__ = ["OPTIONS", "ConvertOptions", "cores", "make_options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """What the user asked for. The metadata of each field says what it means."""
 
-    to: str = field(
+    to: str = option(
+        "What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+        "installed target.",
         default="ucp",
-        metadata=declare(
-            "What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
-            "installed target.",
-            metavar="FORMAT",
-            shown="ucp",
-            parse=text_of("to"),
-            identity="target",
-        ),
+        metavar="FORMAT",
+        shown="ucp",
+        parse=text_of("to"),
+        identity="target",
     )
-    topology: Topology | None = field(
-        default=None,
-        metadata=declare(
-            "Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires "
-            "zero; dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. "
-            "deepspeed-universal fits any run and takes tp and pp only.",
-            python='Layout of the run that will load it, where the target has ranks: "dp=4,zero=3", {"dp": 4, '
-            '"zero": 3} or ucp.Topology(dp=4, zero=3).',
-            metavar="T",
-            parse=topology_of,
-            identity="topology",
-        ),
+    topology: Topology | None = option(
+        "Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires "
+        "zero; dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. "
+        "deepspeed-universal fits any run and takes tp and pp only.",
+        python='Layout of the run that will load it, where the target has ranks: "dp=4,zero=3", {"dp": 4, '
+        '"zero": 3} or ucp.Topology(dp=4, zero=3).',
+        metavar="T",
+        parse=topology_of,
+        identity="topology",
     )
-    layout: str = field(
+    layout: str = option(
+        "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
         default="",
-        metadata=declare(
-            "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
-            also="--megatron-format",
-            metavar="NAME",
-            parse=text_of("layout"),
-            identity="layout",
-        ),
+        also="--megatron-format",
+        metavar="NAME",
+        parse=text_of("layout"),
+        identity="layout",
     )
-    virtual: bool = field(
-        default=False,
-        metadata=declare("Write atoms that refer to the source's bytes; nothing is copied.", identity="references"),
+    virtual: bool = option(
+        "Write atoms that refer to the source's bytes; nothing is copied.", default=False, identity="references"
     )
-    compress: bool = field(default=False, metadata=declare("Compress atoms with zstd.", identity="compression"))
-    include: tuple[str, ...] = field(
+    compress: bool = option("Compress atoms with zstd.", default=False, identity="compression")
+    include: tuple[str, ...] = option(
+        "Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
         default=(),
-        metadata=declare(
-            "Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
-            python="Globs over parameter names, or name/state, of what to take.",
-            metavar="GLOB",
-            repeats=True,
-            parse=globs_of,
-            verbs=Verb.MAKE | Verb.COMPARE,
-            identity="included",
-        ),
+        python="Globs over parameter names, or name/state, of what to take.",
+        metavar="GLOB",
+        repeats=True,
+        parse=globs_of,
+        identity="included",
     )
-    exclude: tuple[str, ...] = field(
+    exclude: tuple[str, ...] = option(
+        "Leave these out. May be repeated.",
         default=(),
-        metadata=declare(
-            "Leave these out. May be repeated.",
-            python="Globs over parameter names, or name/state, of what to leave out.",
-            metavar="GLOB",
-            repeats=True,
-            parse=globs_of,
-            verbs=Verb.MAKE | Verb.COMPARE,
-            identity="left out",
-        ),
+        python="Globs over parameter names, or name/state, of what to leave out.",
+        metavar="GLOB",
+        repeats=True,
+        parse=globs_of,
+        identity="left out",
     )
-    weights: bool = field(
-        default=False,
-        metadata=declare("Compare weights alone, as of a run and an export: --include '*/weight'.", verbs=Verb.COMPARE),
+    weights: bool = option("Compare weights alone, as of a run and an export: --include '*/weight'.", default=False)
+    dtypes: Mapping[str, str] = option(
+        "Cast a state, e.g. weight=bfloat16. May be repeated.",
+        default={},
+        python='State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.',
+        flag="--dtype",
+        metavar="STATE=DTYPE",
+        repeats=True,
+        parse=dtypes_of,
+        identity="dtypes",
     )
-    dtypes: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata=declare(
-            "Cast a state, e.g. weight=bfloat16. May be repeated.",
-            python='State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.',
-            flag="--dtype",
-            metavar="STATE=DTYPE",
-            repeats=True,
-            parse=dtypes_of,
-            identity="dtypes",
-        ),
+    settings: Mapping[str, str] = option(
+        "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name "
+        "lists those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says "
+        "what is frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
+        default={},
+        python='What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.',
+        flag="--set",
+        metavar="NAME=VALUE",
+        repeats=True,
+        parse=settings_of,
+        identity="settings",
     )
-    settings: Mapping[str, str] = field(
-        default_factory=dict,
-        metadata=declare(
-            "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name "
-            "lists those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says "
-            "what is frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
-            python='What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for '
-            "megatron.",
-            flag="--set",
-            metavar="NAME=VALUE",
-            repeats=True,
-            parse=settings_of,
-            verbs=Verb.MAKE | Verb.LOAD,
-            identity="settings",
-        ),
+    names: str | None = option(
+        "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
+        "FROM:STYLE where the source's names are those of several.",
+        metavar="STYLE",
+        parse=lambda names: Naming.of(names, None) and names,
+        identity="names",
     )
-    names: str | None = field(
-        default=None,
-        metadata=declare(
-            "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
-            "FROM:STYLE where the source's names are those of several.",
-            metavar="STYLE",
-            parse=lambda names: Naming.of(names, None) and names,
-            verbs=Verb.MAKE | Verb.LOAD,
-            identity="names",
-        ),
+    rename: Path | None = option(
+        "Other names by rules of your own, as a TOML file.",
+        metavar="FILE",
+        parse=path_of("rename"),
+        identity="renamed by",
     )
-    rename: Path | None = field(
-        default=None,
-        metadata=declare(
-            "Other names by rules of your own, as a TOML file.",
-            metavar="FILE",
-            parse=path_of("rename"),
-            identity="renamed by",
-        ),
+    family: str | None = option(
+        "Model family of the source; see `ucp patterns list`.",
+        python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
+        metavar="NAME",
+        parse=text_of("family"),
+        identity="family",
     )
-    family: str | None = field(
-        default=None,
-        metadata=declare(
-            "Model family of the source; see `ucp patterns list`.",
-            python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
-            metavar="NAME",
-            parse=text_of("family"),
-            verbs=Verb.EVERY,
-            identity="family",
-        ),
+    patterns: Path | None = option(
+        "Model family of your own, as a TOML file.",
+        metavar="FILE",
+        parse=path_of("patterns"),
+        identity="rules of the family",
     )
-    patterns: Path | None = field(
-        default=None,
-        metadata=declare(
-            "Model family of your own, as a TOML file.",
-            metavar="FILE",
-            parse=path_of("patterns"),
-            verbs=Verb.EVERY,
-            identity="rules of the family",
-        ),
+    shapes_from: Path | None = option(
+        "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+        metavar="PATH",
+        parse=path_of("shapes_from", given),
+        identity="shapes",
     )
-    shapes_from: Path | None = field(
-        default=None,
-        metadata=declare(
-            "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
-            metavar="PATH",
-            parse=path_of("shapes_from", given),
-            verbs=Verb.EVERY,
-            identity="shapes",
-        ),
+    param_order: Path | ParamOrder | None = option(
+        "JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
+        python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
+        "of its groups, one for all of them, or a JSON file with either.",
+        metavar="FILE",
+        parse=param_order_of,
+        identity="order of the optimizer",
     )
-    param_order: Path | ParamOrder | None = field(
-        default=None,
-        metadata=declare(
-            "JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
-            python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
-            "of its groups, one for all of them, or a JSON file with either.",
-            metavar="FILE",
-            parse=param_order_of,
-            verbs=Verb.EVERY,
-            identity="order of the optimizer",
-        ),
-    )
-    drift: Drift = field(
+    drift: Drift = option(
+        "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
         default=Drift.ERROR,
-        metadata=declare(
-            "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
-            python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
-            parse=choice_of(Drift, "a policy for copies that differ"),
-            identity="of copies that differ",
-        ),
+        python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
+        parse=choice_of(Drift, "a policy for copies that differ"),
+        identity="of copies that differ",
     )
-    zero_moments: ZeroMoments = field(
+    zero_moments: ZeroMoments = option(
+        "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
         default=ZeroMoments.ERROR,
-        metadata=declare(
-            "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
-            python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) '
-            'or "keep".',
-            parse=choice_of(ZeroMoments, "a policy for moments that are zero"),
-            verbs=Verb.MAKE | Verb.LOAD,
-        ),
+        python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
+        parse=choice_of(ZeroMoments, "a policy for moments that are zero"),
     )
-    optimizer: NewOptimizer | None = field(
-        default=None,
-        metadata=declare(
-            "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
-            "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
-            python='"zero": make moments of zero, a step of 0 and one parameter group for a source without '
-            "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
-            "weight_decay.",
-            choices=NewOptimizer,
-            parse=choice_of(NewOptimizer, "an optimizer to make"),
-            identity="new optimizer",
-        ),
+    optimizer: NewOptimizer | None = option(
+        "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
+        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
+        python='"zero": make moments of zero, a step of 0 and one parameter group for a source without '
+        "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
+        "weight_decay.",
+        choices=NewOptimizer,
+        parse=choice_of(NewOptimizer, "an optimizer to make"),
+        identity="new optimizer",
     )
-    accept: frozenset[DoubtKind] = field(
+    accept: frozenset[DoubtKind] = option(
+        "Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
         default=frozenset(),
-        metadata=declare(
-            "Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
-            python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
-            'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
-            'do not have the shapes of their parameters), "config" (config.json is that of another '
-            "model).",
-            choices=DoubtKind,
-            repeats=True,
-            parse=DoubtKind.accepted,
-            verbs=Verb.MAKE | Verb.LOAD,
-        ),
+        python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
+        'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
+        'do not have the shapes of their parameters), "config" (config.json is that of another '
+        'model), "layout" (ranks cut tensors otherwise than the model family says).',
+        choices=DoubtKind,
+        repeats=True,
+        parse=DoubtKind.accepted,
     )
-    tag: str | None = field(
-        default=None,
-        metadata=declare(
-            "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
-            metavar="NAME",
-            parse=tag_of,
-            identity="tag",
-        ),
+    tag: str | None = option(
+        "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
+        metavar="NAME",
+        parse=tag_of,
+        identity="tag",
     )
-    companions: Companions = field(
+    companions: Companions = option(
+        "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
+        "...), keep those of up to 64 MiB each, all, or none.",
         default=Companions.SMALL,
-        metadata=declare(
-            "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
-            "...), keep those of up to 64 MiB each, all, or none.",
-            python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
-            'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-            parse=choice_of(Companions, "which files beside the checkpoint to carry along,"),
-            identity="companion files",
-        ),
+        python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
+        'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
+        parse=choice_of(Companions, "which files beside the checkpoint to carry along,"),
+        identity="companion files",
     )
-    engine: Engine | None = field(
-        default=None,
-        metadata=declare(
-            "What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one "
-            "is enough]",
-            python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
-            'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
-            "processes, or none where one is enough.",
-            metavar="NAME",
-            parse=engine_named,
-        ),
+    engine: Engine | None = option(
+        "What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one "
+        "is enough]",
+        python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
+        'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
+        "processes, or none where one is enough.",
+        metavar="NAME",
+        parse=engine_named,
     )
-    workers: int | None = field(
-        default=None,
-        metadata=declare(
-            "Processes.  [default: one per core; on a cluster, by --memory]",
-            comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
-            metavar="N",
-            parse=workers_of,
-            verbs=Verb.MAKE | Verb.COMPARE,
-        ),
+    workers: int | None = option(
+        "Processes.  [default: one per core; on a cluster, by --memory]",
+        comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
+        metavar="N",
+        parse=workers_of,
     )
-    memory: int = field(
+    memory: int = option(
+        "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
         default=1 << 30,
-        metadata=declare(
-            "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
-            python='Memory for the whole run, beyond the interpreter\'s own: bytes, or text like "1GiB".',
-            metavar="M",
-            shown="1GiB",
-            parse=nbytes_of,
-            verbs=Verb.MAKE | Verb.COMPARE | Verb.LOAD,
-        ),
+        python='Memory for the whole run, beyond the interpreter\'s own: bytes, or text like "1GiB".',
+        metavar="M",
+        shown="1GiB",
+        parse=nbytes_of,
     )
-    scratch: Path | None = field(
-        default=None,
-        metadata=declare(
-            "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
-            "system's temporary folder]",
-            metavar="DIR",
-            parse=path_of("scratch"),
-        ),
+    scratch: Path | None = option(
+        "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
+        "system's temporary folder]",
+        metavar="DIR",
+        parse=path_of("scratch"),
     )
-    resume: bool = field(
+    resume: bool = option(
+        "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
         default=False,
-        metadata=declare(
-            "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
-            verbs=Verb.CONVERT,
-        ),
     )
-    overwrite: bool = field(
+    overwrite: bool = option(
+        "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
         default=False,
-        metadata=declare(
-            "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
-            verbs=Verb.CONVERT,
-        ),
     )
-    fsync: bool = field(
+    fsync: bool = option(
+        "Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power failure.",
         default=True,
-        metadata=declare(
-            "Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power "
-            "failure.",
-            python="Wait until everything is on disk. Otherwise the system flushes in its own time, as after "
-            "`cp`: safe if the process is killed, not if the power fails soon after.",
-            flag="--no-fsync",
-            verbs=Verb.CONVERT,
-        ),
+        python="Wait until everything is on disk. Otherwise the system flushes in its own time, as after "
+        "`cp`: safe if the process is killed, not if the power fails soon after.",
+        flag="--no-fsync",
     )
-    verify: bool = field(
+    verify: bool = option(
+        "Read everything back and compare it with SRC, bit for bit, before DST appears.",
         default=False,
-        metadata=declare(
-            "Read everything back and compare it with SRC, bit for bit, before DST appears.",
-            verbs=Verb.CONVERT,
-        ),
     )
-    part: Share | None = field(
-        default=None,
-        metadata=declare(
-            "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
-            "side, again after a failure. auto: as Slurm's variables say (srun, job arrays).",
-            python='Do this part of the work alone, into the folder beside DST that all parts share: "3/8", (3, '
-            '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
-            "and again.",
-            metavar="K/N",
-            parse=part_of,
-            verbs=Verb.CONVERT,
-        ),
+    part: Share | None = option(
+        "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
+        "side, again after a failure. auto: as Slurm's variables say (srun, job arrays).",
+        python='Do this part of the work alone, into the folder beside DST that all parts share: "3/8", (3, '
+        '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
+        "and again.",
+        metavar="K/N",
+        parse=part_of,
     )
-    finalize: bool = field(
+    finalize: bool = option(
+        "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
+        "was written with --no-fsync or by a part that was cut off. Takes the same options.",
         default=False,
-        metadata=declare(
-            "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
-            "was written with --no-fsync or by a part that was cut off. Takes the same options.",
-            verbs=Verb.CONVERT,
-        ),
     )
 
     def __post_init__(self) -> None:
@@ -439,11 +336,6 @@ def _declared() -> dict[str, Option]:
 
 OPTIONS: Mapping[str, Option] = _declared()
 """Argument to its option, in the order of help pages."""
-
-
-def options_of(verb: Verb) -> list[Option]:
-    """The options that something takes."""
-    return [option for option in OPTIONS.values() if verb in option.verbs]
 
 
 def make_options(**arguments: object) -> ConvertOptions:

@@ -12,30 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import prepare
+from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
 from ucp.core.text.overview import source_facts
-from ucp.core.text.page import Page, Report, facts, lines
+from ucp.core.text.page import Page, Report, Section, facts, lines
 from ucp.core.text.tally import layout_lines
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted
 
-__all__ = ["PlanReport", "preview"]
+__all__ = ["ConversionReport", "PlanReport", "preview", "said_of"]
 
 _DISK = 1 << 30
 """Bytes per second of the disk that the time is given for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport(Report):
-    """What a conversion would do."""
+class ConversionReport(Report):
+    """What is said of a conversion before it is begun, and after."""
 
-    source: Index = field(repr=False)
-    """What is taken of the source."""
     format: str
     """Format of the source."""
     to: str
@@ -45,17 +44,42 @@ class PlanReport(Report):
     layout: str
     """Variant of the target's layout; empty for its usual one."""
     atoms: int
-    """Parameters and buffers."""
-    nbytes: int
-    """Bytes of all their states in the source."""
+    """Parameters and buffers; of a part that was written, those that its share of the work is of."""
     nbytes_written: int
-    """Bytes of tensors to write, before compression."""
+    """Bytes of tensors to write, or that this run wrote, before compression."""
     nbytes_out: int
-    """Bytes of `files`; not what compressed tensors will take, nor the index, which is written last."""
-    files: Mapping[str, int] = field(repr=False)
-    """Every file to write but the index: path below the destination to bytes."""
+    """Bytes of the files that hold them and of those beside, but the index, which is written last.
+
+    Of a plan, not what compressed tensors will take; of what was done, 0 when there was nothing to do.
+    """
     references: int
     """Pieces in files of the source that a virtual destination refers to, copying nothing; 0 for any other."""
+    warnings: tuple[str, ...]
+    """What keeps a run from resuming as it would from the source."""
+    casts: tuple[str, ...]
+    """Changes of dtype."""
+    notes: tuple[str, ...]
+    """What was assumed, and what the target cannot hold or restore."""
+    dropped: tuple[str, ...]
+    """What is not carried over, with the reasons."""
+
+    def remarks(self) -> Iterator[Section]:
+        """The end of the page."""
+        yield lines("Casts", self.casts)
+        yield lines("Notes", self.notes)
+        yield lines("Left behind", self.dropped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport(ConversionReport):
+    """What a conversion would do."""
+
+    source: Index = field(repr=False)
+    """What is taken of the source."""
+    nbytes: int
+    """Bytes of all states in the source."""
+    files: Mapping[str, int] = field(repr=False)
+    """Every file to write but the index: path below the destination to bytes."""
     compressed: bool
     """Whether tensors are written compressed: how many bytes they take is known afterwards."""
     tasks: int
@@ -70,14 +94,6 @@ class PlanReport(Report):
     """Memory allowed, in bytes."""
     index_bytes: int
     """Memory for the index and the plan beside it, at most: it grows with parameters and shards, not with elements."""
-    warnings: tuple[str, ...]
-    """What keeps a run from resuming as it would from the source."""
-    casts: tuple[str, ...]
-    """Changes of dtype."""
-    notes: tuple[str, ...]
-    """What was assumed, and what the target cannot hold or restore."""
-    dropped: tuple[str, ...]
-    """What is not carried over, with the reasons."""
     source_layout: tuple[str, ...] = ()
     """How tensors lie over the run that saved them: per axis its degree, the pattern, and where that is known from."""
     target_layout: tuple[str, ...] = ()
@@ -99,9 +115,24 @@ class PlanReport(Report):
         yield lines("Warnings", self.warnings)
         yield lines("Layout of the source", self.source_layout)
         yield lines("Layout of the target", self.target_layout)
-        yield lines("Casts", self.casts)
-        yield lines("Notes", self.notes)
-        yield lines("Left behind", self.dropped)
+        yield from self.remarks()
+
+
+def said_of(prepared: Prepared, options: ConvertOptions) -> dict[str, Any]:
+    """What both reports say of a conversion that is decided."""
+    index, target = prepared.job.index, prepared.job.target
+    return {
+        "format": index.format,
+        "to": options.to,
+        "topology": target.topology,
+        "layout": options.target.layout or ("compressed" if options.target.compress else ""),
+        "atoms": len(index.atoms),
+        "references": prepared.references,
+        "warnings": prepared.warnings,
+        "casts": target.casts,
+        "notes": (*index.notes, *target.notes),
+        "dropped": index.dropped,
+    }
 
 
 def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> PlanReport:
@@ -114,17 +145,12 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
     scratch_bytes = 0 if destination is None else destination.scratch_for(prepared.job)
     index, target = prepared.job.index, prepared.job.target
     return PlanReport(
+        **said_of(prepared, options) | {"topology": target.topology or options.topology},
         source=index,
-        format=index.format,
-        to=options.to,
-        topology=target.topology or options.topology,
-        layout=options.target.layout or ("compressed" if options.target.compress else ""),
-        atoms=len(index.atoms),
         nbytes=index.nbytes,
         nbytes_written=prepared.job.nbytes,
         nbytes_out=prepared.nbytes_out,
         files={file.path: file.nbytes for file in target.files},
-        references=prepared.references,
         compressed=target.compress,
         tasks=len(prepared.job.tasks),
         workers=prepared.workers,
@@ -132,10 +158,6 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         projected_bytes=prepared.projected_bytes,
         memory=options.memory,
         index_bytes=prepared.index_bytes,
-        warnings=prepared.warnings,
-        casts=target.casts,
-        notes=(*index.notes, *target.notes),
-        dropped=index.dropped,
         source_layout=layout_lines(own for atom in index.atoms.values() for own in atom.layouts()),
         target_layout=layout_lines((param, state, own) for (param, state), own in target.layouts.items()),
         scratch=str(destination.root) if destination is not None and destination.beside_bytes else "",
@@ -145,7 +167,13 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
 
 def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
-    yield "tensors", _tensors(report)
+    whose = f"of {counted(report.atoms, 'parameter')}"
+    if report.references:
+        references = counted(report.references, "reference")
+        yield "tensors", f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
+    else:
+        amounts = f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write"
+        yield "tensors", f"{amounts}, {whose}"
     packs = "what the tensors compress to, and " if report.compressed else ""
     files = f"{counted(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
@@ -157,12 +185,3 @@ def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     if report.scratch:
         yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"
     yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
-
-
-def _tensors(report: PlanReport) -> str:
-    """What is done with the bytes of tensors."""
-    whose = f"of {counted(report.atoms, 'parameter')}"
-    if report.references:
-        references = counted(report.references, "reference")
-        return f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
-    return f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write, {whose}"

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import xxhash
 
 from ucp.contract.companions import chosen_companions
 from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.registry import names, target, with_callables
-from ucp.conversion.collection import no_cycle_collection
-from ucp.conversion.fingerprint import facts_of, fingerprint_of
-from ucp.conversion.options import ConvertOptions, cores
-from ucp.conversion.source.frozen import FROZEN, with_frozen
-from ucp.conversion.source.new_optimizer import HYPER, with_optimizer, without_hyper
-from ucp.conversion.source.read import index_as_told, index_of
-from ucp.conversion.source.replica_policy import resolve_drift
-from ucp.conversion.source.run_state import RUN_SETTINGS, with_run_state
-from ucp.conversion.source.selection import DROP, part_warnings, selected, without_extras
-from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
+from ucp.conversion.options import OPTIONS, ConvertOptions, cores
 from ucp.core.index import (
     TAG,
     AtomIndex,
@@ -30,10 +25,15 @@ from ucp.core.index import (
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.state_gaps import gap_text, state_gaps
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.core.topology import Topology
+from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import is_remote
+from ucp.io.identity import contents_of, is_remote, producer
+from ucp.source.moments import ZeroMoments, before_first_step, check_moments
+from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
+from ucp.source.read import index_as_told, index_of, no_cycle_collection
+from ucp.source.replica_policy import resolve_drift
+from ucp.source.run_state import RUN_SETTINGS, with_run_state
+from ucp.source.selection import DROP, FROZEN, part_warnings, selected, with_frozen, without_extras
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -151,8 +151,7 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
     chosen = target(options.to)
-    _check_layout(chosen, options.target.layout)
-    _check_split(chosen, options.topology)
+    _check_target(chosen, options)
     by_name = bool(options.naming.style or chosen.names)
     read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
     whole = before_first_step(read(src, source=options.source))
@@ -170,7 +169,10 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     index, settings = with_frozen(index, options.target.settings)
     if options.optimizer is not None:
         index = with_optimizer(index, settings)
-    _check_dtypes(index, options.target.dtypes)
+    states = dict.fromkeys(name for _, name, _ in index.states())
+    uncast = [state for state in options.target.dtypes if state not in states]
+    if uncast:
+        raise UsageError(f"no parameter has a state {', '.join(uncast)} to cast; there are {', '.join(states)}")
     index, settings = without_extras(index, settings)
     index, settings = with_run_state(index, chosen, settings)
     index = with_callables(index)
@@ -181,7 +183,10 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     _check_settings(chosen, known, settings, by_family=by_name, also=made, engine=options.engine)
     index, settings, family = _named(index, chosen, options, settings)
     _check_settings(chosen, known, settings, also=made, engine=options.engine)  # sizes that are none of this family's
-    index = chosen_companions(_tagged(index, options.target.tag), options.companions)
+    if options.target.tag:
+        others = (extra for extra in index.extras if extra.name != TAG)
+        index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
+    index = chosen_companions(index, options.companions)
     own = replace(
         options.target,
         settings=settings,
@@ -189,7 +194,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
-    plan = _planned(chosen, index, options.topology, own)
+    with _misfits():
+        plan = chosen.plan(index, options.topology, own)
     index = _without(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
     workers, threads = workers_of(options, index, beside_bytes)
@@ -200,8 +206,8 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         workers=workers,
         threads=threads,
         beside_bytes=beside_bytes,
-        fingerprint=fingerprint_of(index, plan, options),
-        facts=facts_of(job, options),
+        fingerprint=_fingerprint_of(index, plan, options),
+        facts=_facts_of(job, options),
         warnings=warnings,
     )
 
@@ -225,33 +231,31 @@ def _named(
     """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
     if not (options.naming.style or options.naming.rules or chosen.names):
         return index, settings, ""
-    from ucp.conversion.source.naming import under_names  # families are read only where they are needed
+    from ucp.source.naming import under_names  # families are read only where they are needed
 
-    try:
+    with _misfits():
         found = under_names(index, chosen, options.naming, options.source, settings)
-    except (UnsupportedError, FamilyError) as error:
-        raise MisfitError(str(error)) from error
     return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
 
 
-def _planned(chosen: Target, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-    """The plan of the target. Raises MisfitError where this model is none for it."""
+@contextmanager
+def _misfits() -> Iterator[None]:
+    """Say that the family or target that was asked for does not fit this model."""
     try:
-        return chosen.plan(index, topology, options)
+        yield
     except (UnsupportedError, FamilyError) as error:
         raise MisfitError(str(error)) from error
 
 
-def _check_split(chosen: Target, topology: Topology | None) -> None:
+def _check_target(chosen: Target, options: ConvertOptions) -> None:
+    """Raise UsageError for replicas, and for a layout, that the target does not have, naming the target that has it."""
+    topology, layout = options.topology, options.target.layout
     if topology is not None and topology.is_split and not chosen.takes_replicas:
         raise UsageError(
             f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
             f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
         )
 
-
-def _check_layout(chosen: Target, layout: str) -> None:
-    """Raise UsageError for a layout that the target does not have, naming the target that has it."""
     if not layout or layout in chosen.layouts:
         return
     others = [name for name in names("ucp.targets") if layout in target(name).layouts]
@@ -274,21 +278,6 @@ def _without(index: Index, plan: TargetPlan) -> Index:
     return replace(index, atoms=atoms, aliases=aliases, dropped=(*index.dropped, *plan.dropped))
 
 
-def _tagged(index: Index, tag: str) -> Index:
-    """`index` under the name `tag`; under its own where that is empty."""
-    if not tag:
-        return index
-    others = (extra for extra in index.extras if extra.name != TAG)
-    return replace(index, extras=(*others, Extra(name=TAG, value=tag)))
-
-
-def _check_dtypes(index: Index, dtypes: Mapping[str, str]) -> None:
-    known = dict.fromkeys(name for _, name, _ in index.states())
-    unknown = [state for state in dtypes if state not in known]
-    if unknown:
-        raise UsageError(f"no parameter has a state {', '.join(unknown)} to cast; there are {', '.join(known)}")
-
-
 def _check_settings(
     chosen: Target,
     known: Collection[str],
@@ -305,7 +294,7 @@ def _check_settings(
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
-        from ucp.conversion.source.naming import family_sizes
+        from ucp.source.naming import family_sizes
 
         sizes = family_sizes()
         unknown = [name for name in unknown if name not in sizes]
@@ -329,3 +318,49 @@ def _hint(name: str, near: str | None) -> str:
     if others:
         return f": a setting of --engine {' or '.join(others)}"
     return f": did you mean {near}?" if near else ""
+
+
+def _facts_of(job: Job, options: ConvertOptions) -> dict[str, str]:
+    """What the fingerprint is of, by name, as messages tell it; what was not asked for is left out."""
+    facts = {"source": job.index.path}
+    for option in OPTIONS.values():
+        value = getattr(options, option.name)
+        if option.identity and value not in (None, option.default):
+            facts[option.identity] = _in_words(value)
+    topology = str(options.topology or job.target.topology or "")
+    facts |= {**({"topology": topology} if topology else {}), "target": options.to, "program": producer()}
+    return facts
+
+
+def _in_words(value: object) -> str:
+    """A value of an option, in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{name}={member}" for name, member in sorted(value.items()))
+        case tuple():
+            return ", ".join(map(str, value))
+    return str(value)
+
+
+def _fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
+    """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
+    literals = xxhash.xxh3_128()
+    for file in plan.files:  # with what the target took from elsewhere, such as a config.json
+        literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())
+        for part in file.literals:
+            literals.update(part.data)
+    asked = [
+        producer(),
+        index.format,
+        sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
+        {
+            option.identity: contents_of(value) if isinstance(value, Path) else value
+            for option in OPTIONS.values()
+            if option.identity and (value := getattr(options, option.name)) is not None
+        },
+        literals.hexdigest(),
+        BLOCK,
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True, default=str).encode())

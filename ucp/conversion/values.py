@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
 from pathlib import Path
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DtypeLike",
     "MemoryLike",
-    "Naming",
     "TopologyLike",
     "choice_of",
     "dtype_of",
@@ -32,6 +30,7 @@ __all__ = [
     "param_order_of",
     "path_of",
     "settings_of",
+    "switch_of",
     "tag_of",
     "text_of",
     "topology_of",
@@ -56,32 +55,6 @@ MemoryLike = int | str
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 """Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
-    """Under which names to write."""
-
-    style: str = ""
-    """Naming style of model families to write; empty for the target's, or the source's."""
-    source: str = ""
-    """Style of the source's names, where several have the same names for other tensors; empty for any."""
-    rules: Path | None = None
-    """TOML file with rules of the user's own."""
-
-    @classmethod
-    def of(cls, names: str | None, rename: Path | None) -> Naming:
-        """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
-
-        >>> Naming.of("nanogpt:huggingface", None).source
-        'nanogpt'
-        """
-        source, colon, style = (names or "").rpartition(":")
-        if names is not None and (not style or (colon and not source)):
-            raise UsageError(
-                f"expected a naming style, as in --names huggingface or nanogpt:huggingface; got {names!r}"
-            )
-        return cls(style=style, source=source, rules=rename)
 
 
 def nbytes_of(memory: MemoryLike) -> int:
@@ -127,6 +100,17 @@ def choice_of(choices: type[T], what: str) -> Callable[[str], T]:
         return choices(name)
 
     return member
+
+
+def switch_of(argument: str) -> Callable[[object], bool]:
+    """What gives the switch passed as `argument`, or raises UsageError: a text such as "no" would count as true."""
+
+    def switch(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"expected {argument} to be True or False; got {value!r}")
+        return value
+
+    return switch
 
 
 def text_of(argument: str) -> Callable[[str], str]:

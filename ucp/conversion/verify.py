@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_companion
 from ucp.contract.protocols import Observer, SourceOptions
-from ucp.conversion.source.read import index_as_told
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
+from ucp.source.read import index_as_told
 from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare, keeps_extras
 from ucp.transfer.plan.job import Job
@@ -95,13 +95,10 @@ def owners(index: Index, record: Record) -> str:
     for atom, name, state in index.states():
         for fragment in state.fragments:
             ref = fragment.ref
-            if isinstance(ref, TensorRef) and _meets(ref, record):
+            if not isinstance(ref, TensorRef) or ref.path != record.path or not ref.numel:
+                continue
+            if ref.offset < record.offset + record.nbytes and record.offset < ref.offset + ref.extent:
                 held.append(f"{atom.name}/{name}")
                 break
     shown = ", ".join(held[:4]) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
     return f", part of {shown}" if held else ""
-
-
-def _meets(ref: TensorRef, record: Record) -> bool:
-    before_end = ref.offset < record.offset + record.nbytes
-    return ref.path == record.path and ref.numel > 0 and before_end and record.offset < ref.offset + ref.extent

@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import contiguous_strides
 
 __all__ = [
@@ -118,21 +118,24 @@ class Layout:
         return self.axes + self.flat
 
     @property
-    def lines(self) -> tuple[str, ...]:
-        """For each axis of degree above 1, its degree, its pattern, and where that is known from; for people."""
+    def described(self) -> tuple[tuple[str, str], ...]:
+        """For each axis of degree above 1, its degree and its pattern, and where that is known from; for people."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
-            f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}"
-            + (f", known from {axis.known_from}" if axis.known_from else "")
+            (f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}", axis.known_from)
             for axis, order in named
             if axis.parts > 1
         )
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """`described`, each as one text."""
+        return tuple(what + (f", known from {known_from}" if known_from else "") for what, known_from in self.described)
+
+    @property
     def patterns(self) -> dict[str, str]:
         """Axis of degree above 1 to the name of its pattern."""
-        over_dims = {axis.axis: axis.pattern.name for axis in self.axes if axis.parts > 1}
-        return {**over_dims, **{axis.axis: f"flat {axis.pattern.name}" for axis in self.flat if axis.parts > 1}}
+        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.described}
 
     @property
     def overlap(self) -> Overlap:
@@ -279,8 +282,8 @@ class Held:
         overlap = axis.pattern.overlap
         replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
         term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
-        pairs = ((near,) if near.whole.numel else ()) if is_whole else compose((self.pair,), (near,))
-        return [Held(pair, replica, term) for pair in pairs]
+        pair = (near if near.whole.numel else None) if is_whole else near.after(self.pair)
+        return [] if pair is None else [Held(pair, replica, term)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,22 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple
 
-__all__ = ["HOLDERS", "GlobalName", "Stub", "TorchSize", "nbytes_in_memory", "rebuild", "walk"]
+__all__ = [
+    "ABSENT",
+    "HOLDERS",
+    "GlobalName",
+    "Step",
+    "Stub",
+    "TorchSize",
+    "diff",
+    "equal_leaves",
+    "nbytes_in_memory",
+    "rebuild",
+    "walk",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +190,103 @@ class _Copy:
                 copy.state = self._shallow(value.state)
                 copy.items = [*map(self._shallow, value.items)]
                 copy.entries = [(self._shallow(key), self._shallow(item)) for key, item in value.entries]
+
+
+class Step(NamedTuple):
+    """A step on the way to a value in another."""
+
+    name: object
+    """Number of an item, key of an entry, or (`is_field`) name of an attribute."""
+    within: Step | None
+    """The steps before."""
+    is_field: bool = False
+    """Whether it is to what an object consists of."""
+
+
+class _Absent:
+    """What stands where one of two has no value."""
+
+
+ABSENT = _Absent()
+
+_MOST_IN_KEY = 32
+"""Objects in an object that is a key, above which it is the same as itself only."""
+
+
+def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterator[tuple[Step | None, object, object]]:
+    """Where two values differ, in the order of `a`: the last step on the way there, the first, the second or `ABSENT`.
+
+    `same`: whether leaves of one type are. The order of dicts and sets is no difference. Objects are taken to be the
+    same as soon as they are compared, so that no pair is looked into twice (Hopcroft and Karp 1971, on the equality of
+    automata): they may be shared, in cycles, or nested to any depth.
+
+    >>> [(step.name, *pair) for step, *pair in diff({"lr": 0.1}, {"lr": 0.2}, equal_leaves)]
+    [('lr', 0.1, 0.2)]
+    """
+    above: dict[int, int] = {}
+
+    def root(value: object) -> int:
+        key = id(value)
+        while (higher := above.get(key, key)) != key:
+            above[key] = key = above.get(higher, higher)
+        return key
+
+    todo: list[tuple[object, object, Step | None]] = [(a, b, None)]
+    while todo:
+        one, other, step = todo.pop()
+        if type(one) is type(other) and isinstance(one, HOLDERS) and _head(one) == _head(other):
+            first, second = root(one), root(other)
+            if first != second:
+                above[first] = second
+                todo.extend(reversed(_pairs(one, other, step)))
+        elif type(one) is not type(other) or not same(one, other):
+            yield step, one, other
+
+
+def equal_leaves(a: object, b: object) -> bool:
+    """Whether two values of one type that hold no others are the same; numbers are compared as they are printed."""
+    return repr(a) == repr(b) if isinstance(a, float | complex) else a == b
+
+
+def _head(value: object) -> object:
+    """What two objects must have in common to be compared part by part."""
+    return (value.made_by, value.new) if isinstance(value, Stub) else None
+
+
+def _pairs(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
+    """What is to be compared of two values that hold others."""
+    match a, b:
+        case Stub(), Stub():
+            fields = ("args", "kwargs", "state", "has_state", "items", "entries")
+            return [(getattr(a, name), getattr(b, name), Step(name, step, is_field=True)) for name in fields]
+        case dict(), dict():
+            sides = [{_comparable(key): (key, value) for key, value in side.items()} for side in (a, b)]
+            extra, other = (getattr(side, "__dict__", {}) for side in (a, b))  # an OrderedDict may carry attributes
+            fields = tuple(dict.fromkeys((*extra, *other)))
+            more = [(extra.get(n, ABSENT), other.get(n, ABSENT), Step(n, step, is_field=True)) for n in fields]
+        case ((set() | frozenset()), (set() | frozenset())):
+            sides, more = [{_comparable(item): (item, item) for item in side} for side in (a, b)], []
+        case ((list() | tuple()), (list() | tuple())):
+            both = enumerate(zip_longest(a, b, fillvalue=ABSENT))
+            return [(one, other, Step(at, step)) for at, (one, other) in both]
+        case _:
+            raise TypeError(f"two values of {type(a)} and {type(b)}")
+    found = []
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        (name, one), (_, other) = (side.get(key, (None, ABSENT)) for side in sides)
+        found.append((one, other, Step(sides[1][key][0] if key in sides[1] else name, step)))
+    return found + more
+
+
+def _comparable(key: object) -> object:
+    """What two keys of dicts, or elements of sets, have in common that are the same, and no others."""
+    match key:
+        case str():
+            return key
+        case tuple() | frozenset():
+            return type(key), type(key)(map(_comparable, key))
+        case float() | complex():
+            return type(key), repr(key)
+        case Stub() if len(list(islice(walk([key]), _MOST_IN_KEY))) < _MOST_IN_KEY:
+            return Stub, repr(key)
+    return type(key), key

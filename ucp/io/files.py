@@ -21,9 +21,10 @@ import stat
 import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
+from ucp.core.slices import GAP
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
 from ucp.io.folder import is_there, is_url, names_in, path_of
 
@@ -32,13 +33,38 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = ["LocalFile", "SourceFile", "Sources", "let_go", "open_source", "split_parts"]
+__all__ = ["LocalFile", "SourceFile", "Sources", "join_ranges", "let_go", "open_source", "split_parts"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
 """Most source files held open by one thread."""
 _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
+
+
+def join_ranges(
+    ranges: Iterable[tuple[int, int]], *, gap: int = 0, most: int = sys.maxsize
+) -> Iterator[tuple[int, int, int]]:
+    """Reads (first byte, one past the last, how many ranges) for ranges of a file, in their order.
+
+    One read is of ranges that come in increasing order with at most `gap` bytes between two, and of at most `most`
+    bytes. Without a gap, ranges are joined that follow one another exactly: each can have a buffer of its own.
+
+    >>> list(join_ranges([(0, 4), (4, 6), (9, 12)])), list(join_ranges([(0, 4), (4, 6), (9, 12)], gap=3))
+    ([(0, 6, 2), (9, 12, 1)], [(0, 12, 3)])
+    """
+    low = high = before = count = 0
+    for start, stop in ranges:
+        is_near = before <= start <= high + gap if gap else start == high
+        if count and is_near and stop - low <= most:
+            high, count = max(high, stop), count + 1
+        else:
+            if count:
+                yield low, high, count
+            low, high, count = start, stop, 1
+        before = start
+    if count:
+        yield low, high, count
 
 
 class SourceFile(Protocol):
@@ -48,6 +74,8 @@ class SourceFile(Protocol):
     """File, or URL."""
     nbytes: int
     """Bytes."""
+    gap: int
+    """Bytes between two ranges up to which they are read by one call, and these in vain."""
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> None:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
@@ -73,6 +101,8 @@ class SourceFile(Protocol):
 
 class LocalFile:
     """A source on this machine."""
+
+    gap = GAP
 
     def __init__(self, path: str, parts: Sequence[str]) -> None:
         self.path = path

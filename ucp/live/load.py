@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
-from ucp.conversion.collection import no_cycle_collection
-from ucp.conversion.option import Verb
-from ucp.conversion.source.read import index_as_told, index_of
 from ucp.conversion.values import DtypeLike, TopologyLike, type_path
 from ucp.io.identity import check_unchanged
-from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
-from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
 from ucp.live.match.names import in_live_order, under_live_names
 from ucp.live.model.describe import described
@@ -32,12 +28,12 @@ from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import without_chunks
 from ucp.live.model.parallel.place import Placing, place, without_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
-from ucp.live.parts import LoadItem
 from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.resume.beside import Resume, RunObjects, resume_of
 from ucp.live.run.asked import ENVIRONMENT, LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
 from ucp.live.run.shared_index import read_once
+from ucp.source.read import index_as_told, index_of, no_cycle_collection
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
 
-@takes_options(Verb.LOAD)
+@takes_options(LoadArguments)
 def load_into(
     model: nn.Module | Sequence[nn.Module],
     topology: TopologyLike | DeviceMesh | type_path | None = None,
@@ -183,12 +179,18 @@ def load_into(
     )
     with no_cycle_collection():  # of the user's objects there may be millions
         plan = _plan(request, asked, beside, given, clock)
-    traffic = _carried(plan, ranks, asked)
+    decision = plan.decision
+    run, files = decision.run, decision.index.files
+    try:
+        traffic = carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
+        together(ranks, lambda: None if ranks.rank else check_unchanged(files))  # one looks for all
+    except Exception as error:
+        error.add_note("It was found under way: the model may be partly overwritten, do not use it")
+        raise
     clock.lap("read")
-    decision, run, resume = plan.decision, plan.run, plan.resume
     together(ranks, lambda: _restore(decision, plan.landing))
     together(ranks, run.finish)
-    resume = resume.beside(together(ranks, lambda: run.resume(decision.index, decision.findings)))
+    resume = plan.resume.beside(together(ranks, lambda: run.resume(decision.index, decision.findings)))
     together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
     return report_of(decision, resume, traffic, clock.seconds)
@@ -201,7 +203,6 @@ class _Plan:
     decision: Decision
     landing: Sequence[torch.Tensor]
     """Where each of `decision.wants` is brought."""
-    run: LiveRun
     resume: Resume
 
 
@@ -227,22 +228,12 @@ def _plan(
     used = used_anywhere(matching, ranks)
     resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
     decision = together(ranks, lambda: decide(matching, used, asked.options))
-    decision = together(ranks, lambda: _prepared(decision))
-    landing = together(ranks, lambda: [_landing(want, decision) for want in decision.wants])
+    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
+    model = together(ranks, lambda: run.prepare(run.model, brought))  # with memory for everything
+    decision = replace(decision, run=replace(run, model=model))
+    landing = together(ranks, lambda: _landings(decision))
     clock.lap("plan")
-    return _Plan(decision=decision, landing=landing, run=run, resume=resume)
-
-
-def _carried(plan: _Plan, ranks: Ranks, asked: LoadAsked) -> Traffic:
-    """Bring everything that was decided to where it lands."""
-    decision = plan.decision
-    try:
-        traffic = carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
-        together(ranks, lambda: None if ranks.rank else check_unchanged(decision.index.files))  # one looks for all
-        return traffic
-    except Exception as error:
-        error.add_note("It was found under way: the model may be partly overwritten, do not use it")
-        raise
+    return _Plan(decision=decision, landing=landing, resume=resume)
 
 
 def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
@@ -252,22 +243,23 @@ def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     return place_of([own for own in given if isinstance(own, nn.Module)])  # what else is given is refused by all ranks
 
 
-def _prepared(decision: Decision) -> Decision:
-    """The same, with memory for everything of the model."""
-    run = decision.run
-    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
-    return replace(decision, run=replace(run, model=run.prepare(run.model, brought)))
-
-
-def _landing(want: LoadItem, decision: Decision) -> torch.Tensor:
-    """The memory to bring a state into."""
-    own = want.slice
-    if not want.stepped:
-        return without_padding(decision.run.model.handles[want.name], own)
-    assert decision.run.optimizer is not None
-    counts = decision.index.atoms[own.param].is_count(want.state)
-    memory = decision.run.optimizer.landing(want.name, want.state, own.dtype, own.local_shape, counts=counts)
-    return without_padding(memory, own)
+def _landings(decision: Decision) -> list[torch.Tensor]:
+    """The memory to bring each state into: of a vocabulary that is padded, without the padding."""
+    run, landings = decision.run, []
+    parts = {} if run.is_placed else {own.name: own.part for own in run.model.tensors if own.part.is_padded}
+    for want in decision.wants:
+        if not want.stepped:
+            memory = run.model.handles[want.name]
+        else:
+            assert run.optimizer is not None
+            own, shape = want.slice, want.slice.local_shape
+            counts = decision.index.atoms[own.param].is_count(want.state)
+            part = parts.get(want.name)
+            if part is not None and not counts and shape[1:] == part.local_shape[1:]:
+                shape = part.local_shape
+            memory = run.optimizer.landing(want.name, want.state, own.dtype, shape, counts=counts)
+        landings.append(without_padding(memory, want.slice))
+    return landings
 
 
 def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:

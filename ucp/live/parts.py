@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
@@ -22,7 +23,10 @@ from ucp.core.layout import Layout, part_of
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 
-__all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem", "Stretch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class LivePart:
         """
         own = self.global_shape
         if self.is_padded and own is not None and own != shape and own[1:] == shape[1:]:
-            return _kept(self.slice_of(param, state, own, dtype), shape[0])
+            return _first_rows(self.slice_of(param, state, own, dtype), shape[0])
         if own not in (None, shape):
             raise ValueError(f"has shape {list(own or ())} in the model and {list(shape)}")
         part = part_of(self.layout, shape, coords=self.coords)
@@ -82,8 +86,14 @@ class LivePart:
         local = self.local_shape  # which says more than `part` of one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
+    def of_range(self, own: LivePart) -> LivePart:
+        """The range `own` of what the model holds as a part of the whole; one that is that already as it is."""
+        if own.layout.axes:
+            return own
+        return replace(self, layout=Layout(self.layout.axes, own.layout.flat), coords={**self.coords, **own.coords})
 
-def _kept(own: Slice, rows: int) -> Slice:
+
+def _first_rows(own: Slice, rows: int) -> Slice:
     """The first part of a slice of one stretch of rows, that of rows below `rows`."""
     width = prod(own.local_shape[1:])
     first = own.pairs[0].whole.offsets[0] if own.pairs else 0
@@ -91,6 +101,22 @@ def _kept(own: Slice, rows: int) -> Slice:
     stop = min(own.stop, local[0] * width)
     pairs = [RegionPair(Box(p.whole.offsets, local), Box(p.local.offsets, local)) for p in own.pairs if local[0]]
     return replace(own, pairs=tuple(pairs), local_shape=local, start=min(own.start, stop), stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Elements of a parameter in a flat tensor."""
+
+    start: int
+    """First element of the tensor, in row-major order."""
+    numel: int
+    """Elements held."""
+    part: LivePart
+    """What of the parameter they are."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor; one for this parameter alone may have its shape."""
+        return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +179,3 @@ class LoadItem:
     def state(self) -> str:
         """Name of the state."""
         return self.slice.state
-
-    @property
-    def cost(self) -> float:
-        """Source bytes to read for a byte of the slice."""
-        return self.source.dtype.itemsize / self.slice.dtype.itemsize

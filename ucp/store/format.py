@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format
 from ucp.core.index import Index
+from ucp.io.destination.mark import MARK
 from ucp.store.manifest import MANIFEST
 
 __all__ = ["StoreFormat"]
@@ -17,9 +18,10 @@ class StoreFormat(Format):
     name = "ucp"
 
     def detect(self, path: Path) -> Evidence | None:
-        """A folder with a manifest, or the manifest itself."""
+        """A folder with a manifest, or the manifest itself; or one that lost it, so that reading says what to copy."""
         root = path.parent if path.name == MANIFEST else path
-        return Evidence(root, (MANIFEST,)) if (root / MANIFEST).is_file() else None
+        found = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
+        return Evidence(root, (MANIFEST,)) if found else None
 
     def read(self, path: Path) -> Index:
         """Index of the store. Raises ChangedError when a file it refers to is not the one it was made from."""

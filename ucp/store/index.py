@@ -7,14 +7,21 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from zlib_ng import zlib_ng
+
 from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
+from ucp.io.files import SourceFile as OpenFile
+from ucp.io.files import open_source
 from ucp.io.folder import names_of_folder
 from ucp.io.identity import identity_of, source_file
-from ucp.store.extras import EXTRAS, read_extra
+from ucp.io.json_text import parsed
+from ucp.io.torch_file.archive import read_embedded
 from ucp.store.interpret import find_files, inside, interpret
-from ucp.store.manifest import MANIFEST, Manifest, StoredExtra, StoredFile, parse, read_text
+from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, StoredExtra, StoredFile, parse, read_text
+from ucp.store.values import from_json
+from ucp.transfer.checksums import combine
 
 __all__ = ["read_store"]
 
@@ -51,7 +58,7 @@ def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...
         if (extra.name, extra.rank) in extras:
             raise MalformedError(f"{root / extra.file}: the extra {extra.name!r} of rank {extra.rank} is stored twice")
         try:
-            value, sums = read_extra(inside(root, extra.file), extra)
+            value, sums = _read_extra(inside(root, extra.file), extra)
         except UcpError as error:
             problems.append(error)
             continue
@@ -108,3 +115,47 @@ def _when(mtime_ns: int) -> str:
         return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")
     except (ValueError, OverflowError, OSError):  # a damaged manifest may say any number
         return f"{mtime_ns} ns after 1970"
+
+
+def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, ...]]:
+    """The value that was stored in the file at `path`, and checksums of what of the file is left to be compared.
+
+    Of tensors nothing is read: the file of these has their CRC-32s, and is compared with its own as if they were right.
+
+    Raises
+    ------
+    SourceError
+        The file is damaged, missing, or another one than was stored.
+    """
+    if not path.endswith(".pt"):
+        text = read_text(path)
+        _check(path, stored, nbytes=len(text), crc32=zlib_ng.crc32(text))
+        whole = Record(path=path, name=stored.file, offset=0, nbytes=len(text), crc32=stored.crc32 or 0)
+        try:
+            return from_json(parsed(text)), () if stored.crc32 is None else (whole,)
+        except (ValueError, RecursionError, MalformedError) as error:
+            raise MalformedError(f"expected JSON of ucp in {path}; {error}. It is damaged: copy it again") from error
+    with open_source(path) as file:
+        archive = read_embedded(file, start=0, nbytes=file.nbytes)
+        if stored.crc32 is not None:
+            _check(path, stored, nbytes=file.nbytes, crc32=_crc_of(file, archive.records))
+    return archive.root, archive.records
+
+
+def _check(path: str, stored: StoredExtra, *, nbytes: int, crc32: int) -> None:
+    """Raise CorruptError for a file that is not the one that was stored."""
+    if stored.crc32 is not None and (nbytes, crc32) != (stored.nbytes, stored.crc32):
+        raise CorruptError(
+            f"expected {stored.nbytes} bytes of CRC-32 {stored.crc32:08x} in {path}; got {nbytes} of {crc32:08x}. It "
+            "was changed after it was written: copy it again from where the store was made, or make the store again"
+        )
+
+
+def _crc_of(file: OpenFile, records: Iterable[Record]) -> int:
+    """CRC-32 of a whole file, if what lies in `records` is as they say: only what lies between them is read."""
+    parts: list[tuple[int, int]] = []
+    at = 0
+    for record in sorted(records, key=lambda record: record.offset):
+        parts += [(zlib_ng.crc32(file.read(at, record.offset - at)), record.offset - at), (record.crc32, record.nbytes)]
+        at = record.offset + record.nbytes
+    return combine([*parts, (zlib_ng.crc32(file.read(at, file.nbytes - at)), file.nbytes - at)])

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from operator import gt
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,7 @@ from ucp.contract.registry import pattern_factory
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap
+from ucp.core.names import WEIGHT
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
@@ -107,6 +109,8 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         records = [states.record(checksum) for checksum in (*manifest.records, *headers)]
         axes = [_axis(axis) for axis in manifest.axes]
         atoms = {name: _atom(name, atom, states, axes) for name, atom in manifest.atoms.items()}
+        if not manifest.virtual:
+            _check_apart([*records, *states.records])
         topology = Topology.parse(manifest.source.topology)
     except (ValueError, UsageError) as error:
         raise _wrong(root, error) from error
@@ -125,6 +129,7 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         files=tuple(files),
         records=(*records, *states.records),
         notes=manifest.notes,
+        recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
         dropped=manifest.dropped,
         lost={
             name: Loss(why=loss.why, detail=detail, chosen=loss.chosen)
@@ -135,6 +140,17 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         unselected=manifest.unselected,
         unordered=manifest.unordered,
     )
+
+
+def _check_apart(records: Sequence[Record]) -> None:
+    """Raise ValueError where two ranges of a file share bytes: a store writes each tensor to a place of its own."""
+    ordered = sorted(records, key=lambda record: (record.path, record.offset))
+    for before, after in pairwise(ordered):
+        if before.path == after.path and after.offset < before.offset + before.nbytes:
+            raise ValueError(
+                f"{after.name} at byte {after.offset} of {after.path} overlaps {before.name}, {before.nbytes} bytes at "
+                f"{before.offset}"
+            )
 
 
 def _groups(manifest: Manifest, root: Path) -> Iterator[ParamGroup]:
@@ -167,6 +183,9 @@ def _layout(numbers: Sequence[int], axes: Sequence[tuple[AxisLayout, bool] | Non
 
 def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[AxisLayout, bool] | None]) -> AtomIndex:
     made = {key: states.state(f"{name}/{key}", state) for key, state in atom.states.items()}
+    if WEIGHT in made and made[WEIGHT].global_shape != atom.shape:
+        shape = [*made[WEIGHT].global_shape]
+        raise ValueError(f"{name}: expected a weight of the parameter's shape {[*atom.shape]}; got {shape}")
     for key, state in atom.states.items():
         if state.layout is not None:
             made[key] = replace(made[key], layout=_layout(state.layout, axes))

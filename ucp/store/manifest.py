@@ -2,52 +2,48 @@
 
 A packed store and a virtual one differ only in where their states lie: one range of a pack, or pieces of somebody
 else's files. A plain number that the source keeps outside its tensors stands in the manifest itself. The structures
-below are the document; `ucp.store.interpret` reads it.
+below are the document; `ucp.store.describe` makes it, `ucp.store.interpret` reads it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, structs
-from zlib_ng import zlib_ng
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ucp.contract.registry import describe_pattern
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
-from ucp.core.layout import AxisLayout, Layout, Overlap
-from ucp.core.target import Receipt
-from ucp.core.tensor import InlineTensor, Record
+from ucp.core.index import Kind
+from ucp.core.layout import Overlap
 from ucp.errors import DestinationError, MalformedError, UnsupportedError
-from ucp.io.codec import codec_name
 from ucp.io.files import open_source
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
-from ucp.store.values import to_json
-from ucp.transfer.plan.tasks import BLOCK
 
 __all__ = [
+    "EXTRAS",
     "LONGEST",
     "MANIFEST",
+    "VERSION",
     "Checksum",
     "Manifest",
+    "Origin",
     "Piece",
     "StoredAtom",
     "StoredAxis",
     "StoredExtra",
     "StoredFile",
+    "StoredGroup",
+    "StoredLoss",
     "StoredState",
-    "describe",
     "dump",
-    "is_inline",
     "parse",
     "read_text",
 ]
 
 MANIFEST = "ucp.json"
+EXTRAS = "extra"
+"""Folder of a store that holds them."""
 VERSION = 1
 
 LONGEST = 1 << 30
@@ -55,8 +51,6 @@ LONGEST = 1 << 30
 
 Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Shape = tuple[Natural, ...]
-States = Mapping[tuple[str, str], Receipt]
-"""(parameter, state) to where it was written."""
 
 
 class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -280,163 +274,6 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _Version(Struct):
     ucp: int
-
-
-def describe(
-    index: Index,
-    *,
-    producer: str,
-    written: States | None,
-    extras: Sequence[StoredExtra],
-    casts: Sequence[str],
-    identify: Callable[[str], StoredFile],
-    headers: Mapping[str, bytes],
-) -> Manifest:
-    """The manifest of `index`.
-
-    `written`: where every state lies, or None for a virtual store, which keeps the source's places. `identify`: what a
-    file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
-    """
-    numbers: dict[str, int] = {}  # of files, in the order in which they are first named
-    axes = _Axes()
-    atoms = {atom.name: _atom(atom, written, numbers, axes) for atom in index.atoms.values()}
-    records = [] if written is not None else [_checksum(record, numbers) for record in index.records]
-
-    def describe_file(path: str) -> StoredFile:
-        if written is None:
-            return identify(path)
-        header = headers.get(path)
-        return StoredFile(path=path, header=(len(header), zlib_ng.crc32(header)) if header else None)
-
-    return Manifest(
-        ucp=VERSION,
-        producer=producer,
-        virtual=written is None,
-        source=Origin(
-            path=index.path,
-            format=index.format,
-            origin=index.origin or index.format,
-            producer=index.producer,
-            topology=str(index.topology),
-        ),
-        step=index.step,
-        skipped=index.skipped,
-        files=tuple(map(describe_file, numbers)),
-        records=tuple(records),
-        axes=tuple(axes.stored),
-        atoms=atoms,
-        groups=tuple(StoredGroup(params=group.params, hyper=to_json(dict(group.hyper))) for group in index.groups),
-        aliases=dict(index.aliases),
-        extras=tuple(extras),
-        casts=tuple(casts),
-        notes=index.notes,
-        dropped=index.dropped,
-        lost=_losses(index),
-        unselected=index.unselected,
-        unordered=index.unordered,
-    )
-
-
-def _losses(index: Index) -> tuple[StoredLoss, ...]:
-    """`Index.lost` with each reason once, for the parameters there are."""
-    params: dict[tuple[str, bool], dict[str, str]] = {}
-    for name, loss in index.lost.items():
-        if name in index.atoms:
-            params.setdefault((loss.why, loss.chosen), {})[name] = loss.detail
-    return tuple(StoredLoss(why=why, chosen=chosen, params=details) for (why, chosen), details in params.items())
-
-
-def is_inline(state: StateIndex) -> bool:
-    """Whether a state stands in the source's index itself, and so in the manifest."""
-    return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
-
-
-def _number(path: str, numbers: dict[str, int]) -> int:
-    return numbers.setdefault(path, len(numbers))
-
-
-def _checksum(record: Record, numbers: dict[str, int]) -> Checksum:
-    number = _number(record.path, numbers)
-    return Checksum(file=number, offset=record.offset, nbytes=record.nbytes, crc32=record.crc32, name=record.name)
-
-
-def _atom(atom: AtomIndex, written: States | None, numbers: dict[str, int], axes: _Axes) -> StoredAtom:
-    states = {}
-    for name, state in atom.states.items():
-        if written is None or ((atom.name, name) not in written and is_inline(state)):
-            states[name] = _pieces(state, numbers)
-        else:
-            states[name] = _range(state, written[atom.name, name], numbers)
-        if state.layout is not None:
-            states[name] = structs.replace(states[name], layout=axes.numbers(state.layout))
-    return StoredAtom(
-        shape=atom.global_shape,
-        kind=atom.kind,
-        model_dtype=atom.model_dtype,
-        layout=axes.numbers(atom.layout),
-        made_of={name: axes.numbers(layout) for name, layout in atom.made_of.items()},
-        states=states,
-    )
-
-
-class _Axes:
-    """Axes of layouts, each stored once."""
-
-    def __init__(self) -> None:
-        self.stored: list[StoredAxis] = []
-        self._known: dict[tuple[AxisLayout, str, bool], int | None] = {}
-
-    def numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Numbers of the axes of a layout; none where one has a pattern that is not registered."""
-        every = [*((axis, False) for axis in layout.axes), *((axis, True) for axis in layout.flat)]
-        found = [self._number(axis, is_flat=is_flat) for axis, is_flat in every if axis.parts > 1]
-        return tuple([number for number in found if number is not None]) if None not in found else ()
-
-    def _number(self, axis: AxisLayout, *, is_flat: bool) -> int | None:
-        key = axis, axis.known_from, is_flat
-        if key not in self._known:
-            self._known[key] = None
-            described = describe_pattern(axis.pattern)
-            if described is not None:
-                self._known[key] = len(self.stored)
-                name, fields = described
-                self.stored.append(StoredAxis(axis.axis, axis.parts, name, fields, is_flat, axis.known_from))
-        return self._known[key]
-
-
-def _range(state: StateIndex, receipt: Receipt, numbers: dict[str, int]) -> StoredState:
-    dtype = receipt.placement.slice.dtype
-    return StoredState(
-        shape=state.global_shape,
-        dtype=dtype,
-        file=_number(receipt.placement.path, numbers),
-        offset=receipt.placement.offset,
-        crc32=receipt.crc32,
-        xxh3=receipt.digests,
-        block=BLOCK,
-        codec=codec_name(dtype.itemsize) if receipt.blocks else None,
-        blocks=receipt.blocks or None,
-    )
-
-
-def _pieces(state: StateIndex, numbers: dict[str, int]) -> StoredState:
-    pieces = [_piece(fragment, numbers) for fragment in state.fragments]
-    return StoredState(
-        shape=state.global_shape,
-        dtype=state.dtype,
-        overlap=state.overlap,
-        pieces=cast("tuple[Piece, ...]", tuple(pieces)),  # lists, as a Piece is always written with all its fields
-    )
-
-
-def _piece(fragment: Fragment, numbers: dict[str, int]) -> list[object]:
-    ref = fragment.ref
-    replica = -fragment.replica if fragment.derived else fragment.replica
-    start: list[object] = [fragment.box.offsets, fragment.box.sizes, replica, fragment.term, ref.dtype]
-    if isinstance(ref, InlineTensor):
-        return [*start, ref.data.hex()]
-    start += [_number(ref.path, numbers), ref.offset, ref.strides]
-    return [*start, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else start
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -10,6 +10,7 @@ With `compress`, packs hold encoded blocks (`ucp.io.codec`) and are named packs/
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from urllib.parse import quote
@@ -24,9 +25,10 @@ from ucp.errors import DestinationError, UsageError, counted, listed
 from ucp.io.identity import identity_of, producer, size_and_time
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import layout_safetensors
-from ucp.store.extras import EXTRAS, extra_file
-from ucp.store.manifest import MANIFEST, StoredExtra, StoredFile, describe, dump, is_inline
-from ucp.store.values import is_plain
+from ucp.io.torch_file.draft import torch_file
+from ucp.store.describe import describe, is_inline
+from ucp.store.manifest import EXTRAS, LONGEST, MANIFEST, StoredExtra, StoredFile, dump
+from ucp.store.values import NotPlainError, is_plain, to_json
 
 __all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
 
@@ -203,11 +205,18 @@ def _safetensors(path: str, slices: Sequence[Slice]) -> tuple[OutputFile, list[P
 
 
 def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
-    """Every extra with its file."""
+    """Every extra with its file: JSON where the value is plain, else one of torch.save with the same recipe."""
     for extra in extras:
         rank = "" if extra.rank is None else f"@rank{extra.rank}"
-        file, raw = extra_file(extra.value, f"{EXTRAS}/{_folder(extra.name)}{rank}")
-        yield extra, file, raw
+        stem = f"{EXTRAS}/{_folder(extra.name)}{rank}"
+        try:
+            text = json.dumps(to_json(extra.value), indent=1, ensure_ascii=False).encode() + b"\n"
+        except (NotPlainError, UnicodeEncodeError):
+            text = b""
+        if 0 < len(text) <= LONGEST:
+            yield extra, OutputFile(path=f"{stem}.json", nbytes=len(text), literals=(Literal(0, text),)), ()
+        else:
+            yield extra, *torch_file(f"{stem}.pt", extra.value)
 
 
 def recogniser(index: Index) -> Callable[[str], StoredFile]:

@@ -26,7 +26,8 @@ from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.core.topology import Topology
 from ucp.io.identity import size_and_time
-from ucp.store.manifest import MANIFEST, describe, dump
+from ucp.store.describe import describe
+from ucp.store.manifest import MANIFEST, dump
 from ucp.store.target import recogniser
 
 if TYPE_CHECKING:

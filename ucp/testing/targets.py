@@ -13,7 +13,7 @@ from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Silent, prepare
-from ucp.conversion.source.read import index_of
+from ucp.source.read import index_of
 from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
 

@@ -5,10 +5,10 @@ Everything is streamed: memory is `LANE` bytes per thread, whatever the size of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -19,9 +19,10 @@ from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_sl
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import differing, viewed, widened, without_payloads
+from ucp.io.files import join_ranges
 from ucp.transfer.checksums import mismatches
 from ucp.transfer.drift import drifts
-from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.gather import Gatherer, Reader, Span
 from ucp.transfer.plan.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.plan.tiles import blocks, is_crosswise
 
@@ -83,8 +84,8 @@ def apart(
     nbytes = sum(_width(one, other, cast) * one.numel for *_, one, other in shared)
     found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
-    def some(jobs: Sequence[_Compared]) -> None:
-        for job, result in _differing(jobs):
+    def some(jobs: Sequence[_Compared], gatherer: Gatherer) -> None:
+        for job, result in _differing(jobs, gatherer):
             found.setdefault((job.own.param, job.own.state, job.left.locator.state.numel), []).append(result)
         observer.advance(sum(job.nbytes for job in jobs))
 
@@ -103,9 +104,9 @@ def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dic
     held = [own for own in index.states() if any(fragment.replica for fragment in own[2].fragments)]
     found: dict[tuple[str, str], list[str]] = {}
 
-    def some(parts: Sequence[_Part]) -> None:
-        taken = [(own, locator, data) for (own, locator), data in zip(parts, _read(parts), strict=True)]
-        for own, lines in drifts(taken, _gatherer()):
+    def some(parts: Sequence[_Part], gatherer: Gatherer) -> None:
+        taken = [(own, locator, data) for (own, locator), data in zip(parts, _read(parts, gatherer), strict=True)]
+        for own, lines in drifts(taken, gatherer):
             found.setdefault((own.param, own.state), []).extend(lines)
         observer.advance(sum(part.nbytes for part in parts))
 
@@ -143,11 +144,11 @@ def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) ->
     records = sorted(_undigested(index), key=lambda record: (record.path, record.offset))
     spans: list[Span] = []
 
-    def some(job: tuple[str, list[tuple[int, int]]]) -> None:
-        gatherer = Gatherer(sources=_gatherer().sources)
-        gatherer.scan_many(*job)
+    def some(job: tuple[str, list[tuple[int, int]]], gatherer: Gatherer) -> None:
+        gatherer.scan(*job)
         spans.extend(gatherer.spans)
-        observer.advance(sum(nbytes for _, nbytes in job[1]))
+        gatherer.spans.clear()
+        observer.advance(sum(stop - start for start, stop in job[1]))
 
     nbytes = sum(record.nbytes for record in records)
     _each(_near(records), some, threads, observer, title="checksums", nbytes=nbytes)
@@ -155,18 +156,12 @@ def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) ->
 
 
 def _near(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """What is read at once of records in increasing offset: stretches of a file that are near, a block at most."""
-    path, own, stop = "", list[tuple[int, int]](), 0
-    for record in records:
-        for low in range(record.offset, record.offset + record.nbytes, BLOCK):
-            nbytes = min(BLOCK, record.offset + record.nbytes - low)
-            if own and (record.path != path or low - stop >= GAP or low + nbytes - own[0][0] > BLOCK):
-                yield path, own
-                own = []
-            own.append((low, nbytes))
-            path, stop = record.path, low + nbytes
-    if own:
-        yield path, own
+    """What is read at once of records in increasing offset: ranges of a file that are near, a block at most."""
+    for path, group in groupby(records, key=attrgetter("path")):
+        ranges = [part for own in group for part in block_ranges(own.offset, own.offset + own.nbytes, BLOCK)]
+        parts = iter(ranges)
+        for _, _, count in join_ranges(ranges, gap=GAP, most=BLOCK):
+            yield path, list(islice(parts, count))
 
 
 def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
@@ -174,8 +169,8 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
     held = [own for own in index.states() if own[2].digests]
     wrong: list[str] = []
 
-    def some(parts: Sequence[_Part]) -> None:
-        wrong.extend(_undigestible(parts))
+    def some(parts: Sequence[_Part], gatherer: Gatherer) -> None:
+        wrong.extend(_undigestible(parts, gatherer))
         observer.advance(sum(part.nbytes for part in parts))
 
     parts = (
@@ -189,13 +184,13 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
     return sorted(wrong)
 
 
-def _undigestible(parts: Sequence[_Part]) -> Iterator[str]:
+def _undigestible(parts: Sequence[_Part], gatherer: Gatherer) -> Iterator[str]:
     """A line for each of some stretches whose bytes are not those that were digested, or cannot be read."""
     try:
-        read = _read(parts)
+        read = _read(parts, gatherer)
     except (CorruptError, SourceError) as error:
         if len(parts) > 1:  # which of them it is, is seen when each is read alone
-            yield from chain.from_iterable(_undigestible([part]) for part in parts)
+            yield from chain.from_iterable(_undigestible([part], gatherer) for part in parts)
         else:
             yield f"{parts[0].label}: {error}"
         return
@@ -269,9 +264,9 @@ def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool
         yield _Compared(_Part(typed[0], first), _Part(typed[1], second))
 
 
-def _differing(jobs: Sequence[_Compared]) -> Iterator[tuple[_Compared, tuple[int, float]]]:
+def _differing(jobs: Sequence[_Compared], gatherer: Gatherer) -> Iterator[tuple[_Compared, tuple[int, float]]]:
     """Those of some elements that differ, with how many do, and by how much."""
-    lefts, rights = _read([job.left for job in jobs]), _read([job.right for job in jobs])
+    lefts, rights = _read([job.left for job in jobs], gatherer), _read([job.right for job in jobs], gatherer)
     if lefts[0].obj == rights[0].obj and all(job.left.own.dtype is job.right.own.dtype for job in jobs):
         return
     for job, *data in zip(jobs, lefts, rights, strict=True):
@@ -286,16 +281,7 @@ def _differing(jobs: Sequence[_Compared]) -> Iterator[tuple[_Compared, tuple[int
             yield job, (result.numel, result.largest)
 
 
-_local = threading.local()
-
-
-def _gatherer() -> Gatherer:
-    """This thread's own; made by `_each`, which closes its files."""
-    own: Gatherer = _local.gatherer
-    return own
-
-
-def _read(parts: Sequence[_Part]) -> list[memoryview]:
+def _read(parts: Sequence[_Part], gatherer: Gatherer) -> list[memoryview]:
     """The bytes of parts in one buffer; they are read together where they are neighbours in a file."""
     data = memoryview(bytearray(sum(part.nbytes for part in parts)))
     views, wanted, at = [], [], 0
@@ -303,33 +289,17 @@ def _read(parts: Sequence[_Part]) -> list[memoryview]:
         views.append(data[at : at + own.nbytes])
         wanted.append((views[-1], own.dtype, resolve(own, locator, own.start, own.stop)))
         at += own.nbytes
-    _gatherer().fill_many(wanted)
+    gatherer.fill_many(wanted)
     return views
 
 
 def _each(
-    jobs: Iterable[T], some: Callable[[T], None], threads: int, observer: Observer, *, title: str, nbytes: int
+    jobs: Iterable[T], some: Callable[[T, Gatherer], None], threads: int, observer: Observer, *, title: str, nbytes: int
 ) -> None:
-    """`some(job)` for every job, on so many threads, never more in flight than there are threads: a stage by itself."""
-    from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-
-    queue = iter(jobs)
-    opened: list[Sources] = []
-
-    def start() -> None:
-        opened.append(Sources())
-        _local.gatherer = Gatherer(sources=opened[-1])
-
+    """`some(job, gatherer)` for every job, on so many threads: a stage by itself."""
     observer.begin(title=title, nbytes=nbytes)
     try:
-        with ThreadPoolExecutor(threads, initializer=start) as pool:
-            running = {pool.submit(some, job) for job in islice(queue, threads)}
-            while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    future.result()
-                running |= {pool.submit(some, job) for job in islice(queue, len(finished))}
+        with Reader(threads) as reader:
+            reader.each(jobs, some)
     finally:
         observer.end()
-        for sources in opened:
-            sources.close()

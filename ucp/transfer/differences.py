@@ -19,7 +19,7 @@ from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.transfer.compare import THREADS, Pair, apart
 
-__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras"]
+__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras", "shared_states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,7 @@ def compare(
     `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
     """
     changes = list(_structure(a, b, cast=cast))
-    shared = [
-        Pair(atom.name, name, state, b.atoms[atom.name].states[name])
-        for atom, name, state in a.states()
-        if atom.name in b.atoms and name in b.atoms[atom.name].states
-    ]
-    shared = [pair for pair in shared if pair.a.global_shape == pair.b.global_shape]
+    shared = [pair for pair in shared_states(a, b) if pair.a.global_shape == pair.b.global_shape]
     if extras:
         found = list(_extras(a, b))
         changes += [item for item in found if isinstance(item, Change)]
@@ -83,15 +78,20 @@ def compare(
     return changes
 
 
+def shared_states(a: Index, b: Index) -> Iterator[Pair]:
+    """States that both have."""
+    for atom, name, state in a.states():
+        other = b.atoms.get(atom.name)
+        if other is not None and name in other.states:
+            yield Pair(atom.name, name, state, other.states[name])
+
+
 def casts_between(a: Index, b: Index) -> tuple[str, ...]:
     """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
     changed = Counter(
-        f"{name}: {state.dtype} -> {b.atoms[atom.name].states[name].dtype}"
-        for atom, name, state in a.states()
-        if atom.name in b.atoms
-        and name in b.atoms[atom.name].states
-        and b.atoms[atom.name].states[name].dtype is not state.dtype
-        and state.numel
+        f"{pair.state}: {pair.a.dtype} -> {pair.b.dtype}"
+        for pair in shared_states(a, b)
+        if pair.a.dtype is not pair.b.dtype and pair.a.numel
     )
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 
@@ -208,7 +208,10 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
 def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
     """Hyper-parameters that differ: name, and both values in words."""
     for key in sorted(set(a) | set(b)):
-        sides = [[side[key]] if key in side else _implied(key, side) for side in (a, b)]
+        sides = []
+        for side in (a, b):  # what it means that a side lacks it, where that is known
+            implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
+            sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
         if not checksums.same(*sides):
             own, other = (shown(side[0]) if side else "-" for side in sides)
             yield key, own, other
@@ -220,11 +223,7 @@ _IMPLIED: Mapping[str, object] = {
     **dict.fromkeys(("foreach", "fused"), None),
     "decoupled_weight_decay": True,
 }
-"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write."""
+"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write.
 
-
-def _implied(key: str, settings: Mapping[str, object]) -> list[object]:
-    """What it means that `settings` lack `key`; nothing where that is not known."""
-    if key == "initial_lr":  # torch's schedulers set it to the rate they begin with
-        return [settings["lr"]] if "lr" in settings else []
-    return [_IMPLIED[key]] if key in _IMPLIED else []
+So does `initial_lr`, which torch's schedulers set to the rate that they begin with.
+"""

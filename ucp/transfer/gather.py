@@ -7,27 +7,34 @@ means are done on the way.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, groupby, islice, repeat
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.slices import Piece, in_file_order, runs_of, starts_of
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides, starts_of
 from ucp.io.codec import Blocks
-from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
-from ucp.io.files import Sources
+from ucp.io.elements import add, assign, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.files import Sources, join_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucp.io.remote.ahead import Extent
 
-__all__ = ["Gatherer", "Run", "Sources", "Span", "extent_of", "piece_values", "run_of"]
+T = TypeVar("T")
+J = TypeVar("J")
+
+__all__ = ["Gatherer", "Reader", "Run", "Sources", "Span", "extent_of", "piece_values", "run_of"]
 
 STRETCH = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
@@ -89,18 +96,14 @@ class Gatherer:
         """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
         self.fill_many([(buffer[at:], dtype, pieces)])
 
-    def scan(self, path: str, offset: int, nbytes: int) -> None:
-        """Read bytes only for their checksum."""
-        self._read(path, offset, [memoryview(bytearray(nbytes))])
-
-    def scan_many(self, path: str, stretches: Sequence[tuple[int, int]]) -> None:
-        """Read stretches (offset, bytes), in increasing offset and near one another, for the checksum of each."""
-        low, high = stretches[0][0], max(offset + nbytes for offset, nbytes in stretches)
+    def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Read ranges (first byte, one past the last), in increasing order and near one another, to sum each."""
+        low, high = ranges[0][0], max(stop for _, stop in ranges)
         data = memoryview(bytearray(high - low))
         self.sources.get(path).read_into([data], low)
         self.nbytes_read += high - low
-        parts = ((offset, nbytes, data[offset - low : offset - low + nbytes]) for offset, nbytes in stretches)
-        self.spans.extend(Span(path, offset, nbytes, zlib_ng.crc32(part)) for offset, nbytes, part in parts)
+        for start, stop in ranges:
+            self.spans.append(Span(path, start, stop - start, zlib_ng.crc32(data[start - low : stop - low])))
 
     def copied(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
         """Read runs one after another into a buffer: CRC-32 and bytes of each."""
@@ -118,7 +121,7 @@ class Gatherer:
 
     def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
         """`fill` for several buffers at once, so that reads of neighbours are joined."""
-        direct: list[tuple[TensorRef, int, memoryview]] = []
+        direct: list[tuple[str, int, memoryview]] = []
         indirect: list[tuple[memoryview, DType, list[Piece]]] = []
         for buffer, dtype, pieces in wanted:
             others: list[Piece] = []
@@ -131,12 +134,15 @@ class Gatherer:
                 if isinstance(piece.ref, InlineTensor):
                     view[:] = piece.ref.data[piece.src_offset : piece.src_offset + view.nbytes]
                 else:
-                    direct.append((piece.ref, piece.ref.offset + piece.src_offset, view))
+                    direct.append((piece.ref.path, piece.ref.offset + piece.src_offset, view))
             if others:
                 indirect.append((buffer, dtype, others))
-        direct.sort(key=lambda item: (item[0].path, item[1]))
-        for path, offset, views in _joined(direct):
-            self._read(path, offset, views)
+        direct.sort(key=itemgetter(0, 1))
+        for path, group in groupby(direct, key=itemgetter(0)):
+            reads = list(group)
+            views = iter([view for _, _, view in reads])
+            for low, _, count in join_ranges((offset, offset + view.nbytes) for _, offset, view in reads):
+                self._read(path, low, list(islice(views, count)))
         for buffer, dtype, others in indirect:
             terms = len({piece.term for piece in others})
             if terms > 1:
@@ -154,34 +160,16 @@ class Gatherer:
                 offset += view.nbytes
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
-        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
-
-        Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
-        """
+        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider."""
         import numpy as np
 
         wide = mean_dtype(piece.ref.dtype for piece in pieces)
         total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
-        self._add_terms(total, wide, pieces)
-        total /= terms
-        mean = viewed(buffer, dtype)
-        assign(mean, total)
-        too_large = ~np.isfinite(total)
-        if not too_large.any():
-            return
-        fraction = fraction_of(terms)
-        total[:] = 0
-        self._add_terms(total, wide, pieces, fraction=fraction)
-        total /= terms
-        enlarge(total, by=1 / fraction)
-        mean[too_large] = total[too_large]
-
-    def _add_terms(self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], *, fraction: float = 1.0) -> None:
-        """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
-        sums = total.data.cast("B")
         for piece in sorted(pieces, key=lambda piece: piece.term):
             for part, values in self.values(piece):
-                add(_scatter(sums, dtype, part), values, fraction=fraction)
+                add(_scatter(total.data.cast("B"), wide, part), values)
+        total /= terms
+        assign(viewed(buffer, dtype), total)
 
     def join_spans(self, apart: Container[tuple[str, int]]) -> None:
         """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""
@@ -227,6 +215,80 @@ class Gatherer:
         return data
 
 
+class Reader:
+    """Threads that read, each with open files of its own."""
+
+    def __init__(self, threads: int, *, tracked: frozenset[str] = frozenset()) -> None:
+        """`tracked`: see `Gatherer`."""
+        self._threads = threads
+        self._tracked = tracked
+        self._local = threading.local()
+        self._gatherers: list[Gatherer] = []
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp-read")
+
+    def submit(self, work: Callable[[Gatherer], T]) -> Future[T]:
+        """Have a thread do something with its gatherer."""
+        return self._pool.submit(lambda: work(self._gatherer()))
+
+    def each(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:
+        """`work` for every job, never more in flight than there are threads. Raises what fails first."""
+        queue = iter(jobs)
+        running: set[Future[object]] = set()
+        while True:
+            some = islice(queue, self._threads - len(running))
+            running |= {self.submit(partial(work, job)) for job in some}
+            if not running:
+                return
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+
+    def scan(self, ranges: Iterable[tuple[str, int, int]]) -> list[Span]:
+        """Read ranges (path, offset, bytes), in parts of bounded size, only to sum them. Raises SourceError."""
+
+        def scan(path: str, low: int, high: int, gatherer: Gatherer) -> Span:
+            gatherer.scan(path, [(low, high)])
+            return gatherer.spans[-1]
+
+        futures = [
+            self.submit(partial(scan, path, *part))
+            for path, offset, nbytes in ranges
+            for part in block_ranges(offset, offset + nbytes, STRETCH)
+        ]
+        return [future.result() for future in futures]
+
+    def spans(self, apart: Container[tuple[str, int]]) -> list[Span]:
+        """What was read of tracked files, joined but at places (file, offset) of `apart`."""
+        joined = Gatherer(sources=Sources(), spans=[span for own in self._gatherers for span in own.spans])
+        joined.join_spans(apart)
+        return joined.spans
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read."""
+        return sum(gatherer.nbytes_read for gatherer in self._gatherers)
+
+    def close(self) -> None:
+        """Stop the threads and close the files."""
+        self._pool.shutdown(cancel_futures=True)
+        for gatherer in self._gatherers:
+            gatherer.sources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _gatherer(self) -> Gatherer:
+        """That of this thread."""
+        gatherer: Gatherer | None = getattr(self._local, "gatherer", None)
+        if gatherer is None:
+            gatherer = self._local.gatherer = Gatherer(sources=Sources(), tracked=self._tracked)
+            self._gatherers.append(gatherer)
+        return gatherer
+
+
 def run_of(piece: Piece, dtype: DType) -> Run | None:
     """The bytes of a piece in its file, if they are consecutive on both sides and need no change; else None."""
     ref = piece.ref
@@ -264,22 +326,6 @@ def _is_direct(piece: Piece, dtype: DType) -> bool:
     if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
         return False
     return piece.sizes[0] == 1 or (piece.src_strides[0] == dtype.itemsize and piece.dst_strides[0] == 1)
-
-
-def _joined(direct: Sequence[tuple[TensorRef, int, memoryview]]) -> Iterator[tuple[str, int, list[memoryview]]]:
-    """Neighbours in a file as one read: (path, offset, buffers in order)."""
-    path, start, stop = "", 0, -1
-    views: list[memoryview] = []
-    for ref, offset, view in direct:
-        if ref.path != path or offset != stop:
-            if views:
-                yield path, start, views
-            path, start, views = ref.path, offset, []
-            stop = offset
-        views.append(view)
-        stop += view.nbytes
-    if views:
-        yield path, start, views
 
 
 def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import product
 from typing import Self
 
 from ucp.core.dtypes import DType
-from ucp.core.region import flat_boxes
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef
-from ucp.io.codec import Blocks
-from ucp.io.files import Sources
+from ucp.core.fragments import Fragment
+from ucp.core.index import StateIndex
+from ucp.core.region import Box
+from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.tensor import Tensor, TensorRef
+from ucp.transfer.gather import Gatherer, Sources
 
 __all__ = ["Prober", "cast_bits"]
 
@@ -34,10 +35,12 @@ class Prober:
     """Reads windows of tensors; files stay open between them."""
 
     def __init__(self) -> None:
-        self._sources = Sources()
-        self._blocks = Blocks()
-        self.nbytes_read = 0
+        self._gatherer = Gatherer(sources=Sources())
+
+    @property
+    def nbytes_read(self) -> int:
         """Bytes read so far."""
+        return self._gatherer.nbytes_read
 
     def window(self, tensor: Tensor, start: int, stop: int, *, dtype: DType | None = None) -> bytes:
         """Elements `start` to `stop` of the row-major order of `tensor`, as bytes, cast to `dtype` if one is given.
@@ -64,7 +67,7 @@ class Prober:
 
     def close(self) -> None:
         """Close all files."""
-        self._sources.close()
+        self._gatherer.sources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -74,21 +77,16 @@ class Prober:
 
     def _raw(self, tensor: Tensor, start: int, stop: int) -> bytes:
         item = tensor.dtype.itemsize
-        if isinstance(tensor, InlineTensor):
-            return tensor.data * (stop - start) if tensor.repeats else tensor.data[start * item : stop * item]
-        if tensor.codec:
-            first, last = (tensor.codec_start + n * item for n in (start, stop))
-            return bytes(self._blocks.get(tensor, tensor.codec_start + tensor.nbytes, self._block)[first:last])
-        if tensor.is_contiguous:
-            return self._read(tensor.path, tensor.offset + start * item, (stop - start) * item)
-        return b"".join(self._read(tensor.path, offset, nbytes) for offset, nbytes in _runs(tensor, start, stop))
-
-    def _block(self, path: str, offset: int, nbytes: int) -> memoryview:
-        return memoryview(self._read(path, offset, nbytes))
-
-    def _read(self, path: str, offset: int, nbytes: int) -> bytes:
-        self.nbytes_read += nbytes
-        return self._sources.get(path).read(offset, nbytes)
+        if isinstance(tensor, TensorRef) and tensor.is_contiguous and not tensor.codec:
+            nbytes = (stop - start) * item
+            self._gatherer.nbytes_read += nbytes
+            return self._gatherer.sources.get(tensor.path).read(tensor.offset + start * item, nbytes)
+        box = Box.whole(tensor.shape)
+        state = StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(Fragment(box=box, ref=tensor),))
+        data = bytearray((stop - start) * item)
+        pieces = resolve(whole_slice("", "", state), Locator(state), start, stop)
+        self._gatherer.fill(memoryview(data), tensor.dtype, pieces)
+        return bytes(data)
 
 
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
@@ -129,20 +127,3 @@ def _short_cast(data: bytes, dtype: DType, to: DType) -> bytes | None:
     words = memoryview(data).cast("I")
     halves = (_NAN if w & 0x7FFFFFFF > _INFINITE else w + 0x7FFF + (w >> 16 & 1) >> 16 for w in words)
     return array("H", halves).tobytes()
-
-
-def _runs(tensor: TensorRef, start: int, stop: int) -> list[tuple[int, int]]:
-    """Byte offsets and lengths of consecutive elements of a strided tensor, in row-major order."""
-    item = tensor.dtype.itemsize
-    last = tensor.strides[-1]
-    runs = []
-    for box in flat_boxes(tensor.shape, start, stop):
-        outer = [range(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True)]
-        for index in product(*outer):
-            origin = tensor.offset + item * sum(i * s for i, s in zip(index, tensor.strides[:-1], strict=True))
-            low, count = box.offsets[-1], box.sizes[-1]
-            if last == 1:
-                runs.append((origin + low * item, count * item))
-            else:
-                runs += [(origin + at * last * item, item) for at in range(low, low + count)]
-    return runs

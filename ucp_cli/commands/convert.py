@@ -9,7 +9,6 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import ConvertArguments
-from ucp.conversion.option import Verb
 from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.progress import watch
@@ -29,7 +28,7 @@ __all__ = ["command"]
 )
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH)
-@takes_options(Verb.CONVERT)
+@takes_options(ConvertArguments)
 @progress
 @as_json
 def command(

@@ -9,8 +9,7 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import CompareArguments
-from ucp.conversion.option import Verb
-from ucp_cli.exits import DIFFERENT
+from ucp_cli.failures import DIFFERENT
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import diff_document
 from ucp_cli.pages.render import write, write_json
@@ -28,7 +27,7 @@ __all__ = ["command"]
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--extras", is_flag=True, help="Also compare what is not a parameter: schedulers, client state, ...")
-@takes_options(Verb.COMPARE)
+@takes_options(CompareArguments)
 @progress
 @as_json
 @click.pass_context

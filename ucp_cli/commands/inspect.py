@@ -9,16 +9,12 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import SourceArguments
-from ucp.conversion.option import Verb
-from ucp.core.index import Index
 from ucp.core.names import NameFilter
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError
 from ucp_cli.options import PATH, as_json, example, takes_options
-from ucp_cli.pages.detail import detail
 from ucp_cli.pages.documents import index_document, survey_document
-from ucp_cli.pages.overview import file_rows, inspect_page
-from ucp_cli.pages.remains import remains
+from ucp_cli.pages.inspect import detail, file_rows, inspect_page, remains
 from ucp_cli.pages.render import table, write, write_json
 
 __all__ = ["command"]
@@ -35,7 +31,7 @@ __all__ = ["command"]
 @click.argument("path", type=PATH)
 @click.option("--param", "params", metavar="GLOB", multiple=True, help="Show where the shards of these parameters lie.")
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @as_json
 def command(
     *,
@@ -59,9 +55,17 @@ def command(
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
             raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
-        _show_remains(path, str(error), files=files, as_json=as_json)
+        left = api.survey(path)
+        if as_json:
+            write_json(survey_document(left, str(error)))
+        else:
+            write(*remains(left, str(error), each=files))
         raise
-    wanted = _named(index, params)
+    wanted = []
+    if params:
+        names = NameFilter(include=params)
+        names.check_used((atom.name, state) for atom, state, _ in index.states())
+        wanted = [name for name, atom in index.atoms.items() if any(names.keeps(name, s) for s in atom.states)]
     if as_json:
         write_json(index_document(index, missing=describe_missing(index), detailed=frozenset(wanted)))
         return
@@ -70,21 +74,3 @@ def command(
         return
     listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
     write(*(detail(index, index.atoms[name]) for name in wanted), listing)
-
-
-def _show_remains(path: Path, problem: str, *, files: bool, as_json: bool) -> None:
-    """What can be told of a checkpoint that cannot be read. Raises UnknownFormatError for what is none."""
-    found = api.survey(path)
-    if as_json:
-        write_json(survey_document(found, problem))
-    else:
-        write(*remains(found, problem, each=files))
-
-
-def _named(index: Index, globs: tuple[str, ...]) -> list[str]:
-    """Names that `globs` match. Raises UsageError for one that matches none."""
-    if not globs:
-        return []
-    names = NameFilter(include=globs)
-    names.check_used((atom.name, state) for atom, state, _ in index.states())
-    return [name for name, atom in index.atoms.items() if any(names.keeps(name, state) for state in atom.states)]

@@ -10,15 +10,19 @@ import click
 from ucp.checks.explain import explain
 from ucp.contract import registry
 from ucp.conversion.arguments import SourceArguments
-from ucp.conversion.option import Verb
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
-from ucp_cli.exits import DIFFERENT
-from ucp_cli.failures import Unfitting
-from ucp_cli.options import PATH, as_json, completed, example, family_names, takes_options
-from ucp_cli.pages.family_documents import families_document, family_document, report_document
-from ucp_cli.pages.family_page import family_page, family_table, report_page
+from ucp_cli.failures import DIFFERENT, Failure
+from ucp_cli.options import PATH, as_json, completed, example, takes_options
+from ucp_cli.pages.families import (
+    families_document,
+    family_document,
+    family_page,
+    family_table,
+    report_document,
+    report_page,
+)
 from ucp_cli.pages.render import write, write_json
 
 __all__ = ["command"]
@@ -61,7 +65,7 @@ def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]
     "show",
     epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
 )
-@click.argument("family", shell_complete=completed(family_names))
+@click.argument("family", shell_complete=completed(registry.families))
 @click.option(
     "--style",
     metavar="STYLE",
@@ -88,7 +92,7 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     epilog=example("ucp patterns check checkpoints/", "ucp patterns check checkpoints/ --patterns my.toml"),
 )
 @click.argument("path", metavar="CKPT", type=PATH)
-@takes_options(Verb.READ)
+@takes_options(SourceArguments)
 @as_json
 @click.pass_context
 def check_command(
@@ -107,7 +111,7 @@ def check_command(
     try:
         report = explain(path, make_options(**options).source)
     except UnknownFamilyError as error:
-        raise Unfitting(str(error)) from error
+        raise Failure(str(error), DIFFERENT) from error
     if as_json:
         write_json(report_document(report))
     else:

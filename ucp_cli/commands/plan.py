@@ -9,7 +9,6 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import PlanArguments
-from ucp.conversion.option import Verb
 from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.documents import plan_document
 from ucp_cli.pages.render import write, write_json
@@ -27,7 +26,7 @@ __all__ = ["command"]
 )
 @click.argument("src", type=PATH)
 @click.argument("dst", type=PATH, required=False)
-@takes_options(Verb.PLAN)
+@takes_options(PlanArguments)
 @as_json
 def command(*, src: Path, dst: Path | None, as_json: bool, **options: Unpack[PlanArguments]) -> None:
     """Show what a conversion would do.

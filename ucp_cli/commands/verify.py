@@ -9,8 +9,7 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import CompareArguments
-from ucp.conversion.option import Verb
-from ucp_cli.exits import DIFFERENT, FAILED
+from ucp_cli.failures import DIFFERENT, FAILED
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import verify_document
 from ucp_cli.pages.render import write, write_json
@@ -29,7 +28,7 @@ __all__ = ["command"]
 )
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="SRC", help="Also compare with this checkpoint, bit for bit.")
-@takes_options(Verb.COMPARE)
+@takes_options(CompareArguments)
 @progress
 @as_json
 @click.pass_context

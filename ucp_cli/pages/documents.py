@@ -6,12 +6,12 @@ Every document has `schema`, the name of the verb and a version, e.g. "ucp.inspe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.tensor import TensorRef
 from ucp.core.text.tally import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
@@ -43,9 +43,15 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         "nbytes": index.nbytes,
         "states": [asdict(tally) for tally in count_states(index)],
         "atoms": {name: _atom(atom, group_of.get(name), pieces=name in detailed) for name, atom in index.atoms.items()},
-        "groups": [{"params": list(group.params), "hyper": _values(group.hyper)} for group in index.groups],
+        "groups": [
+            {"params": list(group.params), "hyper": {name: json_value(value) for name, value in group.hyper.items()}}
+            for group in index.groups
+        ],
         "aliases": dict(index.aliases),
-        "extras": [_extra(extra) for extra in index.extras],
+        "extras": [
+            {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
+            for extra in index.extras
+        ],
         "files": [_file(file) for file in index.files],
         "missing": list(missing),
         "doubts": [asdict(doubt) for doubt in index.doubts],
@@ -68,30 +74,18 @@ def _file(file: SourceFile) -> dict[str, object]:
 
 def plan_document(report: PlanReport) -> dict[str, object]:
     """What `ucp plan` decided."""
+    index = report.source
+    told = {field.name: getattr(report, field.name) for field in fields(report)}
+    unsaid = ["format", "layout", "compressed", *([] if report.scratch else ["scratch", "scratch_bytes"])]
+    layouts = {"source": told.pop("source_layout"), "target": told.pop("target_layout")}
     return {
         "schema": "ucp.plan/1",
-        "source": _source(report.source),
-        "to": report.to,
+        **{name: value for name, value in told.items() if name not in unsaid},
+        "source": _source(index),
         "topology": None if report.topology is None else asdict(report.topology),
-        "atoms": report.atoms,
-        "nbytes": report.nbytes,
         "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],
-        "nbytes_written": report.nbytes_written,
-        "nbytes_out": report.nbytes_out,
-        "references": report.references,
-        "tasks": report.tasks,
-        "workers": report.workers,
-        "threads": report.threads,
-        "memory": report.memory,
-        "projected_bytes": report.projected_bytes,
-        "index_bytes": report.index_bytes,
-        **({"scratch": report.scratch, "scratch_bytes": report.scratch_bytes} if report.scratch else {}),
-        "patterns": count_patterns(report.source),
-        "layouts": {"source": list(report.source_layout), "target": list(report.target_layout)},
-        "warnings": list(report.warnings),
-        "casts": list(report.casts),
-        "notes": list(report.notes),
-        "dropped": list(report.dropped),
+        "patterns": count_patterns(index),
+        "layouts": layouts,
     }
 
 
@@ -123,10 +117,6 @@ def _source(index: Index) -> dict[str, object]:
     }
 
 
-def _values(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: json_value(value) for name, value in values.items()}
-
-
 def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:
     return {
         "kind": atom.kind.value,
@@ -136,20 +126,17 @@ def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, obje
         "patterns": dict(atom.patterns),
         "layout": list(atom.layout.lines),
         "made_of": {name: list(layout.lines) for name, layout in atom.made_of.items()},
-        "states": {name: _state(state, pieces=pieces) for name, state in atom.states.items()},
+        "states": {
+            name: {
+                "dtype": state.dtype.value,
+                "shape": list(state.global_shape),
+                "nbytes": state.nbytes,
+                "overlap": state.overlap.value,
+                **({"pieces": [_piece(fragment) for fragment in state.fragments]} if pieces else {}),
+            }
+            for name, state in atom.states.items()
+        },
     }
-
-
-def _state(state: StateIndex, *, pieces: bool) -> dict[str, object]:
-    described: dict[str, object] = {
-        "dtype": state.dtype.value,
-        "shape": list(state.global_shape),
-        "nbytes": state.nbytes,
-        "overlap": state.overlap.value,
-    }
-    if pieces:
-        described["pieces"] = [_piece(fragment) for fragment in state.fragments]
-    return described
 
 
 def _piece(fragment: Fragment) -> dict[str, object]:
@@ -165,10 +152,6 @@ def _piece(fragment: Fragment) -> dict[str, object]:
         "strides": list(ref.strides) if isinstance(ref, TensorRef) else None,
         "codec": (ref.codec if isinstance(ref, TensorRef) else "") or None,
     }
-
-
-def _extra(extra: Extra) -> dict[str, object]:
-    return {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
 
 
 def _changes(changes: Sequence[Change]) -> list[dict[str, object]]:

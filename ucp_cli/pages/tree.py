@@ -88,16 +88,13 @@ def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Le
         group = groups.get(key := ("#" if numbered else part, id(below))) or groups.setdefault(key, ([], below))
         if numbered:
             group[0].append(int(part))
-    joined = tuple(_named(part, numbers, below) for (part, _), (numbers, below) in groups.items())
+    joined = tuple(
+        (str(numbers[0]), (), below) if len(numbers) == 1 else (part, tuple(sorted(numbers)), below)
+        for (part, _), (numbers, below) in groups.items()
+    )
     contents = (node.leaf, tuple((part, numbers, id(below)) for part, numbers, below in joined))
     count = (node.leaf is not None) + sum(max(1, len(numbers)) * below.count for _, numbers, below in joined)
     return known.setdefault(contents, _Folded(node.leaf, joined, count))
-
-
-def _named(part: str, numbers: list[int], below: _Folded[Leaf]) -> _Step[Leaf]:
-    if len(numbers) == 1:
-        return str(numbers[0]), (), below
-    return part, tuple(sorted(numbers)), below
 
 
 def _below(node: _Folded[Leaf], depth: int, times: int) -> Iterator[Line[Leaf]]:

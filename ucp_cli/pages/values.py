@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import islice
 
 from ucp.contract.companions import is_companion
@@ -74,7 +73,9 @@ def brief(value: object) -> str:
         case bytes() | bytearray():
             return counted(len(value), "byte")
         case dict():
-            return _entries(value)
+            shown = [f"{_key(key)}={short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
+            more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
+            return ", ".join((*shown, *more)) or "nothing"
         case list() | tuple() | set() | frozenset():
             return short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
         case str():
@@ -82,12 +83,6 @@ def brief(value: object) -> str:
         case int():
             return short(value, _LONGEST) or f"a number of {counted(value.bit_length(), 'bit')}"
     return repr(value)
-
-
-def _entries(value: Mapping[object, object]) -> str:
-    shown = [f"{_key(key)}={short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
-    more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
-    return ", ".join((*shown, *more)) or "nothing"
 
 
 def _key(key: object) -> str:

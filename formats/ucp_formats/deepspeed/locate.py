@@ -1,7 +1,7 @@
 """Which folder holds the checkpoint, and what lies in it; from names alone.
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
-which is a save folder too. Other files of the save folder (`ucp.contract.companion_files`) belong to the tag that
+which is a save folder too. Other files of the save folder (`ucp.contract.companions`) belong to the tag that
 `latest` names, or to the only one. A tag folder is native when it has files of the grammar
 (`ucp_formats.deepspeed.names`), and universal when it has a folder `zero/`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companion_files import with_companions
+from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located, Pointer, find_only, follow_pointers, look_at, the_checkpoint
 from ucp.contract.output_names import is_text
 from ucp.core.index import TAG, Extra, Index

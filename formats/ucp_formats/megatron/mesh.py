@@ -19,17 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 
-from ucp.contract.registry import pattern
+from ucp.contract.axes import along
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UnsupportedError
 
 __all__ = [
     "Chunk",
-    "along",
     "data_parallel",
     "hybrid_pattern",
     "known",
@@ -50,16 +48,6 @@ def data_parallel(topology: Topology, *, expert: bool) -> int:
     return max(dense * topology.tp // (topology.ep * topology.expert_tp), 1) if expert else dense
 
 
-def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
-    """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
-
-    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
-    ['unique', 'replicate(holders=[0, 3])']
-    """
-    some = tuple(sorted(set(holders)))
-    return () if parts == 1 else (_axis(axis, parts, known_from, some if len(some) < parts else ()),)
-
-
 def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
     """The axes of a pipeline, for a tensor that is in these chunks, each a stage and the number of its chunk.
 
@@ -73,13 +61,6 @@ def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: s
 def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
     """The axes of a layout over dims, with where they are known from."""
     return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
-
-
-@lru_cache(maxsize=1 << 12)
-def _axis(axis: str, parts: int, known_from: str, holders: tuple[int, ...]) -> AxisLayout:
-    if len(holders) == 1:
-        return AxisLayout(axis, parts, pattern("unique", owner=holders[0]), known_from)
-    return AxisLayout(axis, parts, pattern("replicate", holders=holders), known_from)
 
 
 Chunk = tuple[int, int]

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract import locating
-from ucp.contract.companion_files import with_companions
+from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras

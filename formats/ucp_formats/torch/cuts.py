@@ -11,7 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
+from itertools import chain
 
+from ucp.contract.axes import along
 from ucp.contract.registry import pattern, target_family
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, place
@@ -19,7 +21,7 @@ from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UnknownFamilyError
-from ucp.families.cuts import cut_dim
+from ucp.families.match import cut_dim
 
 __all__ = ["Cuts"]
 
@@ -39,7 +41,8 @@ class Cuts:
         tp = topology.tp if dims is not None else 1
         self._axes = {"dp_replicate": topology.replicas, "dp_shard": topology.shards * (topology.tp // tp), "tp": tp}
         self._dim = dims or {}
-        self._stage = _stages(index, topology.pp)
+        self._pp = topology.pp
+        self._stage, self._stage_known_from = _stages(index, topology.pp)
         self._turns: Counter[tuple[object, ...]] = Counter()
 
     def _dims(self, index: Index, tp: int, options: TargetOptions) -> Mapping[str, int | None] | None:
@@ -64,6 +67,12 @@ class Cuts:
         self._known_from = f"family {family.name}"
         self.notes.append(f"cut over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
         return {name: cut_dim(family, name) for name in index.atoms}
+
+    def axes(self, param: str) -> tuple[AxisLayout, ...]:
+        """The axes of the run, by the stage of a parameter; what `layout` does not cut, the ranks of a stage copy."""
+        copies = (along(axis, parts, "FSDP") for axis, parts in self._axes.items() if axis != "tp")
+        tp = along("tp", self._axes["tp"], self._known_from)
+        return (*along("pp", self._pp, self._stage_known_from, (self._stage.get(param, 0),)), *tp, *chain(*copies))
 
     def layout(self, atom: AtomIndex, shape: tuple[int, ...]) -> Layout:
         """How a state of `shape` lies over the ranks of a stage."""
@@ -107,10 +116,10 @@ def _layout(shards: int, tp: int, dim: int | None, known_from: str) -> Layout:
     return Layout(tuple(axis for axis in axes if axis.parts > 1))
 
 
-def _stages(index: Index, pp: int) -> dict[str, int]:
-    """Stage of every parameter: the one recorded, or layers in the order of the model, as many for each."""
+def _stages(index: Index, pp: int) -> tuple[dict[str, int], str]:
+    """Stage of every parameter: the one recorded, or layers in the order of the model, as many for each; and which."""
     if pp == 1:
-        return {}
+        return {}, ""
     owners = {
         atom.name: min(axis.holders(atom.global_shape), default=0)
         for atom in index.atoms.values()
@@ -118,7 +127,8 @@ def _stages(index: Index, pp: int) -> dict[str, int]:
         if axis.axis == "pp" and axis.parts == pp
     }
     if len(owners) == len(index.atoms):
-        return owners
+        return owners, "the source"
     layer_of = {name: found[1] if (found := _LAYER.match(name)) else name for name in index.atoms}
     number = {layer: at for at, layer in enumerate(dict.fromkeys(layer_of.values()))}
-    return {name: number[layer] * pp // len(number) for name, layer in layer_of.items()}
+    stages = {name: number[layer] * pp // len(number) for name, layer in layer_of.items()}
+    return stages, "layers in the order of the model, as many on each stage"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ucp.contract import registry
-from ucp.conversion.source.frozen import FROZEN
-from ucp.conversion.source.run_state import RUN_SETTINGS
-from ucp.conversion.source.selection import DROP
+from ucp.source.run_state import RUN_SETTINGS
+from ucp.source.selection import DROP, FROZEN
 from ucp_cli.reference import page
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"

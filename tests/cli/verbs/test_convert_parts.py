@@ -24,7 +24,7 @@ from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
 import_module("ucp.io.destination.staging")._PATIENCE = 0.5
-for name in ("transfer.plan.job", "transfer.worker", "conversion.prepare", "conversion.execute", "store.manifest"):
+for name in ("transfer.plan.job", "transfer.worker", "conversion.prepare", "store.describe"):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
         module.BLOCK = 64

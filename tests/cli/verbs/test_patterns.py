@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import Run
+from ucp.checks.explain import FamilyReport, explain_index
+from ucp.contract.protocols import SourceOptions
+from ucp.source.read import read_index
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "json.md"
@@ -135,6 +139,17 @@ def test_a_shape_that_does_not_fit_is_told(ucp: Run, tmp_path: Path) -> None:
     assert "7 is not a multiple of 2" in page
 
 
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints as if they did not record how their tensors lie."""
+
+    def explain(path: Path, options: SourceOptions) -> FamilyReport:
+        return explain_index(replace(read_index(path), recorded_in={}), options)
+
+    monkeypatch.setattr("ucp_cli.commands.patterns.explain", explain)
+
+
+@pytest.mark.usefixtures("unrecorded")
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
     assert "no model family fits the names of this checkpoint; none has a rule for a single name\n" in message
@@ -142,6 +157,7 @@ def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_pat
     assert len(message.splitlines()) == 2
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_the_nearest_family_alone_says_what_speaks_against_it(ucp: Run, tmp_path: Path) -> None:
     odd = {**LLAMA, "model.layers.0.adapter.weight": (3,)}
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", odd), code=3).stderr

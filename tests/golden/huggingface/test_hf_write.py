@@ -377,7 +377,9 @@ def test_verify_holds_a_model_against_its_config(tmp_path: Path) -> None:
     with pytest.raises(MalformedError, match="--accept config"):
         ucp.plan(folder, to="dcp")
     ucp.convert(folder, tmp_path / "out", to="dcp", accept=["config"])
-    assert ucp.verify(GPT2).ok
+    sound = ucp.verify(GPT2)
+    assert (sound.ok, sound.checked_bytes) == (True, 0)
+    assert any("not the bytes of tensors" in note for note in sound.notes)
 
 
 def test_names_of_no_family_are_not_taken_for_those_of_transformers(tmp_path: Path) -> None:

@@ -90,15 +90,15 @@ def test_the_shares_of_a_bucket() -> None:
         ('{ pattern = "shard", dim = 1, blocks = ["dim / 2", "dim / 2"] }', "shard(dim=1, blocks=[14, 14])"),
     ],
 )
-def test_boxes_that_contradict_the_rules_are_told(tmp_path: Path, rule: str, shown: str) -> None:
+def test_boxes_that_contradict_the_rules_are_in_doubt(tmp_path: Path, rule: str, shown: str) -> None:
     rules = tmp_path / "lie.toml"
     rules.write_text(
         'name = "lie"\nextends = ["llama"]\n[[rule]]\nname = "decoder.layers.{layer}.mlp.linear_fc2.weight"\n'
         f"tp = {rule}\n"
     )
     index = MegatronFormat(SourceOptions(patterns=rules)).read(ROOT / "llama-tp2-dp2-dp" / "checkpoint")
-    (note,) = (own for own in index.notes if ".metadata" in own)
-    assert "no layout is stated" in note
-    assert f"linear_fc2.weight: [0:20, 0:14] [0:20, 14:28] of [20, 28], and by its rule tp=2 {shown}" in note
+    (doubt,) = index.doubts
+    assert doubt.kind == "layout"
+    assert f"linear_fc2.weight: [0:20, 0:14] [0:20, 14:28] of [20, 28], and by its rule tp=2 {shown}" in doubt.text
     unstated = {name.rpartition("mlp.")[2] for name, atom in index.atoms.items() if atom.layout == Layout()}
     assert unstated == {"linear_fc2.weight"}

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.utils._pytree import tree_leaves
 
 import ucp
-from ucp.conversion.source.read import index_of
 from ucp.core.index import Index
 from ucp.errors import CorruptError, MisfitError, UcpError, UsageError
+from ucp.source.read import index_of
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 TORCH = sorted(path.parents[1].name for path in (ROOT / "torch").glob("*/checkpoint/.metadata"))

@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
-from ucp.conversion.source.read import index_of
 from ucp.core.index import ParamGroup
+from ucp.source.read import index_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

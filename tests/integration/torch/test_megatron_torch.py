@@ -25,7 +25,7 @@ from megatron_jobs import FIXTURES, Load, Loaded, environment, load_all
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.conversion.source.read import index_of
+from ucp.source.read import index_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

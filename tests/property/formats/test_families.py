@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ucp_patterns.chunk import Chunk
 from ucp_patterns.shard import Shard
 
+from tests.strategies import coordinates
 from ucp.contract.registry import families, family, library
 from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place, whole_shape
 from ucp.core.region import uncovered
@@ -20,7 +21,6 @@ from ucp.families.family import Family
 from ucp.families.match import Match
 from ucp.families.rule import Alias, Rule
 from ucp.families.toml.family import read_family
-from ucp.testing.strategies import coordinates
 
 NUMBERS = {"layer": 3, "expert": 2, "mtp": 1}
 

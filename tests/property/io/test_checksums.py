@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import cuts
 from ucp.core.target import CrcField, Literal, OutputFile
 from ucp.core.tensor import Record
 from ucp.errors import CoverError
-from ucp.testing.strategies import cuts
 from ucp.transfer.checksums import combine, gaps, mismatches, patches, zeros
 from ucp.transfer.gather import Span
 

@@ -21,6 +21,7 @@ from ucp_patterns.replicate import Replicate
 from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
+from tests.strategies import random_array, shapes, states_of
 from tests.unit.live import threads
 from tests.unit.live.threads import run
 from ucp.core.dtypes import DType
@@ -32,7 +33,6 @@ from ucp.live.exchange.loads import bytes_of
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.parts import LoadItem
 from ucp.testing.handmade import Shards
-from ucp.testing.strategies import random_array, shapes, states_of
 
 EXCHANGES = st.sampled_from(list(Exchange))
 MEMORY = st.sampled_from([64, 700, 5000, 1 << 20])

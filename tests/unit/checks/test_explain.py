@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ucp.checks.explain import explain_index, recorded_arguments
+from ucp.checks.explain import explain_index
+from ucp.contract.model.arguments import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Extra, Index
 from ucp.core.pickle_values import GlobalName, Stub
@@ -32,14 +33,14 @@ def namespace(values: dict[str, object]) -> Stub:
 @pytest.mark.parametrize("value", [ARGUMENTS, namespace(ARGUMENTS)])
 @pytest.mark.parametrize("name", ["args", "client_state/args"])
 def test_recorded_arguments_are_found(shards, name, value):
-    assert recorded_arguments(index_of(shards, {}, Extra(name=name, value=value))) == ARGUMENTS
+    assert run_arguments(index_of(shards, {}, Extra(name=name, value=value))) == ARGUMENTS
 
 
 @pytest.mark.parametrize(
     "extra", [Extra(name="other", value=ARGUMENTS), Extra(name="args", value=3), Extra(name="args", value={}, rank=1)]
 )
 def test_where_there_are_none_there_are_none(shards, extra):
-    assert recorded_arguments(index_of(shards, {}, extra)) == {}
+    assert run_arguments(index_of(shards, {}, extra)) == {}
 
 
 def test_patterns_are_those_of_the_degrees_of_the_checkpoint(shards):

@@ -7,20 +7,19 @@ import inspect
 import pytest
 
 import ucp
-from ucp.conversion.arguments import takes_options
-from ucp.conversion.option import Verb
+from ucp.conversion.arguments import ConvertArguments, SourceArguments, takes_options
 from ucp.conversion.options import OPTIONS
 from ucp.errors import UcpError
 
 
-def notes_of(text: str, verb: Verb = Verb.CONVERT) -> list[str]:
-    """Notes of an error with that message, raised by a function that takes the options of `verb`."""
+def notes_of(text: str, arguments=ConvertArguments) -> list[str]:
+    """Notes of an error with that message, raised by a function that takes these options."""
 
     def function(**options):
         raise UcpError(text)
 
     with pytest.raises(UcpError) as caught:
-        takes_options(verb)(function)()
+        takes_options(arguments)(function)()
     assert str(caught.value) == text, "the command line shows the message alone"
     return getattr(caught.value, "__notes__", [])
 
@@ -39,7 +38,7 @@ def test_options_of_others_are_left_alone():
     """Megatron's own flags have no argument, whatever they begin or end with; nor has a function all options."""
     for text in ("start it with --no-load-optim", "save with --dist-ckpt-optim-fully-reshardable", "a--to b", "---to"):
         assert notes_of(text) == []
-    assert notes_of("pass --family or --drift", Verb.READ) == ["In Python: --family is family=..."]
+    assert notes_of("pass --family or --drift", SourceArguments) == ["In Python: --family is family=..."]
 
 
 @pytest.mark.parametrize("function", [ucp.convert, ucp.plan, ucp.verify, ucp.load_into])

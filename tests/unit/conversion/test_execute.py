@@ -19,7 +19,6 @@ import pytest
 
 import ucp
 from tests.unit.conftest import sample_arrays
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -35,6 +34,7 @@ from ucp.errors import (
     UcpError,
     UsageError,
 )
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ucp
 from ucp.conversion.options import make_options
 from ucp.conversion.values import nbytes_of
 from ucp.core.dtypes import DType
@@ -64,3 +65,8 @@ def test_what_is_on_or_off_is_true_or_false(name):
     """`overwrite="no"` replaced what was there."""
     with pytest.raises(UsageError, match=name):
         make_options(**{name: "no"})
+
+
+def test_extras_of_a_diff_are_compared_or_not():
+    with pytest.raises(UsageError, match="expected extras to be True or False; got 'no'"):
+        ucp.diff("a", "b", extras="no")

@@ -11,7 +11,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
 from ucp.io.torch_file.layout import TorchZip
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 
 
 @dataclass

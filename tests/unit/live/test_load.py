@@ -269,7 +269,7 @@ def test_a_checkpoint_must_be_named(monkeypatch):
 
 
 def test_the_topology_must_be_that_of_the_group(saved):
-    with pytest.raises(UsageError, match="expected a topology of 1 ranks"):
+    with pytest.raises(UsageError, match="expected a topology of 1 rank"):
         load_into(Net(), "dp=2", checkpoint=saved.path)
     load_into(Net(), "dp=1,zero=0", checkpoint=saved.path)
 
@@ -316,6 +316,12 @@ def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
     net.turned = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(LoadError, match=r"fits the model(.*\n)+.*turned has shape \[4, 4\] in the model and \[3, 5\]"):
         load_into(net, checkpoint=saved.path, strict=False)
+
+
+@pytest.mark.parametrize("switch", ["strict", "verify"])
+def test_switches_are_true_or_false(saved, switch):
+    with pytest.raises(UsageError, match=f"expected {switch} to be True or False; got 'no'"):
+        load_into(nn.Linear(3, 3), checkpoint=saved.path, **{switch: "no"})
 
 
 def test_names_may_be_mapped(saved):

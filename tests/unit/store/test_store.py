@@ -17,7 +17,6 @@ from ucp_patterns.unique import Unique
 
 import ucp
 from ucp.contract.protocols import Evidence, Format
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, Index, Kind, Loss, StateIndex
@@ -29,6 +28,7 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
 from ucp.io.elements import viewed
+from ucp.source.read import index_of
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 from ucp.transfer.differences import compare
@@ -437,6 +437,12 @@ class TestDamage:
         assert not report.ok
         assert ref.path in report.problems[0]
 
+    def test_a_manifest_that_is_gone_is_named(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out")
+        (tmp_path / "out" / "ucp.json").unlink()
+        with pytest.raises(MissingFileError, match=r"expected a file at .*ucp\.json"):
+            ucp.open(tmp_path / "out")
+
     def test_a_pack_that_is_gone_is_named(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out")
         (tmp_path / "out" / "packs" / "00000.safetensors").unlink()
@@ -631,6 +637,20 @@ class TestForgedManifests:
         ucp.convert(source, tmp_path / "out", virtual=True)
         rewrite(tmp_path / "out", lambda manifest: manifest["files"][0].pop("identity"))
         self.refused(tmp_path / "out", r"no identity of .*\.bin")
+
+    def test_a_range_is_of_one_tensor(self, out):
+        def edit(manifest):
+            states = [state for atom in manifest["atoms"].values() for state in atom["states"].values()]
+            first, second = sorted(states, key=lambda state: state["offset"])[:2]
+            second["offset"] = first["offset"]
+
+        rewrite(out, edit)
+        self.refused(out, "overlaps")
+
+    def test_a_weight_has_the_shape_of_its_parameter(self, source, tmp_path):
+        ucp.convert(source, tmp_path / "out", compress=True)
+        rewrite(tmp_path / "out", lambda manifest: manifest["atoms"]["embed"]["shape"].reverse())
+        self.refused(tmp_path / "out", r"expected a weight of the parameter's shape")
 
     def test_groups_and_tied_names_of_nothing(self, out):
         def edit(manifest):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import Kind, ParamGroup, StateIndex, check_cover
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.errors import MissingFileError
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare
@@ -210,8 +210,8 @@ class TestReading:
     @pytest.mark.parametrize("dtype", list(DType))
     def test_every_dtype_becomes_a_tensor(self, shards, dtype, tmp_path):
         torch = pytest.importorskip("torch")
+        from tests.strategies import random_array
         from ucp.testing.handmade import write_checkpoint
-        from ucp.testing.strategies import random_array
 
         array = random_array((3, 4), dtype, 1, bits=True)
         write_checkpoint(index(shards, w=array, s=array[0, 0].reshape(()), none=array[:0]))

@@ -30,7 +30,7 @@ def test_windows_are_row_major(ref: TensorRef, strides: tuple[int, ...], window:
     wanted = torch.as_strided(VALUES.flatten(), (2, 3, 4), strides).flatten()[window[0] : window[1]]
     with Prober() as prober:
         assert prober.window(own, *window) == wanted.numpy().tobytes()
-        assert prober.nbytes_read == 4 * (window[1] - window[0])
+        assert prober.nbytes_read >= 4 * (window[1] - window[0])  # short gaps are read along
 
 
 def test_tensors_end_to_end(ref: TensorRef) -> None:
@@ -56,7 +56,7 @@ def test_encoded_tensors_are_decoded(tmp_path: Path) -> None:
     with Prober() as prober:
         assert prober.window(own, 1, 4) == VALUES.flatten()[5:8].numpy().tobytes()
         with pytest.raises(CorruptError, match="block of 100 bytes or more at 2; got 96"):
-            prober.window(long, 0, 1)
+            prober.window(long, 0, 21)
 
 
 @pytest.mark.parametrize(("dtype", "to"), [(DType.BFLOAT16, torch.bfloat16), (DType.FLOAT16, torch.float16)])

@@ -69,28 +69,21 @@ def unfinished(prepared: Prepared, staging: Staging, todo: Sequence[Task]) -> Un
     if not runs:
         return UnfinishedError(f"{head}. Run the same command with --resume in place of --finalize, or its parts")
     parts, _ = max(Counter({run.share: run.share.parts for run in runs}.values()).items(), key=lambda own: own[::-1])
-    missing = _by_part(prepared, todo, parts)
-    lines = [f"part {share}: {_amount(tasks)}; {_what_became(share, runs)}" for share, tasks in missing.items()]
+    left, missing = {task.number for task in todo}, dict[Share, list[Task]]()
+    for task, number in _numbered(job, parts):
+        if task.number in left:
+            missing.setdefault(Share(number, parts), []).append(task)
+    lines = [
+        f"part {share}: {counted(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes; "
+        f"{_what_became(share, runs)}"
+        for share, tasks in missing.items()
+    ]
     again = [f"--part {share}" for share in missing][:_MOST_NAMED]
     more = ", ..." if len(missing) > len(again) else ""
     return UnfinishedError(
         f"{head}:\n{listed(lines)}\nrun the same command with {', '.join(again)}{more} in place of --finalize, then "
         "finalize again"
     )
-
-
-def _by_part(prepared: Prepared, todo: Sequence[Task], parts: int) -> dict[Share, list[Task]]:
-    """Tasks by the part of so many that they are of, in order."""
-    left = {task.number for task in todo}
-    found: dict[Share, list[Task]] = {}
-    for task, number in _numbered(prepared.job, parts):
-        if task.number in left:
-            found.setdefault(Share(number, parts), []).append(task)
-    return found
-
-
-def _amount(tasks: Sequence[Task]) -> str:
-    return f"{counted(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes"
 
 
 def _what_became(share: Share, runs: Sequence[PartRun]) -> str:

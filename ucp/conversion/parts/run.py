@@ -6,7 +6,7 @@ tensors is written by whoever finalizes. So parts may begin at the same time, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -42,11 +42,20 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         staging.release()
         staging.sweep()
         return None
-    with closing(_journal(staging, options.part or Share())) as journal:
+    share, identity = options.part or Share(), staging.identity()
+    unsealed = [run for run in runs_in(staging) if run.share.overlaps(share) and not run.vouches(identity)]
+    over = [run.path.name for run in unsealed if not is_running(run)]  # this run looks at what they did
+    with closing(PartJournal(staging, share, over=over)) as journal:
         filled = _make_files(prepared, staging, journal)
         threads = prepared.workers * prepared.threads
-        own = _own(prepared, staging, before)
-        begun = taken_up(prepared.job, staging.data, own, observer=observer, threads=threads)
+        numbers = {task.number for task in prepared.job.tasks}
+        noted = (  # by any run, however the work was shared out then
+            line
+            for lines in chain([before], (run.lines() for run in runs_in(staging)))
+            for line in lines
+            if isinstance(number := line.get("task"), int) and number in numbers
+        )
+        begun = taken_up(prepared.job, staging.data, noted, observer=observer, threads=threads)
         for done in begun.done:  # of another run, and read back
             journal.note(done)
         written = carry_out_tasks(prepared, journal, begun, observer)
@@ -73,13 +82,6 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, obser
     return None if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite) else before
 
 
-def _journal(staging: Staging, share: Share) -> PartJournal:
-    """A journal that names runs of the same tasks which left no seal and are over: this one looks at what they did."""
-    identity = staging.identity()
-    runs = [run for run in runs_in(staging) if run.share.overlaps(share) and not run.vouches(identity)]
-    return PartJournal(staging, share, over=[run.path.name for run in runs if not is_running(run)])
-
-
 def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> list[str]:
     """Make what is missing of the files that the tasks write to; all of these.
 
@@ -95,16 +97,6 @@ def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> l
         create(staging.data, replace(file, literals=()), afresh=False)
     journal.begin([file.path for file in files])
     return [file.path for file in files]
-
-
-def _own(prepared: Prepared, staging: Staging, before: Iterable[Line]) -> Iterator[Line]:
-    """What any run noted of the tasks of this part, however the work was shared out then."""
-    own = {task.number for task in prepared.job.tasks}
-    for lines in chain([before], (run.lines() for run in runs_in(staging))):
-        for line in lines:
-            number = line.get("task")
-            if isinstance(number, int) and number in own:
-                yield line
 
 
 def _sync(root: Path, paths: Sequence[str], journal: PartJournal) -> None:

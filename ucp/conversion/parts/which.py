@@ -52,16 +52,13 @@ def slurm_part(environment: Mapping[str, str]) -> Share:
     is_array = f"{_ARRAY}ID" in environment
     number, parts = _array_task(environment) if is_array else (0, 1)
     if not is_array or "SLURM_STEP_ID" in environment:
-        task, tasks = _step_task(environment)
+        task, tasks = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "NTASKS"))
+        if not task < tasks:
+            raise UsageError(
+                f"expected SLURM_PROCID below SLURM_NTASKS; got {task} of {tasks}. Say which part: --part K/N"
+            )
         number, parts = number * tasks + task, parts * tasks
     return Share(number + 1, parts)
-
-
-def _step_task(environment: Mapping[str, str]) -> tuple[int, int]:
-    task, tasks = (_number(environment, f"SLURM_{name}") for name in ("PROCID", "NTASKS"))
-    if not task < tasks:
-        raise UsageError(f"expected SLURM_PROCID below SLURM_NTASKS; got {task} of {tasks}. Say which part: --part K/N")
-    return task, tasks
 
 
 def _array_task(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -90,16 +90,21 @@ def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
     >>> layout_lines([("w", "weight", cut), ("b", "weight", cut), ("w", "exp_avg", Layout())])
     ('dp=2: chunk(dim=0), known from ZeRO-3: 2 parameters, their weight',)
     """
+    known_from: dict[str, dict[str, None]] = {}
     params: dict[str, dict[str, None]] = {}
     states: dict[str, dict[str, None]] = {}
     every: dict[str, None] = {}
     for param, state, layout in layouts:
         every[state] = None
-        for line in layout.lines:
-            params.setdefault(line, {})[param] = None
-            states.setdefault(line, {})[state] = None
-    return tuple(
-        f"{line}: {counted(len(params[line]), 'parameter')}"
-        + (f", their {', '.join(states[line])}" if len(states[line]) < len(every) else "")
-        for line in params
-    )
+        for what, known in layout.described:
+            known_from.setdefault(what, {})[known] = None
+            params.setdefault(what, {})[param] = None
+            states.setdefault(what, {})[state] = None
+    lines = []
+    for what, places in known_from.items():
+        places.pop("", None)
+        some = [*places] if len(places) < 3 else [next(iter(places)), f"{len(places) - 1} others"]
+        known = f", known from {' and '.join(some)}" if some else ""
+        whose = f", their {', '.join(states[what])}" if len(states[what]) < len(every) else ""
+        lines.append(f"{what}{known}: {counted(len(params[what]), 'parameter')}{whose}")
+    return tuple(lines)

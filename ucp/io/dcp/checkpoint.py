@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -137,24 +137,13 @@ def _stored(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str
     chunks = []
     for (offsets, sizes, at), (ref, _) in zip(saved.chunks, items, strict=True):
         if type(ref) is TensorRef and ref.dtype is saved.dtype:
-            fitted = ref if ref.shape == sizes else _fitted(ref, sizes)
-            if fitted is not None:
+            is_squeezed = [n for n in ref.shape if n != 1] == [n for n in sizes if n != 1] and ref.is_contiguous
+            if ref.shape == sizes or is_squeezed:  # the same elements with dims of one element more or fewer
+                fitted = ref if ref.shape == sizes else replace(ref, shape=sizes, strides=contiguous_strides(sizes))
                 chunks.append(StoredChunk(offsets, sizes, fitted))
                 continue
-        announced = f"{saved.dtype} {list(sizes)}"
-        text = f"{saved.key} at {list(offsets)}: expected {announced}; got {_described(ref)}"
+        got = f"{ref.dtype} {list(ref.shape)}" if type(ref) is TensorRef else f"a {type(ref).__name__}"
+        text = f"{saved.key} at {list(offsets)}: expected {saved.dtype} {list(sizes)}; got {got}"
         wrong.setdefault(at.file, []).append(text)
-    if len(items) == 1:
-        return StoredTensor(saved, tuple(chunks), items[0].records)
-    return StoredTensor(saved, tuple(chunks), tuple(chain.from_iterable([item.records for item in items])))
-
-
-def _fitted(ref: TensorRef, sizes: tuple[int, ...]) -> TensorRef | None:
-    """The same elements with dims of one element more or fewer; None when the shapes differ otherwise."""
-    if [n for n in ref.shape if n != 1] != [n for n in sizes if n != 1] or not ref.is_contiguous:
-        return None
-    return TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=sizes, strides=contiguous_strides(sizes))
-
-
-def _described(root: object) -> str:
-    return f"{root.dtype} {list(root.shape)}" if type(root) is TensorRef else f"a {type(root).__name__}"
+    records = items[0].records if len(items) == 1 else tuple(chain.from_iterable([item.records for item in items]))
+    return StoredTensor(saved, tuple(chunks), records)

@@ -27,8 +27,7 @@ from ucp.core.target import CrcField, Literal, OutputFile, Placement, RawCopy
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
-from ucp.io.torch_file.copy_extras import grafted
-from ucp.io.torch_file.draft import Drafted, Part, layouts_of
+from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
 from ucp.io.torch_file.layout import NewStorage, NewTensor, TorchZip, layout_torch_zip
 from ucp.io.torch_file.zipdir import ALIGNMENT
 
@@ -134,7 +133,12 @@ class DcpDraft:
         return (*(own.finish() for own in self._files), Drafted(index, ()))
 
     def _place(self, key: str, offsets: TorchSize | None, item: _Item, chunk: NewChunk) -> int:
-        file = self._file(chunk.rank)
+        file = self._newest.get(chunk.rank)
+        if file is None or file.nbytes >= self._limit:  # `__<rank>_<n>.distcp`
+            number = 0 if chunk.rank is None or file is None else file.number + 1
+            rank = len(self._files) if chunk.rank is None else chunk.rank
+            file = self._newest[chunk.rank] = _File(self._folder, rank, number)
+            self._files.append(file)
         start = file.append(item, chunk)
         index: dict[object, object] = {"fqn": key}
         if offsets is not None:
@@ -144,16 +148,6 @@ class DcpDraft:
             _STORAGE_INFO, state=where, has_state=True
         )
         return start
-
-    def _file(self, rank: int | None) -> _File:
-        """The file to go on with: `__<rank>_<n>.distcp`."""
-        file = self._newest.get(rank)
-        if file is None or file.nbytes >= self._limit:
-            number = 0 if rank is None or file is None else file.number + 1
-            file = _File(self._folder, len(self._files) if rank is None else rank, number)
-            self._newest[rank] = file
-            self._files.append(file)
-        return file
 
     def _size(self, sizes: tuple[int, ...]) -> TorchSize:
         """One object for all equal sizes, of which a model has few: it is written once."""

@@ -10,38 +10,24 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
-from ucp.core.tensor import Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
 from ucp.io.dcp.metadata import ItemPlace
-from ucp.io.dcp.template import ITEM_END, ObjectTemplate, TensorTemplate, compiled, object_template, tensor_template
-from ucp.io.files import SourceFile, open_source
+from ucp.io.dcp.template import ITEM_END, Item, Template, make_template
+from ucp.io.files import SourceFile, join_ranges, open_source
 from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
 from ucp.io.torch_file.zipdir import Window
 
 __all__ = ["Item", "check_files", "of_other_saves", "read_items"]
 
-_GAP = 64 << 10
-"""Bytes that are read in vain rather than by a request of their own."""
 _SPAN = 4 << 20
 """Most bytes of one read."""
 _END_RECORD = 22
 """Bytes of the end record of a zip archive."""
 _MOST_TEMPLATES = 64
 """Most templates of one kind; a checkpoint of more of one kind is parsed item by item."""
-
-
-class Item(NamedTuple):
-    """What one item holds."""
-
-    root: object
-    """A tensor reference, or plain values with tensor references in them."""
-    records: tuple[Record, ...]
-    """Checksums of its storages, where recorded."""
 
 
 def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
@@ -109,10 +95,6 @@ def of_other_saves(folder: str, files: Mapping[str, str]) -> MalformedError:
     )
 
 
-_Templates = dict[tuple[int, object], list[TensorTemplate | ObjectTemplate]]
-"""Templates by the bytes of an item, and what is announced of it."""
-
-
 def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[object] = ()) -> list[Item]:
     """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read.
 
@@ -121,7 +103,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
     foreign: dict[str, str] = {}
-    templates: _Templates = {}
+    templates: dict[tuple[int, object], list[Template]] = {}  # by bytes, and what is announced
     by_file: dict[str, list[int]] = {}
     for i, place in enumerate(places):
         by_file.setdefault(place[0], []).append(i)
@@ -134,12 +116,19 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                 _, offset, nbytes = places[i]
                 known = templates.setdefault((nbytes, announced[i] if announced else None), [])
                 try:
-                    items[i] = _known(known, ends, offset, nbytes) or _parsed(known, file, offset, nbytes)
+                    items[i] = _read_item(known, ends, file, offset, nbytes)
                 except UcpError as error:
+                    if file.nbytes > 10 and file.read(8, 2) == b'{"':  # torch 2.13 to 2.14: every item is at byte 0
+                        raise UnsupportedError(
+                            f"{folder}: the items are safetensors (SerializationFormat.SAFETENSORS); .metadata does "
+                            "not say where they lie, and torch cannot load them either. Save with the default of "
+                            "FileSystemWriter, or with HuggingFaceStorageWriter"
+                        ) from error
                     wrong.append(str(error))
-                    _refuse_safetensors(file, folder)
                     failed.append(offset)
-            if any(_is_inside(file, offset) for offset in failed) and _is_whole(file.path):
+            # neither the head of an item, nor what damage leaves (zeros)
+            are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
+            if are_inside and _is_whole(file.path):
                 foreign[name] = f"{len(failed)} of {counted(len(numbers), 'item')} not where .metadata says"
     if foreign:
         raise of_other_saves(folder, foreign)
@@ -150,79 +139,19 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
     return [item for item in items if item is not None]
 
 
-def _refuse_safetensors(file: SourceFile, folder: str) -> None:
-    """Torch 2.13 to 2.14 can write such files and not read them: every item is recorded at byte 0."""
-    if file.nbytes > 10 and file.read(8, 2) == b'{"':
-        raise UnsupportedError(
-            f"{folder}: the items are safetensors, which FileSystemWriter writes for SerializationFormat.SAFETENSORS; "
-            ".metadata does not say where they lie, and torch cannot load them either. Save with its default, "
-            "or with HuggingFaceStorageWriter"
-        )
-
-
-def _is_inside(file: SourceFile, offset: int) -> bool:
-    """Whether other bytes than those that an item begins with, or that damage leaves (zeros), stand at `offset`."""
-    return file.read(offset, 4) not in (b"PK\x03\x04", bytes(4))
-
-
-def _known(known: list[TensorTemplate | ObjectTemplate], ends: _Ends, start: int, nbytes: int) -> Item | None:
-    """The item in the bytes `start` to `start + nbytes`, where it is as one of a template; that is tried first then."""
+def _read_item(known: list[Template], ends: _Ends, file: SourceFile, start: int, nbytes: int) -> Item:
+    """The item in the bytes `start` to `start + nbytes`: by a template, which is tried first then, or read in full."""
     for number, template in enumerate(known):
-        if isinstance(template, TensorTemplate):
-            item = _tensor(template, ends, start, nbytes)
-        else:
-            item = _object(template, ends, start, nbytes)
+        item = template.match(file.path, start, nbytes, ends.find)
         if item is not None:
             if number:
                 known.insert(0, known.pop(number))
             return item
-    return None
-
-
-def _parsed(known: list[TensorTemplate | ObjectTemplate], file: SourceFile, start: int, nbytes: int) -> Item:
-    """The item, read in full, and a template of it among those that are known."""
     archive = read_embedded(file, start=start, nbytes=nbytes)
-    if len(known) < _MOST_TEMPLATES:
-        window = Window(file, start, nbytes)
-        template = tensor_template(window, archive) or object_template(window, archive)
-        if template is not None:
-            known.insert(0, template)
+    made = make_template(Window(file, start, nbytes), archive) if len(known) < _MOST_TEMPLATES else None
+    if made is not None:
+        known.insert(0, made)
     return Item(archive.root, archive.records)
-
-
-def _tensor(template: TensorTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
-    buffer, at = ends.find(start)
-    if not buffer.startswith(template.head, at):
-        return None
-    tail = nbytes - template.tail_nbytes
-    if nbytes <= 2 * ITEM_END:  # all of it is in one buffer
-        at += tail
-    else:
-        buffer, at = ends.find(start + tail)
-    match = compiled(template.tail).fullmatch(buffer, at, at + template.tail_nbytes)
-    if match is None:
-        return None
-    path, offset = ends.path, start + len(template.head)
-    ref = TensorRef(path=path, offset=offset, dtype=template.dtype, shape=template.shape, strides=template.strides)
-    if not template.summed:
-        return Item(ref, ())
-    crc = int.from_bytes(match[1], "little")
-    return Item(ref, (Record(path=path, name=template.record, offset=offset, nbytes=template.nbytes, crc32=crc),))
-
-
-def _object(template: ObjectTemplate, ends: _Ends, start: int, nbytes: int) -> Item | None:
-    if nbytes != template.nbytes:
-        return None
-    buffer, at = ends.find(start)
-    return Item(template.root, ()) if compiled(template.pattern).fullmatch(buffer, at, at + nbytes) else None
-
-
-class _Span(NamedTuple):
-    """A stretch of a file that was read."""
-
-    start: int
-    stop: int
-    data: bytes
 
 
 class _Ends:
@@ -231,12 +160,17 @@ class _Ends:
     def __init__(self, file: SourceFile, items: Sequence[tuple[int, int]]) -> None:
         """`items`: (offset, bytes), in increasing offset."""
         self._file = file
-        self.path = file.path
-        self._spans = list(_spans(items))
+        ranges = []
+        for offset, nbytes in items:
+            ends = [(offset, offset + nbytes)]
+            if nbytes > 2 * ITEM_END:
+                ends = [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
+            ranges += ends
+        self._spans = [(low, high) for low, high, _ in join_ranges(sorted(ranges), gap=file.gap, most=_SPAN)]
         file.expect(self._spans)
         self._starts = [start for start, _ in self._spans]
-        self._held: OrderedDict[int, bytes] = OrderedDict()
-        self._last = _Span(0, 0, b"")
+        self._read: OrderedDict[int, bytes] = OrderedDict()
+        self._last = (0, 0, b"")
 
     def find(self, offset: int) -> tuple[bytes, int]:
         """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
@@ -245,31 +179,9 @@ class _Ends:
             return buffer, offset - start
         number = bisect_right(self._starts, offset) - 1
         start, stop = self._spans[number]
-        held = self._held.get(number)
-        if held is None:
-            held = self._held[number] = self._file.read(start, stop - start)
-            if len(self._held) > 2:
-                self._held.popitem(last=False)
-        self._last = _Span(start, stop, held)
-        return held, offset - start
-
-
-def _spans(items: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Stretches to read (first byte, one past the last): both ends of every item whole in one of them each."""
-    ends = []
-    for offset, nbytes in items:
-        if nbytes <= 2 * ITEM_END:
-            ends.append((offset, offset + nbytes))
-        else:
-            ends += [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
-    ends.sort(key=itemgetter(0))
-    low, high = -1, -1
-    for start, stop in ends:
-        if low >= 0 and start <= high + _GAP and stop - low <= _SPAN:
-            high = max(high, stop)
-        else:
-            if low >= 0:
-                yield low, high
-            low, high = start, stop
-    if low >= 0:
-        yield low, high
+        if number not in self._read:
+            self._read[number] = self._file.read(start, stop - start)
+            if len(self._read) > 2:
+                self._read.popitem(last=False)
+        self._last = (start, stop, self._read[number])
+        return self._read[number], offset - start

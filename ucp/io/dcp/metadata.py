@@ -1,7 +1,7 @@
 """What the `.metadata` of a distributed checkpoint says, as values: tensors, their chunks, and where items lie.
 
 `.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). It is read as data by
-`ucp.io.torch_file.archive.read_pickle`: classes are told by name alone, so that those of frameworks built on torch
+`ucp.io.pickle.unpickle`: classes are told by name alone, so that those of frameworks built on torch
 (and those that moved between versions of torch) are the same to us. Plans of the writer (`all_local_plans`) are not
 read.
 
@@ -12,10 +12,11 @@ read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
@@ -23,13 +24,12 @@ from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.files import open_source
 from ucp.io.pickle.fields import described, shown
 from ucp.io.pickle.unpickle import parse_pickle
-from ucp.io.torch_file.archive import read_pickle
 
 __all__ = ["METADATA", "Chunk", "DcpMetadata", "ItemPlace", "SavedTensor", "read_metadata"]
 
 METADATA = ".metadata"
 """Name of the file; torch renames it into place last, so that its presence is the commit."""
-_DTYPES = {dtype.value: dtype for dtype in DType}
+_DTYPES = {GlobalName("torch", dtype.value): dtype for dtype in DType}
 
 
 class ItemPlace(NamedTuple):
@@ -120,10 +120,8 @@ def read_metadata(path: str) -> DcpMetadata:
             f"{path}: expected the metadata of torch.distributed.checkpoint; got {described(root)}. "
             "Check that the folder was written by torch.distributed.checkpoint"
         )
-    storage = _storage(attributes.get("storage_data"), path)
-    reader = _Reader(path, storage)
-    reader.check_keys(saved)
-    for key in tuple(saved):  # each is let go when it is read
+    reader = _Reader(path, _storage(attributes.get("storage_data"), path), saved)
+    for key in tuple(saved):  # each is dropped when it is read
         reader.take(key, saved.pop(key))
     paths = reader.read_paths(attributes)
     reader.raise_any()
@@ -141,34 +139,21 @@ def _read_root(path: str) -> object:
     megatron-core saves them as the last attribute, and they are as long as all the rest. The pickle is closed before
     them: SETITEMS and BUILD end the object, STOP the pickle. Where that does not give a whole object, all is read.
     """
-    root = _read_without_plans(path)
-    return root if _is_whole(root) else read_pickle(path)
-
-
-def _read_without_plans(path: str) -> object:
-    """The pickle at `path` closed before its plans; None where that cannot be."""
     with open_source(path) as file:
         data = file.read(0, file.nbytes)
-    at = data.rfind(_PLANS)
-    if at > 0 and data.endswith(_STOP):
-        try:
-            closed = data[:at] + _CLOSED + data[at + len(_CLOSED) :]
-            parsed = parse_pickle(closed, where=path)
-        except MalformedError:
-            return None
-        if parsed.end == at + len(_CLOSED):
-            return parsed.value
-    return None
+    at = data.rfind(b"\x8c\x0fall_local_plans")
+    if at > 0 and data.endswith(b"."):
+        with suppress(MalformedError):
+            parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # as long: frames count
+            is_object = parsed.end == at + 3 and type(parsed.value) is Stub
+            if is_object and {"state_dict_metadata", "storage_data"} <= _state(parsed.value).keys():
+                return parsed.value
+    parsed = parse_pickle(data, where=path)
+    if parsed.end != len(data):
+        raise MalformedError(f"{path}: expected {parsed.end} bytes; got {len(data)}. Copy the file again")
+    return parsed.value
 
 
-def _is_whole(root: object) -> bool:
-    """Whether an object has the attributes that are needed, and none that was given twice."""
-    return type(root) is Stub and {"state_dict_metadata", "storage_data"} <= _state(root).keys()
-
-
-_PLANS = b"\x8c\x0fall_local_plans"
-_STOP = b"."
-_CLOSED = b"ub."
 _ROOTS = ("Metadata", "MCoreMetadata")
 """Classes of the whole; megatron-core 0.15 subclasses torch's."""
 _TAKEN = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
@@ -178,19 +163,14 @@ _Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
 class _Reader:
     """Entries of `state_dict_metadata` joined with where their items lie; everything wrong is gathered."""
 
-    def __init__(self, path: str, storage: _Places) -> None:
+    def __init__(self, path: str, storage: _Places, saved: Collection[object]) -> None:
         self._path = path
         self._storage = storage
-        self._dtypes: dict[GlobalName, DType | None] = {}
-        self._wrong: list[str] = []
         self._unknown: list[str] = []
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, ItemPlace] = {}
-
-    def check_keys(self, saved: Collection[object]) -> None:
-        """Note every key with a place in a file that `saved` does not describe."""
-        for key in dict.fromkeys(key for key, _ in self._storage if key not in saved):
-            self._wrong.append(f"{key}: a place is recorded for it, and not what it is")
+        undescribed = dict.fromkeys(key for key, _ in storage if key not in saved)
+        self._wrong = [f"{key}: a place is recorded for it, and not what it is" for key in undescribed]
 
     def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
         """Paths of all keys that were taken. Torch joins a path with dots for its key, whatever the path is made of.
@@ -205,7 +185,8 @@ class _Reader:
             return {}
         paths: dict[str, tuple[str | int, ...]] = {}
         for key, path in planner.items():
-            if _is_path(path) and ".".join(map(str, path)) == key:
+            is_path = type(path) is tuple and path and all(type(step) in (str, int) for step in path)
+            if is_path and ".".join(map(str, path)) == key:
                 paths[key] = path
             else:
                 self._wrong.append(f"the key {described(key)} has the path {shown(path)}")
@@ -235,9 +216,12 @@ class _Reader:
         if shape is None or type(saved) is not list or type(properties) is not Stub:
             self._wrong.append(f"{key}: expected its size, chunks and properties; got {described(state.get('size'))}")
             return
-        dtype = self._dtype(properties)
+        # of torch 2.1 to 2.14 the state of TensorProperties is a tuple, of others plain attributes
+        values = properties.state
+        name = values[0] if type(values) is tuple and values else _state(properties).get("dtype")
+        dtype = _DTYPES.get(name) if type(name) is GlobalName else None
         if dtype is None:
-            self._unknown.append(f"{key}: elements of {described(_first(properties))}")
+            self._unknown.append(f"{key}: elements of {described(name)}")
             return
         chunks = []
         for entry in saved:
@@ -254,14 +238,6 @@ class _Reader:
                 continue
             chunks.append(Chunk(offsets, sizes, place))
         self.tensors[key] = SavedTensor(key, dtype, shape, tuple(chunks))
-
-    def _dtype(self, properties: Stub) -> DType | None:
-        name = _first(properties)
-        if type(name) is not GlobalName:
-            return None
-        if name not in self._dtypes:
-            self._dtypes[name] = _DTYPES.get(name.qualname) if name.module == "torch" else None
-        return self._dtypes[name]
 
     def raise_any(self) -> None:
         """Raise one error with everything wrong."""
@@ -296,7 +272,10 @@ def _storage(saved: object, path: str) -> _Places:
             raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {described(info)}")
         if stored.get("transform_descriptors"):
             transformed.append(f"{key}: {shown(stored['transform_descriptors'])}")
-        name = files.get(file) or files.setdefault(file, _checked_name(file, path))
+        parts = () if file in files else PurePosixPath(file).parts
+        if file not in files and (not parts or file.startswith("/") or ".." in parts or "\0" in file):
+            raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}: damaged, or hostile")
+        name = files.setdefault(file, file)
         places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
         raise UnsupportedError(
@@ -305,14 +284,6 @@ def _storage(saved: object, path: str) -> _Places:
             f"{listed(transformed)}\nLoad the checkpoint with torch and save it without extensions"
         )
     return places
-
-
-def _checked_name(file: str, path: str) -> str:
-    """`file`, which stays in the folder of the checkpoint."""
-    parts = PurePosixPath(file).parts
-    if not parts or file.startswith("/") or ".." in parts or "\0" in file:
-        raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}. It is damaged, or hostile")
-    return file
 
 
 def _state(value: object) -> Mapping[object, object]:
@@ -325,18 +296,6 @@ def _state(value: object) -> Mapping[object, object]:
     if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
         return {**(state[0] or {}), **state[1]}
     return {}
-
-
-def _is_path(value: object) -> TypeGuard[tuple[str | int, ...]]:
-    """Whether a value is a path as torch records it: keys of dicts as text, positions in lists as numbers."""
-    return type(value) is tuple and bool(value) and all(type(item) in (str, int) for item in value)
-
-
-def _first(properties: Stub) -> object:
-    """Element type of torch's TensorProperties, whose state is a tuple (torch 2.1 to 2.14) or plain attributes."""
-    if type(properties.state) is tuple and properties.state:
-        return properties.state[0]
-    return _state(properties).get("dtype")
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

@@ -2,8 +2,8 @@ r"""Write plain values, names, stubs and new tensors as a pickle that torch.load
 
 Protocol 2, with the opcodes and the batches of CPython's pickler (3.11 Lib/pickle.py), so that also the restricted
 unpickler behind `weights_only=True` reads it. Equal strings are written once; lists, dicts, stubs and tensors that
-are one object stay one object, cycles included. The writer keeps its own stack of what is left to write, so depth is
-no danger.
+are one object stay one object, cycles included. What writes a value yields the parts of it that are to be written
+next, so depth is no danger.
 
 >>> emit_pickle({"step": 3}).data
 b'\x80\x02}q\x00X\x04\x00\x00\x00stepq\x01K\x03s.'
@@ -16,11 +16,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import DestinationError
-from ucp.io.torch_file.storage import STORAGE_CLASSES
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 
 __all__ = ["EmittedPickle", "emit_pickle"]
 
@@ -52,68 +52,42 @@ def emit_pickle(root: object) -> EmittedPickle:
     """
     writer = _Writer()
     writer.write(root)
-    storages = tuple(writer.storages)
-    data = writer.out
+    storages, data = tuple(writer.storages), writer.out
     del writer  # its memo may be as large as what it wrote, and `data` is about to be copied
     return EmittedPickle(data=bytes(data), storages=storages)
 
 
 class _Writer:
-    """Output so far, memo, and steps still to take."""
+    """Output so far, and memo."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.storages: dict[NewStorage, int] = {}
         self.memo: dict[object, int] = {}
-        self._count = 0
         self._alive: list[object] = []
         self._open: dict[object, int] = {}
         self._rewritten = 0
-        self._steps: list[Callable[[], None] | Iterator[Callable[[], None]]] = []
 
     def write(self, root: object) -> None:
         """Write the whole pickle."""
-        self.save(root)
-        while self._steps:
-            step = self._steps[-1]
-            if callable(step):
-                self._steps.pop()
-                step()
-                continue
-            following = next(step, None)
-            if following is None:
-                self._steps.pop()
+        rest: list[Iterator[object]] = [iter((root,))]
+        while rest:
+            for value in rest[-1]:
+                writer = _WRITERS.get(type(value))
+                if writer is None:
+                    raise DestinationError(
+                        f"cannot write a {type(value).__name__} into a file of torch.save; expected plain values, "
+                        "stubs and new tensors. Replace it before the file is laid out"
+                    )
+                parts = writer(self, value)
+                if parts is not None:
+                    rest.append(parts)
+                    break
             else:
-                following()
+                rest.pop()
         self.out += b"."
 
-    def then(self, *steps: Callable[[], None]) -> None:
-        """Take `steps` in this order, before any step that waits already."""
-        self._steps.append(iter(steps))
-
-    def each(self, steps: Iterator[Callable[[], None]]) -> None:
-        """Take lazily made `steps` before any step that waits already."""
-        self._steps.append(steps)
-
-    def opcode(self, data: bytes) -> Callable[[], None]:
-        """The step that writes `data`."""
-        return lambda: self.out.extend(data)
-
-    def saving(self, value: object) -> Callable[[], None]:
-        """The step that writes `value`."""
-        return lambda: self.save(value)
-
-    def save(self, value: object) -> None:
-        """Write `value`, or take the steps to do so."""
-        writer = _WRITERS.get(type(value))
-        if writer is None:
-            raise DestinationError(
-                f"cannot write a {type(value).__name__} into a file of torch.save; expected plain values, stubs and "
-                "new tensors. Replace it before the file is laid out"
-            )
-        writer(self, value)
-
-    def got(self, key: object) -> bool:
+    def refer(self, key: object) -> bool:
         """Whether what `key` stands for was written before; if so, refer to it."""
         index = self.memo.get(key)
         if index is None:
@@ -123,8 +97,7 @@ class _Writer:
 
     def memoize(self, key: object) -> None:
         """Remember the value just written."""
-        index = self.memo[key] = self._count
-        self._count += 1
+        index = self.memo[key] = len(self.memo)
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + index.to_bytes(4, "little")
 
     def identity(self, value: object) -> tuple[str, int]:
@@ -139,32 +112,24 @@ class _Writer:
         if depth > _MOST_REENTRIES or self._rewritten > _MOST_REWRITTEN:
             raise DestinationError("cannot write an object that is among the arguments that make it")
 
-    def close(self, key: object) -> None:
-        """Note that what `enter` began has its parts."""
+    def leave(self, key: object, end: bytes, undo: bytes = b"0") -> None:
+        """End what `enter` began by `end`; where its parts have written it already (a cycle), refer to that one.
+
+        `undo`: instructions that take off the stack what then lies there.
+        """
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
-
-    def leave(self, key: object) -> None:
-        """End what `enter` began; when writing the parts has written it already, refer to that one."""
-        self.close(key)
-        start = len(self.out)
-        if self.got(key):
-            self.out[start:start] = b"0"
+        if key in self.memo:
+            self.out += undo
+            self.refer(key)
         else:
+            self.out += end
             self.memoize(key)
 
-    def key_of(self, storage: NewStorage) -> str:
-        """Key of the storage in the archive."""
-        return str(self.storages.setdefault(storage, len(self.storages)))
 
-
-def _none(w: _Writer, value: object) -> None:
-    w.out += b"N"
-
-
-def _bool(w: _Writer, value: object) -> None:
-    w.out += b"\x88" if value else b"\x89"
+Parts = Iterator[object]
+"""What lies in a value, each given when it is its turn to be written."""
 
 
 def _int(w: _Writer, value: int) -> None:
@@ -182,146 +147,99 @@ def _int(w: _Writer, value: int) -> None:
         w.out += head + data
 
 
-def _float(w: _Writer, value: float) -> None:
-    w.out += b"G" + struct.pack(">d", value)
-
-
 def _str(w: _Writer, value: str) -> None:
-    if not w.got(value):
+    if not w.refer(value):
         data = value.encode("utf-8", "surrogatepass")
         w.out += b"X" + len(data).to_bytes(4, "little")
         w.out += data  # not joined before: it may be hundreds of megabytes
         w.memoize(value)
 
 
-def _global(w: _Writer, value: GlobalName) -> None:
-    if w.got(value):
-        return
-    module, (first, *rest) = _PYTHON2_MODULES.get(value.module, value.module), value.qualname.split(".")
+def _global(w: _Writer, value: GlobalName) -> Parts | None:
+    if w.refer(value):
+        return None
     if not f"{value}".isprintable():
         raise DestinationError(f"cannot write the name {value!r}; expected one of printable characters")
-    if not rest:
-        w.out += b"c" + f"{module}\n{first}\n".encode()
-        w.memoize(value)
-        return
-    parent = GlobalName(value.module, ".".join((first, *rest[:-1])))
-    _call(w, GlobalName("builtins", "getattr"), (parent, rest[-1]), then=(lambda: w.memoize(value),))
+    if "." in value.qualname:
+        return _nested_global(w, value)
+    w.out += b"c" + f"{_PYTHON2_MODULES.get(value.module, value.module)}\n{value.qualname}\n".encode()
+    w.memoize(value)
+    return None
 
 
-def _call(w: _Writer, function: object, args: tuple[object, ...], *, then: Iterable[Callable[[], None]] = ()) -> None:
-    w.then(w.saving(function), w.saving(args), w.opcode(b"R"), *then)
+def _nested_global(w: _Writer, value: GlobalName) -> Parts:
+    parent, _, name = value.qualname.rpartition(".")
+    yield GlobalName("builtins", "getattr")
+    yield (GlobalName(value.module, parent), name)
+    w.out += b"R"
+    w.memoize(value)
 
 
-def _reduced(w: _Writer, value: object, name: str, *args: object) -> None:
-    """A value that the pickler writes as a call of a builtin."""
+def _reduced(w: _Writer, value: object) -> Parts:
+    """A value that the pickler writes as a call."""
     key = w.identity(value)
-    if not w.got(key):
+    if not w.refer(key):
+        module, name, *args = _REDUCED[type(value)](value)
         w.enter(key, sum(len(arg) for arg in args if isinstance(arg, list)))
-        module, _, qualname = name.rpartition(".")
-        _call(w, GlobalName(module, qualname), args, then=(lambda: w.leave(key),))
+        yield GlobalName(module, name)
+        yield tuple(args)
+        w.out += b"R"
+        w.leave(key, b"")
 
 
-def _bytes(w: _Writer, value: bytes) -> None:
-    if value:
-        _reduced(w, value, "_codecs.encode", value.decode("latin-1"), "latin1")
-    else:
-        _reduced(w, value, "builtins.bytes")
-
-
-def _bytearray(w: _Writer, value: bytearray) -> None:
-    if value:
-        _reduced(w, value, "builtins.bytearray", value.decode("latin-1"), "latin-1")
-    else:
-        _reduced(w, value, "builtins.bytearray")
-
-
-def _complex(w: _Writer, value: complex) -> None:
-    _reduced(w, value, "builtins.complex", value.real, value.imag)
-
-
-def _slice(w: _Writer, value: slice) -> None:
-    _reduced(w, value, "builtins.slice", value.start, value.stop, value.step)
-
-
-def _range(w: _Writer, value: range) -> None:
-    _reduced(w, value, "builtins.range", value.start, value.stop, value.step)
-
-
-def _set(w: _Writer, value: set[object]) -> None:
-    _reduced(w, value, "builtins.set", list(value))
-
-
-def _frozenset(w: _Writer, value: frozenset[object]) -> None:
-    _reduced(w, value, "builtins.frozenset", list(value))
-
-
-def _size(w: _Writer, value: TorchSize) -> None:
-    _reduced(w, value, "torch.Size", tuple(value))
-
-
-def _tuple(w: _Writer, value: tuple[object, ...]) -> None:
+def _tuple(w: _Writer, value: tuple[object, ...]) -> Parts | None:
     if not value:
         w.out += b")"
-        return
+        return None
+    return _members(w, value)
+
+
+def _members(w: _Writer, value: tuple[object, ...]) -> Parts:
     key = w.identity(value)
-    if w.got(key):
-        return
-    if len(value) > 3:
-        w.out += b"("
-    if _LEAVES.keys() >= set(map(type, value)):  # no steps: it holds nothing that could hold it
-        for item in value:
-            _LEAVES[type(item)](w, item)
-        w.out += (b"\x85", b"\x86", b"\x87")[len(value) - 1] if len(value) <= 3 else b"t"
-        w.memoize(key)
-        return
-    w.enter(key, len(value))
-    w.each(chain((w.saving(item) for item in value), [lambda: _close_tuple(w, key, len(value))]))
+    if not w.refer(key):
+        numel = len(value)
+        w.out += b"(" if numel > 3 else b""
+        w.enter(key, numel)
+        yield from value
+        if numel > 3:
+            w.leave(key, b"t", undo=b"1")
+        else:
+            w.leave(key, (b"\x85", b"\x86", b"\x87")[numel - 1], undo=b"0" * numel)
 
 
-def _close_tuple(w: _Writer, key: tuple[str, int], numel: int) -> None:
-    """End a tuple, unless writing its members has already written it (a cycle through a list or dict)."""
-    w.close(key)
-    start = len(w.out)
-    if w.got(key):
-        reference = bytes(w.out[start:])
-        del w.out[start:]
-        w.out += (b"0" * numel if numel <= 3 else b"1") + reference
-        return
-    w.out += (b"\x85", b"\x86", b"\x87")[numel - 1] if numel <= 3 else b"t"
-    w.memoize(key)
-
-
-def _list(w: _Writer, value: list[object]) -> None:
+def _list(w: _Writer, value: list[object]) -> Parts:
     key = w.identity(value)
-    if not w.got(key):
+    if not w.refer(key):
         w.out += b"]"
         w.memoize(key)
-        w.each(_batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1))
+        yield from _batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1)
 
 
-def _dict(w: _Writer, value: dict[object, object]) -> None:
+def _dict(w: _Writer, value: dict[object, object]) -> Parts:
     key = w.identity(value)
-    if not w.got(key):
+    if not w.refer(key):
         w.out += b"}"
         w.memoize(key)
-        w.each(_batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1))
+        yield from _batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1)
 
 
-def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> None:
+def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> Parts:
     key = w.identity(value)
-    if w.got(key):
+    if w.refer(key):
         return
-    attributes = vars(value)
-    if attributes:
-        w.then(w.saving(dict(attributes)), w.opcode(b"b"))
-    w.each(_batches(w, value.items(), one=b"s", many=b"u"))
-    _call(w, GlobalName("collections", "OrderedDict"), (), then=(lambda: w.memoize(key),))
+    yield GlobalName("collections", "OrderedDict")
+    w.out += b")R"
+    w.memoize(key)
+    yield from _batches(w, value.items(), one=b"s", many=b"u")
+    if vars(value):
+        yield dict(vars(value))
+        w.out += b"b"
 
 
 def _batches(
     w: _Writer, groups: Iterable[tuple[object, ...]], *, one: bytes, many: bytes, several: bool = False
-) -> Iterator[Callable[[], None]]:
-    """Steps that write groups of values (an element, or a key and a value) and add them to the container below.
+) -> Parts:
+    """Write groups of values (an element, or a key and a value) and add them to the container below.
 
     A batch of one has an opcode of its own; CPython uses it for the rest of a long iterator, but (`several`) not for
     the rest of a long list or dict.
@@ -333,118 +251,89 @@ def _batches(
             w.out += b"("
         for value in chain.from_iterable(batch):
             leaf = _LEAVES.get(type(value))
-            if leaf is not None:  # is written without steps: all before it are done
+            if leaf is None:
+                yield value
+            else:  # most are: written at once
                 leaf(w, value)
-            elif not _flat_stub(w, value):
-                yield w.saving(value)
         w.out += many if marked else one
 
 
-def _stub(w: _Writer, value: Stub) -> None:
+def _stub(w: _Writer, value: Stub) -> Parts:
     key = w.identity(value)
-    if w.got(key):
+    if w.refer(key):
         return
-    if value.has_state:
-        w.then(w.saving(value.state), w.opcode(b"b"))
-    if value.entries:
-        w.each(_batches(w, value.entries, one=b"s", many=b"u"))
-    if value.items:
-        w.each(_batches(w, ((item,) for item in value.items), one=b"a", many=b"e"))
-    if not value.args and not value.kwargs and "." not in value.made_by.qualname:  # no steps: the commonest
-        _global(w, value.made_by)
+    if value.args or value.kwargs:
+        w.enter(key, len(value.args))
+        yield GlobalName("copyreg", "__newobj_ex__") if value.kwargs else value.made_by
+        yield (value.made_by, value.args, value.kwargs) if value.kwargs else value.args
+        w.out += b"\x81" if value.new and not value.kwargs else b"R"
+        w.leave(key, b"")
+    else:
+        yield value.made_by
         w.out += b")\x81" if value.new else b")R"
         w.memoize(key)
-        return
-    w.enter(key, len(value.args))
-    w.then(*_made(w, value), lambda: w.leave(key))
+    if value.items:
+        yield from _batches(w, ((item,) for item in value.items), one=b"a", many=b"e")
+    if value.entries:
+        yield from _batches(w, value.entries, one=b"s", many=b"u")
+    if value.has_state:
+        yield value.state
+        w.out += b"b"
 
 
-def _flat_stub(w: _Writer, value: object) -> bool:
-    """Whether a value is an object without arguments, of a dict of leaves and known objects, written here at once.
-
-    Of these `.metadata` has millions: what `_stub` does, but for the steps.
-    """
-    if type(value) is not Stub or not value.has_state or value.args or value.kwargs or value.entries or value.items:
-        return False
-    state = value.state
-    if type(state) is not dict or not 1 < len(state) <= _BATCH or "." in value.made_by.qualname:
-        return False
-    memo = w.memo
-    for own in state.values():
-        if type(own) not in _LEAVES and ("object", id(own)) not in memo:
-            return False
-    if any(type(key) is not str for key in state) or ("object", id(value)) in memo or ("object", id(state)) in memo:
-        return False
-    _global(w, value.made_by)
-    w.out += b")\x81" if value.new else b")R"
-    w.memoize(w.identity(value))
-    w.out += b"}"
-    w.memoize(w.identity(state))
-    w.out += b"("
-    for key, own in state.items():
-        _str(w, key)
-        leaf = _LEAVES.get(type(own))
-        if leaf is None:
-            w.got(("object", id(own)))
-        else:
-            leaf(w, own)
-    w.out += b"ub"
-    return True
-
-
-def _made(w: _Writer, value: Stub) -> tuple[Callable[[], None], ...]:
-    """Steps that leave the object of a stub on the stack, before its elements and state."""
-    if value.kwargs:
-        function = GlobalName("copyreg", "__newobj_ex__")
-        return w.saving(function), w.saving((value.made_by, value.args, value.kwargs)), w.opcode(b"R")
-    return w.saving(value.made_by), w.saving(value.args), w.opcode(b"\x81" if value.new else b"R")
-
-
-def _tensor(w: _Writer, value: NewTensor) -> None:
+def _tensor(w: _Writer, value: NewTensor) -> Parts:
     key = w.identity(value)
-    if w.got(key):
+    if w.refer(key):
         return
     dtype = value.storage.dtype
     hooks: OrderedDict[object, object] = OrderedDict()
     args = (value.storage, value.offset, value.shape, value.strides, False, hooks)
     if dtype in STORAGE_CLASSES:
-        _call(w, GlobalName("torch._utils", "_rebuild_tensor_v2"), args, then=(lambda: w.memoize(key),))
+        yield GlobalName("torch._utils", "_rebuild_tensor_v2")
+        yield args
     else:
-        typed = (*args, GlobalName("torch", dtype.value))
-        _call(w, GlobalName("torch._utils", "_rebuild_tensor_v3"), typed, then=(lambda: w.memoize(key),))
+        yield GlobalName("torch._utils", "_rebuild_tensor_v3")
+        yield (*args, GlobalName("torch", dtype.value))
+    w.out += b"R"
+    w.memoize(key)
 
 
-def _storage(w: _Writer, value: NewStorage) -> None:
+def _storage(w: _Writer, value: NewStorage) -> Parts:
     name = STORAGE_CLASSES.get(value.dtype)
     kind = GlobalName("torch", name) if name else GlobalName("torch.storage", "UntypedStorage")
-    numel = value.numel if name else value.nbytes
-    w.then(w.saving(("storage", kind, w.key_of(value), "cpu", numel)), w.opcode(b"Q"))
+    key = str(w.storages.setdefault(value, len(w.storages)))
+    yield ("storage", kind, key, "cpu", value.numel if name else value.nbytes)
+    w.out += b"Q"
 
 
 _PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 """Module names of protocol 2 (CPython 3.11 Lib/_compat_pickle.py)."""
+_REDUCED: dict[type, Callable[..., tuple[Any, ...]]] = {
+    bytes: lambda v: ("_codecs", "encode", v.decode("latin-1"), "latin1") if v else ("builtins", "bytes"),
+    bytearray: lambda v: ("builtins", "bytearray", *((v.decode("latin-1"), "latin-1") if v else ())),
+    complex: lambda v: ("builtins", "complex", v.real, v.imag),
+    slice: lambda v: ("builtins", "slice", v.start, v.stop, v.step),
+    range: lambda v: ("builtins", "range", v.start, v.stop, v.step),
+    set: lambda v: ("builtins", "set", list(v)),
+    frozenset: lambda v: ("builtins", "frozenset", list(v)),
+    TorchSize: lambda v: ("torch", "Size", tuple(v)),
+}
+"""Module and name of the function, and its arguments."""
 _LEAVES: dict[type, Callable[..., None]] = {
-    type(None): _none,
-    bool: _bool,
+    type(None): lambda w, _: w.out.extend(b"N"),
+    bool: lambda w, v: w.out.extend(b"\x88" if v else b"\x89"),
     int: _int,
-    float: _float,
+    float: lambda w, v: w.out.extend(b"G" + struct.pack(">d", v)),
     str: _str,
 }
-"""Writers that take no steps."""
-_WRITERS: dict[type, Callable[..., None]] = {
+"""Writers of what holds nothing."""
+_WRITERS: dict[type, Callable[..., Parts | None]] = {
     **_LEAVES,
-    bytes: _bytes,
-    bytearray: _bytearray,
-    complex: _complex,
-    slice: _slice,
-    range: _range,
+    **dict.fromkeys(_REDUCED, _reduced),
     tuple: _tuple,
     list: _list,
     dict: _dict,
     OrderedDict: _ordered_dict,
-    set: _set,
-    frozenset: _frozenset,
-    TorchSize: _size,
     GlobalName: _global,
     Stub: _stub,
     NewTensor: _tensor,

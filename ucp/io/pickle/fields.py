@@ -103,20 +103,17 @@ def flattened(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
     >>> list(flattened({"layer": {"weight": 1, "bias": {}}, "step": 2}))
     [('layer.weight', 1), ('step', 2)]
     """
-    met = {id(saved)}
-    rest = [("", iter(saved.items()))]
-    while rest:
-        prefix, items = rest[-1]
-        for key, value in items:
-            name = f"{prefix}{key}"
-            if isinstance(value, dict) and id(value) not in met and len(rest) < _DEEPEST:
-                met.add(id(value))
-                rest.append((f"{name}.", iter(value.items())))
-                break
-            if not isinstance(value, dict) or value:
-                yield name, value
-        else:
-            rest.pop()
+    met = set[int]()
+
+    def below(items: Mapping[object, object], prefix: str, depth: int) -> Iterator[tuple[str, object]]:
+        met.add(id(items))
+        for key, value in items.items():
+            if isinstance(value, dict) and id(value) not in met and depth < _DEEPEST:
+                yield from below(value, f"{prefix}{key}.", depth + 1)
+            elif not isinstance(value, dict) or value:
+                yield f"{prefix}{key}", value
+
+    return below(saved, "", 1)
 
 
 def sequence(value: object, where: str) -> Sequence[object]:

@@ -42,11 +42,51 @@ def called(function: object, args: tuple[object, ...]) -> object:
     if type(function) is not GlobalName:
         return Stub(GlobalName("operator", "call"), (function, *args), new=False)
     known = _BUILDERS.get(function.qualname)
-    if known is not None and known[0] == function.module:
-        value = known[1](args)
-        if value is not LEFT_INERT:
-            return value
-    return Stub(function, args, new=False)
+    value = known[1](args) if known is not None and known[0] == function.module else _plain(str(function), args)
+    return Stub(function, args, new=False) if value is LEFT_INERT else value
+
+
+def _plain(name: str, args: tuple[object, ...]) -> object:
+    """What a call of a function of Python itself stands for."""
+    match name, args:
+        case (("builtins.set" | "builtins.frozenset"), (() | ((list() | tuple()),))):
+            members = [member for own in args if isinstance(own, list | tuple) for member in own]
+            check_keys(members)
+            return set(members) if name == "builtins.set" else frozenset(members)
+        case (("builtins.bytes" | "builtins.bytearray" | "_codecs.encode"), _):
+            return _bytes(args, bytearray if name == "builtins.bytearray" else bytes)
+        case "builtins.complex", (float(real), float(imaginary)):
+            return complex(real, imaginary)
+        case "builtins.slice", (_, _, _) if all(own is None or _is_short(own) for own in args):
+            return slice(*args)
+        case "builtins.range", (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
+            return range(start, stop, step)
+        case "builtins.getattr", (GlobalName(module, qualname), str(attribute)) if (
+            len(qualname) + len(attribute) <= _LONGEST_NAME and attribute.isidentifier()
+        ):  # how protocols 0 to 3 write nested classes
+            return GlobalName(module, f"{qualname}.{attribute}")
+        case "copyreg.__newobj__", (GlobalName() as cls, *rest):
+            return Stub(cls, tuple(rest))
+        case "copyreg._reconstructor", (GlobalName() as cls, GlobalName("builtins", "object"), None):
+            return Stub(cls)  # how protocols 0 and 1 write cls.__new__
+    return LEFT_INERT
+
+
+def _is_short(value: object) -> bool:
+    """Whether a value is a number of 64 bits, as those of slices and ranges are."""
+    return isinstance(value, int) and value.bit_length() <= _MOST_BITS
+
+
+def _bytes(args: tuple[object, ...], kind: type[bytes | bytearray]) -> object:
+    """Bytes of bytes(), of bytearray(data) and of encode(text, "latin1"), which is how protocol 2 writes bytes."""
+    match args:
+        case ():
+            return kind()
+        case (bytes(data),):
+            return kind(data)
+        case (str(text), str(encoding)) if encoding in _LATIN1:
+            return kind(text.encode("latin-1"))
+    return LEFT_INERT
 
 
 def constructed(cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> Stub:
@@ -85,71 +125,6 @@ def _size(args: tuple[object, ...]) -> object:
     return LEFT_INERT
 
 
-def _set(args: tuple[object, ...], kind: type[set[object] | frozenset[object]] = set) -> object:
-    match args:
-        case ():
-            return kind()
-        case (list(members),) | (tuple(members),):
-            check_keys(members)
-            return kind(members)
-    return LEFT_INERT
-
-
-def _bytes(args: tuple[object, ...], kind: type[bytes | bytearray] = bytes) -> object:
-    """Bytes of bytes(), of bytearray(data) and of encode(text, "latin1"), which is how protocol 2 writes bytes."""
-    match args:
-        case ():
-            return kind()
-        case (bytes(data),):
-            return kind(data)
-        case (str(text), str(encoding)) if encoding in _LATIN1:
-            return kind(text.encode("latin-1"))
-    return LEFT_INERT
-
-
-def _complex(args: tuple[object, ...]) -> object:
-    match args:
-        case (float(real), float(imaginary)):
-            return complex(real, imaginary)
-    return LEFT_INERT
-
-
-def _slice(args: tuple[object, ...]) -> object:
-    return slice(*args) if len(args) == 3 and all(own is None or _is_short(own) for own in args) else LEFT_INERT
-
-
-def _range(args: tuple[object, ...]) -> object:
-    match args:
-        case (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
-            return range(start, stop, step)
-    return LEFT_INERT
-
-
-def _is_short(value: object) -> bool:
-    """Whether a value is a number of 64 bits, as those of slices and ranges are."""
-    return isinstance(value, int) and value.bit_length() <= _MOST_BITS
-
-
-def _getattr(args: tuple[object, ...]) -> object:
-    """The dotted name of getattr(<name>, "attribute"), which is how protocols 0 to 3 write nested classes."""
-    match args:
-        case (GlobalName(module, qualname), str(attribute)) if (
-            len(qualname) + len(attribute) <= _LONGEST_NAME and attribute.isidentifier()
-        ):
-            return GlobalName(module, f"{qualname}.{attribute}")
-    return LEFT_INERT
-
-
-def _new(args: tuple[object, ...]) -> object:
-    """The object of copyreg.__newobj__(cls, *args)."""
-    return Stub(args[0], args[1:]) if args and isinstance(args[0], GlobalName) else LEFT_INERT
-
-
-def _reconstructor(args: tuple[object, ...]) -> object:
-    """The object of copyreg._reconstructor(cls, object, None), which is how protocols 0 and 1 write cls.__new__."""
-    return _new(args[:1]) if args[1:] == (GlobalName("builtins", "object"), None) else LEFT_INERT
-
-
 def _from_type(args: tuple[object, ...]) -> object:
     """The tensor of torch._tensor._rebuild_from_type_v2 for classes that are plain tensors."""
     match args:
@@ -162,17 +137,6 @@ def _from_type(args: tuple[object, ...]) -> object:
 _BUILDERS: dict[str, tuple[str, Callable[[tuple[object, ...]], object]]] = {
     "OrderedDict": ("collections", _ordered_dict),
     "Size": ("torch", _size),
-    "set": ("builtins", _set),
-    "frozenset": ("builtins", lambda args: _set(args, frozenset)),
-    "bytes": ("builtins", _bytes),
-    "bytearray": ("builtins", lambda args: _bytes(args, bytearray)),
-    "complex": ("builtins", _complex),
-    "slice": ("builtins", _slice),
-    "range": ("builtins", _range),
-    "getattr": ("builtins", _getattr),
-    "encode": ("_codecs", _bytes),
-    "_reconstructor": ("copyreg", _reconstructor),
-    "__newobj__": ("copyreg", _new),
     "_rebuild_tensor": ("torch._utils", rebuilt_tensor),
     "_rebuild_tensor_v2": ("torch._utils", rebuilt_tensor),
     "_rebuild_tensor_v3": ("torch._utils", rebuilt_typed_tensor),

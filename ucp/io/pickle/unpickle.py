@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.interpret import called, constructed, set_attributes
-from ucp.io.pickle.keys import Keys, check_keys
+from ucp.io.pickle.keys import Keys
 from ucp.io.pickle.rewrite import (
     FILL_AND_BUILD,
     EndOfPickleError,
@@ -182,6 +182,13 @@ class _Machine(pickle.Unpickler):
             raise PickleFaultError(f"the state of an object given to a {type(target).__name__}")
         return target
 
+    def construct(self, cls: object, args: object, kwargs: object) -> Stub:
+        """The object of a class, made with keyword arguments."""
+        if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
+            raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
+        self.count(len(kwargs))
+        return constructed(cls, self.counted(args), kwargs)
+
     def extend(self, target: object, items: tuple[object, ...]) -> object:
         """`target` with elements appended or, to a set, added."""
         if type(target) is list:
@@ -219,13 +226,6 @@ def _longer(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
     return items
 
 
-def _made_with_names(machine: _Machine, cls: object, args: object, kwargs: object) -> Stub:
-    if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
-        raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
-    machine.count(len(kwargs))
-    return constructed(cls, machine.counted(args), kwargs)
-
-
 def _instance(*operands: object) -> object:
     if not operands:
         raise PickleFaultError("an object without a class")
@@ -233,14 +233,9 @@ def _instance(*operands: object) -> object:
     return called(cls, tuple(args)) if args else constructed(cls, ())
 
 
-def _frozen(items: tuple[object, ...]) -> frozenset[object]:
-    check_keys(items)
-    return frozenset(items)
-
-
 _ANSWERS: dict[int, Callable[..., object]] = {
     _NEW: lambda m, cls, args: constructed(cls, m.counted(args)),
-    0x92: lambda m, cls, operands: _made_with_names(m, cls, *operands),
+    0x92: lambda m, cls, operands: m.construct(cls, *operands),
     _CALL: lambda m, function, args: m.counted_keys(called(function, m.counted(args))),
     ord("i"): lambda m, args, cls: m.counted_keys(_instance(cls, *m.counted(args))),
     ord("o"): lambda m, operands, _: m.counted_keys(_instance(*m.counted(operands))),
@@ -249,7 +244,7 @@ _ANSWERS: dict[int, Callable[..., object]] = {
     ord("d"): lambda m, items, _: m.fill({}, items),
     ord("e"): _Machine.extend,
     0x90: _Machine.extend,
-    0x91: lambda _, items, __: _frozen(items),
+    0x91: lambda _, items, __: called(GlobalName("builtins", "frozenset"), (items,)),
     0x93: _Machine.name,
     ord("Q"): lambda m, pid, _: m.found(pid),
 }

@@ -12,17 +12,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-__all__ = ["BUDGET", "Ahead", "Extent"]
+from ucp.io.files import join_ranges
+
+__all__ = ["BUDGET", "GAP", "REQUEST", "Ahead", "Extent"]
 
 BUDGET = 32 << 20
 """Bytes of one thread that are under way, or have come and wait to be used."""
 
-_REQUEST = 4 << 20
-_GAP = 128 << 10
+REQUEST = 4 << 20
+"""Bytes of one request, at most."""
+GAP = 128 << 10
 """Bytes that are read in vain rather than by a request of their own."""
-
 
 _PASSED = 50
 """A request that was read past is done with when less than one byte in so many is left of it."""
@@ -190,22 +194,17 @@ def _groups(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
 
 def _requests(extents: Iterable[Extent], batch: int) -> Iterator[_Request]:
     """Extents of some files, joined where they are near one another and cut where they are long."""
-    joined: list[Extent] = []
-    high = 0
-    for extent in sorted(extents):
-        if joined and (extent.path != joined[0].path or extent.start > high + _GAP):
-            yield from _cut(joined, high, batch)
-            joined, high = [], 0
-        joined.append(extent)
-        high = max(high, extent.stop)
-    if joined:
-        yield from _cut(joined, high, batch)
+    for _, group in groupby(sorted(extents), key=attrgetter("path")):
+        near = list(group)
+        rest = iter(near)
+        for _, high, count in join_ranges(((own.start, own.stop) for own in near), gap=GAP):
+            yield from _cut(list(islice(rest, count)), high, batch)
 
 
 def _cut(extents: Sequence[Extent], high: int, batch: int) -> Iterator[_Request]:
     """Requests of about equal length for one stretch, each with how many of its bytes will be used."""
     low = extents[0].start
-    count = max(1, -(-(high - low) // _REQUEST))
+    count = max(1, -(-(high - low) // REQUEST))
     step = max(1, -(-(high - low) // count))
     used = [0] * count
     for own in extents:

@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import pairwise
 from typing import Self
 
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.remote.ahead import Ahead, Extent
+from ucp.io.files import join_ranges
+from ucp.io.remote.ahead import GAP, REQUEST, Ahead, Extent
 from ucp.io.remote.ends import BLOCK, end_of
 from ucp.io.remote.failures import changed
 from ucp.io.remote.link import link_of
@@ -23,21 +23,17 @@ from ucp.io.remote.listing import Entry, entry_of
 
 __all__ = ["REQUEST", "RemoteFile"]
 
-REQUEST = 4 << 20
-"""Bytes of one request, at most."""
-
 _SMALL = 64 << 10
 """Bytes of a small read."""
 
 _KEPT = 2
 """Blocks of a file that are kept: those at its ends."""
 
-_GAP = 128 << 10
-"""Bytes that are read in vain rather than by a request of their own."""
-
 
 class RemoteFile:
     """Bytes of an object, or of several read as one."""
+
+    gap = GAP
 
     def __init__(self, path: str, parts: Sequence[str], *, version: str = "", ahead: Ahead | None = None) -> None:
         """`version`: what it is expected to be, where that is known. Raises MissingFileError, ChangedError."""
@@ -79,8 +75,9 @@ class RemoteFile:
     def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
         """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
         nbytes = len(buffer) // len(starts)
+        runs = ((start, start + nbytes) for start in starts)
         at = 0
-        for low, high, count in _joined(starts, nbytes):
+        for low, high, count in join_ranges(runs, gap=self.gap, most=2 * REQUEST):
             self._check(low, high - low)
             data = memoryview(bytearray(high - low))
             self._fill(data, low, wanted=count * nbytes)
@@ -186,17 +183,3 @@ def _found(url: str) -> Entry:
     if entry.is_folder:
         raise MalformedError(f"expected an object; got a folder at {url}")
     return entry
-
-
-def _joined(starts: Sequence[int], nbytes: int) -> list[tuple[int, int, int]]:
-    """Stretches to read for runs of so many bytes: (first byte, one past the last, runs), in the order of the runs."""
-    found: list[tuple[int, int, int]] = []
-    for before, start in pairwise([None, *starts]):
-        assert start is not None
-        low, high, count = found[-1] if found else (start, start, 0)
-        near = before is not None and start >= before and start - high <= _GAP and start + nbytes - low <= 2 * REQUEST
-        if near and found:
-            found[-1] = (low, max(high, start + nbytes), count + 1)
-        else:
-            found.append((start, start + nbytes, 1))
-    return found

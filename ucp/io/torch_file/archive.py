@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ from ucp.io.torch_file.legacy import read_legacy
 from ucp.io.torch_file.storage import StorageId, StorageRef
 from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, data_offsets, read_directory
 
-__all__ = ["Archive", "read_archive", "read_embedded", "read_pickle"]
+__all__ = ["Archive", "read_archive", "read_embedded"]
 
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
@@ -95,32 +96,20 @@ def _check_name(archive: Archive) -> None:
     stem, suffix = os.path.splitext(name)
     if archive.saved_as in ("", stem):
         return
-    other = os.path.join(folder, archive.saved_as + suffix)
+    other, why = os.path.join(folder, archive.saved_as + suffix), ""
     if path_of(other).is_file():
-        named = _saved_as(other)
-        why = "" if named in ("", archive.saved_as) else f"what has that name as {named}{suffix}: files were exchanged"
-    else:
-        is_of_its_kind = _NUMBER.sub("#", archive.saved_as) == _NUMBER.sub("#", stem)
-        why = "there is none of that name: it was renamed" if is_of_its_kind else ""
+        with suppress(SourceError), open_source(other) as file:
+            window = Window(file, 0, file.nbytes)
+            named = _prefix(window, read_directory(window))
+            if named != archive.saved_as:
+                why = f"what has that name as {named}{suffix}: files were exchanged"
+    elif re.sub("[0-9]+", "#", archive.saved_as) == re.sub("[0-9]+", "#", stem):  # only ranks or layers differ
+        why = "there is none of that name: it was renamed"
     if why:
         raise MalformedError(
             f"expected the file that was saved as {name}; {archive.path} was saved as {archive.saved_as}{suffix}, and "
             f"{why}. Copy the files again, or give them the names that they were saved under"
         )
-
-
-_NUMBER = re.compile(r"[0-9]+")
-"""What tells names of ranks and layers apart."""
-
-
-def _saved_as(path: str) -> str:
-    """Name that a file was saved under; empty where that cannot be seen."""
-    try:
-        with open_source(path) as file:
-            window = Window(file, 0, file.nbytes)
-            return _prefix(window, read_directory(window))
-    except SourceError:
-        return ""
 
 
 def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
@@ -134,23 +123,15 @@ def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
         return _read_zip(window)
     if head[:1] == b"\x80" and len(head) > 1 and head[1] <= 5:
         return Archive(path=file.path, kind="legacy", root=read_legacy(window))
-    raise _unknown(window, head)
-
-
-def read_pickle(path: str) -> object:
-    """What the plain pickle at `path` says (the `.metadata` of a distributed checkpoint).
-
-    Raises
-    ------
-    MalformedError
-        No pickle, a truncated one, or bytes after it.
-    """
-    with open_source(path) as file:
-        data = file.read(0, file.nbytes)
-    parsed = parse_pickle(data, where=path)
-    if parsed.end != len(data):
-        raise MalformedError(f"{path}: expected {parsed.end} bytes; got {len(data)}. Copy the file again")
-    return parsed.value
+    if head[257:262] == b"ustar" or head.startswith((b"./", b"storages\0", b"sys_info\0", b"pickle\0")):
+        raise UnsupportedError(
+            f"{window.where}: the tar format of torch 0.1 (2016). Load it with torch and save it again with torch.save"
+        )
+    kind = next(what for magic, what in _SIGNATURES.items() if head.startswith(magic))
+    raise MalformedError(
+        f"{window.where}: expected a file of torch.save, which begins with b'PK\\x03\\x04' or a pickle; got {kind} "
+        f"({head[:16]!r}, {window.nbytes} bytes). Check that the right file was copied, and wholly"
+    )
 
 
 def _read_zip(window: Window) -> Archive:
@@ -164,7 +145,15 @@ def _read_zip(window: Window) -> Archive:
             f"{window.where}: expected data.pkl of CRC-32 {pickled.crc32:08x}; got {zlib_ng.crc32(data):08x}. "
             "The file is damaged; copy it again"
         )
-    _check_byte_order(window, members.get(f"{prefix}/byteorder"))
+    if (member := members.get(f"{prefix}/byteorder")) is not None:
+        order = window.read(data_offset(window, member), min(member.nbytes, 16))
+        if order == b"big":
+            raise UnsupportedError(
+                f"{window.where}: expected little-endian elements; got big-endian ones. Load it with torch on a "
+                "little-endian machine and save it again"
+            )
+        if order != b"little":
+            raise MalformedError(f"{window.where}: expected byteorder 'little'; got {order!r}. Copy the file again")
     stored = {name: member for name, member in members.items() if name.startswith(f"{prefix}/data/")}
     offsets = data_offsets(window, tuple(stored.values()), directory=members)
     storages = _Storages(window, f"{prefix}/data/", stored, offsets)
@@ -174,53 +163,36 @@ def _read_zip(window: Window) -> Archive:
 
 
 class _Storages:
-    """Storages of one archive by the persistent ids that name them."""
+    """Storages of one archive by the persistent ids that name them, and their checksums."""
 
     def __init__(self, window: Window, prefix: str, members: dict[str, ZipMember], offsets: dict[str, int]) -> None:
         self._window = window
         self._prefix = prefix
         self._members = members
         self._offsets = offsets
-        self._known: dict[tuple[str, str], StorageRef] = {}
-        self._named: dict[str, None] = {}
+        self._known: dict[StorageId, StorageRef] = {}
+        self._records: dict[str, Record] = {}
 
     def find(self, pid: object) -> StorageRef:
         """The storage of a persistent id. Raises ValueError."""
         asked = StorageId.parse(pid)
-        known = self._known.get((asked.key, asked.kind.qualname))
-        if known is None or known.nbytes != asked.nbytes:
-            known = self._known[asked.key, asked.kind.qualname] = self._find(asked)
-        return known
-
-    def _find(self, asked: StorageId) -> StorageRef:
+        known = self._known.get(asked)
+        if known is not None:
+            return known
         name = self._prefix + asked.key
         member = self._members.get(name)
         if member is None:
             raise ValueError(f"a storage {name!r} that the archive does not hold")
         if member.nbytes != asked.nbytes:
             raise ValueError(f"a storage of {asked.nbytes} bytes; the member {name!r} has {member.nbytes}")
-        self._named[name] = None
-        return StorageRef(
-            path=self._window.file.path,
-            offset=self._window.start + self._offsets[name],
-            nbytes=member.nbytes,
-            kind=asked.kind,
-            dtype=asked.dtype,
-        )
+        path, offset, nbytes = self._window.file.path, self._window.start + self._offsets[name], member.nbytes
+        self._records[name] = Record(path=path, name=name, offset=offset, nbytes=nbytes, crc32=member.crc32)
+        self._known[asked] = StorageRef(path=path, offset=offset, nbytes=nbytes, kind=asked.kind, dtype=asked.dtype)
+        return self._known[asked]
 
     def records(self) -> tuple[Record, ...]:
         """Recorded checksums of the storages found so far, in the order of the file."""
-        found = sorted((self._offsets[name], name) for name in self._named)
-        return tuple(
-            Record(
-                path=self._window.file.path,
-                name=name,
-                offset=self._window.start + offset,
-                nbytes=self._members[name].nbytes,
-                crc32=self._members[name].crc32,
-            )
-            for offset, name in found
-        )
+        return tuple(sorted(self._records.values(), key=lambda record: (record.offset, record.name)))
 
 
 def _prefix(window: Window, members: dict[str, ZipMember]) -> str:
@@ -232,28 +204,3 @@ def _prefix(window: Window, members: dict[str, ZipMember]) -> str:
             "This zip archive was not written by torch.save"
         )
     return found[0]
-
-
-def _check_byte_order(window: Window, member: ZipMember | None) -> None:
-    if member is None:
-        return
-    order = window.read(data_offset(window, member), min(member.nbytes, 16))
-    if order == b"big":
-        raise UnsupportedError(
-            f"{window.where}: expected little-endian elements; got big-endian ones. Load it with torch on a "
-            "little-endian machine and save it again"
-        )
-    if order != b"little":
-        raise MalformedError(f"{window.where}: expected byteorder 'little'; got {order!r}. Copy the file again")
-
-
-def _unknown(window: Window, head: bytes) -> MalformedError | UnsupportedError:
-    if head[257:262] == b"ustar" or head.startswith((b"./", b"storages\0", b"sys_info\0", b"pickle\0")):
-        return UnsupportedError(
-            f"{window.where}: the tar format of torch 0.1 (2016). Load it with torch and save it again with torch.save"
-        )
-    kind = next(what for magic, what in _SIGNATURES.items() if head.startswith(magic))
-    return MalformedError(
-        f"{window.where}: expected a file of torch.save, which begins with b'PK\\x03\\x04' or a pickle; got {kind} "
-        f"({head[:16]!r}, {window.nbytes} bytes). Check that the right file was copied, and wholly"
-    )

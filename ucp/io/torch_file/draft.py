@@ -11,7 +11,7 @@ each slice goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
@@ -19,15 +19,15 @@ from pathlib import PurePath
 
 from ucp.core.dtypes import DType
 from ucp.core.index import Index
-from ucp.core.layout import Layout
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.pickle_values import rebuild
 from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
-from ucp.io.torch_file.copy_extras import grafted
 from ucp.io.torch_file.layout import NewStorage, NewTensor, layout_torch_zip
 
-__all__ = ["Drafted", "FileDraft", "Part", "layouts_of", "target_plan"]
+__all__ = ["Drafted", "FileDraft", "Part", "grafted", "layouts_of", "target_plan", "torch_file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,14 @@ def target_plan(
     *,
     notes: Iterable[str],
     topology: Topology | None = None,
+    axes_of: Callable[[str], Sequence[AxisLayout]] = lambda _: (),
     names_rounded: bool = False,
 ) -> TargetPlan:
     """The plan of all files, in the order given.
 
-    `topology`: of the run that loads them, where only one can. `names_rounded`: see `ucp.core.target.casts`.
+    `topology`: of the run that loads them, where only one can. `axes_of`: the axes of that run over which a parameter
+    lies, outermost first, each taken where the layouts of the files do not have it. `names_rounded`: see
+    `ucp.core.target.casts`.
     """
     placements = tuple(place for own in drafted for place in own.placements)
     layouts: dict[tuple[str, str], Layout] = {}
@@ -79,6 +82,15 @@ def target_plan(
         for key, layout in own.layouts.items():
             if key not in layouts or len(layout.every) > len(layouts[key].every):  # a master, not the model's weight
                 layouts[key] = layout
+    for param, state in dict.fromkeys((place.slice.param, place.slice.state) for place in placements):
+        atom = index.atoms[param]
+        if atom.is_count(state) or atom.states[state].global_shape != atom.global_shape:
+            continue
+        inner = layouts.get((param, state), Layout())
+        names = {axis.axis for axis in inner.every}
+        outer = tuple(axis for axis in axes_of(param) if axis.axis not in names)
+        if outer:
+            layouts[param, state] = Layout((*outer, *inner.axes), inner.flat)
     return TargetPlan(
         files=tuple(own.file for own in drafted),
         placements=placements,
@@ -140,3 +152,32 @@ class FileDraft:
         file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=literals, crcs=layout.crcs)
         layouts = layouts_of(part for _, part in self._filled)
         return Drafted(file, tuple(places), tuple(copies), layouts)
+
+
+def torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
+    """The file, and the copies that bring its tensors over."""
+    moved: dict[NewStorage, TensorRef] = {}
+    layout = layout_torch_zip(grafted(value, moved), folder=PurePath(path).stem)
+    raw = tuple(RawCopy(src=ref, path=path, offset=layout.storages[storage]) for storage, ref in moved.items())
+    return OutputFile(path=path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs), raw
+
+
+def grafted(value: object, moved: dict[NewStorage, TensorRef]) -> object:
+    """`value` with every tensor of the source replaced by a new one, noted in `moved` with where it came from.
+
+    Tensors that shared a place in the source (views of one buffer, tied weights) are each stored whole. Lists, dicts
+    and objects are copied; what was shared stays shared, cycles stay cycles.
+    """
+    tensors: dict[TensorRef, NewTensor] = {}
+
+    def moved_tensor(leaf: object) -> object:
+        if not isinstance(leaf, TensorRef):
+            return leaf
+        if leaf not in tensors:
+            storage = NewStorage(leaf.dtype, leaf.numel)
+            tensors[leaf] = NewTensor(storage=storage, shape=leaf.shape, strides=contiguous_strides(leaf.shape))
+            if leaf.numel:
+                moved[storage] = leaf
+        return tensors[leaf]
+
+    return rebuild(value, moved_tensor)

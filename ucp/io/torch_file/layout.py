@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.target import CrcField, Literal
 from ucp.io.pickle.emit import emit_pickle
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
 
 __all__ = ["NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
@@ -70,7 +70,8 @@ def layout_torch_zip(root: object, *, folder: str = "archive") -> TorchZip:
     for key, storage in enumerate(pickled.storages):
         storages[storage] = plan.reserve(f"data/{key}", storage.nbytes)
     plan.literal("version", b"3\n")
-    plan.literal(".data/serialization_id", _serialization_id(pickled.data))
+    # forty digits, which torch writes for its logs and never reads; ours depend on the pickle alone
+    plan.literal(".data/serialization_id", b"%040d" % (int.from_bytes(sha256(pickled.data).digest()) % 10**40))
     return plan.finish(storages)
 
 
@@ -163,7 +164,12 @@ class _Plan:
                 crcs.append(CrcField(start=member.start, stop=member.stop, at=(member.stop + 4, at + 16)))
             self._known += entry
             at += len(entry)
-        self._known += _end_records(len(self._members), start=directory, stop=at)
+        # the zip64 end record, its locator and the end record; torch writes all three into every file
+        count, length = len(self._members), at - directory
+        self._known += pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, directory)
+        self._known += pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
+        few, sizes = min(count, 0xFFFF), (min(length, UINT32_MAX), min(directory, UINT32_MAX))
+        self._known += pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
         nbytes = self._cursor
         self._flush()
         return TorchZip(nbytes=nbytes, literals=tuple(self._literals), crcs=tuple(crcs), storages=storages)
@@ -182,17 +188,3 @@ class _Plan:
     def _flush(self) -> None:
         self._literals.append(Literal(self._known_at, bytes(self._known)))
         self._known = bytearray()
-
-
-def _end_records(count: int, *, start: int, stop: int) -> bytes:
-    """The zip64 end record, its locator and the end record; torch writes all three into every file."""
-    wide = pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, stop - start, start)
-    locator = pack("<4sIQI", b"PK\x06\x07", 0, stop, 1)
-    few = min(count, 0xFFFF)
-    sizes = (min(stop - start, UINT32_MAX), min(start, UINT32_MAX))
-    return wide + locator + pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
-
-
-def _serialization_id(pickled: bytes) -> bytes:
-    """Forty digits, which torch writes for its logs and never reads; ours depend on the pickle alone."""
-    return b"%040d" % (int.from_bytes(sha256(pickled).digest()) % 10**40)

@@ -8,6 +8,7 @@ the object is read twice: once to learn the kinds of the storages, once with the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.unpickle import Parsed, TruncatedPickleError, parse_pickle
@@ -42,14 +43,26 @@ def read_legacy(window: Window) -> object:
     if system.get("little_endian") is not True:
         raise UnsupportedError(f"{window.where}: expected little-endian elements. Load it with torch and save it again")
     seen: dict[str, StorageId] = {}
+    storages: dict[str, StorageRef] = {}
+
+    def note(pid: object) -> object:
+        """Remember a storage of the object; what stands in its place is never looked into."""
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+            return pid[1]
+        asked = StorageId.parse(pid)
+        first = seen.setdefault(asked.key, asked)
+        if (first.kind, first.numel) != (asked.kind, asked.numel):
+            raise ValueError(f"a storage {asked.key!r} of two kinds or lengths")
+        return _view(storages[asked.key], asked) if storages else None
+
     place = reader.at
-    reader.next(lambda pid: _note(seen, pid))
+    reader.next(note)
     keys = reader.next().value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(keys) != set(seen):
         raise MalformedError(f"{window.where}: its list of storages does not fit its object. Copy the file again")
-    storages = _walk(window, keys, seen, start=reader.at)
+    storages.update(_walk(window, keys, seen, start=reader.at))
     reader.at = place
-    return reader.next(lambda pid: _found(storages, pid)).value
+    return reader.next(note).value
 
 
 class _Pickles:
@@ -74,28 +87,14 @@ class _Pickles:
                 return parsed
 
 
-def _note(seen: dict[str, StorageId], pid: object) -> object:
-    """Remember a storage of the object; the place-holder is never looked into."""
-    if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
-        return pid[1]
-    asked = StorageId.parse(pid)
-    first = seen.setdefault(asked.key, asked)
-    if (first.kind, first.numel) != (asked.kind, asked.numel):
-        raise ValueError(f"a storage {asked.key!r} of two kinds or lengths")
-    return None
-
-
-def _found(storages: dict[str, StorageRef], pid: object) -> object:
-    if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
-        return pid[1]
-    asked = StorageId.parse(pid)
-    whole = storages[asked.key]
+def _view(whole: StorageRef, asked: StorageId) -> StorageRef:
+    """The part of a storage that is asked for."""
     if asked.view is None:
         return whole
     start, count = (n * asked.itemsize for n in asked.view)
     if start + count > whole.nbytes:
         raise ValueError(f"a view past the end of storage {asked.key!r}")
-    return StorageRef(path=whole.path, offset=whole.offset + start, nbytes=count, kind=whole.kind, dtype=whole.dtype)
+    return replace(whole, offset=whole.offset + start, nbytes=count)
 
 
 def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start: int) -> dict[str, StorageRef]:

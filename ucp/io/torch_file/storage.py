@@ -1,8 +1,12 @@
-"""Storages and the tensors that view them, as references.
+"""Storages and the tensors that view them: as references, and those that are to be written.
 
 torch pickles a tensor as a call of a rebuild function on a storage, and a storage as a persistent id
 `("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive says where the storage
 lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `LEFT_INERT`.
+
+>>> storage = NewStorage(DType.FLOAT32, 6)
+>>> NewTensor(storage=storage, shape=(2, 3), strides=(3, 1)).storage.nbytes
+24
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from ucp.core.tensor import TensorRef
 __all__ = [
     "LEFT_INERT",
     "STORAGE_CLASSES",
+    "NewStorage",
+    "NewTensor",
     "StorageId",
     "StorageRef",
     "rebuilt_parameter",
@@ -83,28 +89,19 @@ class StorageId(NamedTuple):
         """Read a persistent id. Raises ValueError when it is none of torch's."""
         match pid:
             case ("storage", GlobalName() as kind, str(key), _, int(numel), *rest) if 0 <= numel < _MOST:
-                dtype, itemsize = _kind(kind)
-                return cls(kind=kind, dtype=dtype, itemsize=itemsize, key=key, numel=numel, view=_viewed(rest))
+                known = _KINDS.get(kind.qualname) if kind.module in _MODULES else None
+                if known is None:
+                    raise ValueError(f"expected a storage class of torch; got {kind}")
+                match rest:
+                    case [] | [None]:
+                        view = None
+                    case [(str(), int(start), int(count))] if 0 <= start < _MOST and 0 <= count < _MOST:
+                        view = start, count
+                    case _:
+                        raise ValueError("expected the view of a storage (key, start, count) in its persistent id")
+                return cls(kind=kind, dtype=known[0], itemsize=known[1], key=key, numel=numel, view=view)
             case _:
                 raise ValueError("expected the persistent id of a storage (class, key, location, numel)")
-
-
-def _viewed(rest: list[object]) -> tuple[int, int] | None:
-    """View of a storage in the last part of a persistent id, which only legacy files have."""
-    match rest:
-        case [] | [None]:
-            return None
-        case [(str(), int(start), int(count))] if 0 <= start < _MOST and 0 <= count < _MOST:
-            return start, count
-        case _:
-            raise ValueError("expected the view of a storage (key, start, count) in its persistent id")
-
-
-def _kind(kind: GlobalName) -> tuple[DType | None, int]:
-    known = _KINDS.get(kind.qualname) if kind.module in _MODULES else None
-    if known is None:
-        raise ValueError(f"expected a storage class of torch; got {kind}")
-    return known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +156,9 @@ def rebuilt_parameter(args: tuple[object, ...]) -> object:
 
 def _is_lazy(metadata: object) -> bool:
     """Whether the elements stand for their conjugate or negative (torch._utils.get_tensor_metadata)."""
-    if metadata is None or (isinstance(metadata, dict) and not metadata):
+    if metadata is None:
         return False
-    return not _all_false(metadata)
-
-
-def _all_false(metadata: object) -> bool:
-    return type(metadata) is dict and all(flag is False for flag in metadata.values())
+    return not isinstance(metadata, dict) or any(flag is not False for flag in metadata.values())
 
 
 def _view(
@@ -193,3 +186,43 @@ def _integers(values: tuple[object, ...]) -> tuple[int, ...]:
             f"expected at most {_MOST_DIMS} integers from 0 to {_MOST - 1} as sizes and strides of a tensor"
         )
     return integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewStorage:
+    """Elements to be written, shared by the tensors that view them; two storages are never equal."""
+
+    dtype: DType
+    """Element type."""
+    numel: int
+    """Elements."""
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise ValueError(f"expected a number of elements >= 0; got {self.numel}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewTensor:
+    """A tensor to be written: a view of a new storage."""
+
+    storage: NewStorage
+    """Where its elements will lie."""
+    offset: int = 0
+    """Element of the storage that is [0, ..., 0]."""
+    shape: tuple[int, ...]
+    """Elements per dim."""
+    strides: tuple[int, ...]
+    """Elements to step in the storage per dim."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides) or min((self.offset, *self.shape, *self.strides)) < 0:
+            raise ValueError(f"not a tensor: shape {self.shape}, strides {self.strides}, offset {self.offset}")
+        last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        if 0 not in self.shape and last >= self.storage.numel:
+            raise ValueError(f"a tensor of shape {self.shape} lies past the end of {self.storage}")

@@ -182,14 +182,10 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
         raise _damaged(window, f"expected the end record of a zip archive at byte {max(end, 0)}; got other bytes")
     _, disk, first_disk, here, count, nbytes, start, comment = _END.unpack(window.read(end, _END.size))
     locator = end - _LOCATOR.size
-    if locator >= 0 and window.read(locator, 4) == b"PK\x06\x07":
-        return _find_directory64(window, locator)
-    if (disk, first_disk, comment) != (0, 0, 0) or here != count or start + nbytes != end:
-        raise _damaged(window, "its end record does not fit its length")
-    return start, end, count
-
-
-def _find_directory64(window: Window, locator: int) -> tuple[int, int, int]:
+    if locator < 0 or window.read(locator, 4) != b"PK\x06\x07":
+        if (disk, first_disk, comment) != (0, 0, 0) or here != count or start + nbytes != end:
+            raise _damaged(window, "its end record does not fit its length")
+        return start, end, count
     _, disk, record, disks = _LOCATOR.unpack(window.read(locator, _LOCATOR.size))
     if record + _END64.size != locator or disk != 0 or disks > 1:
         raise _damaged(window, "its zip64 locator does not fit its length")
@@ -211,26 +207,21 @@ def _entry(window: Window, data: bytes, at: int) -> tuple[ZipMember, int]:
     stop = extra_at + extra_nbytes + comment_nbytes
     if magic != b"PK\x01\x02" or stop > len(data):
         raise _damaged(window, f"no member at byte {at} of its directory")
-    name = _name(window, data[name_at:extra_at])
+    try:
+        name = data[name_at:extra_at].decode()
+    except UnicodeDecodeError:
+        raise _damaged(window, f"a member name is not UTF-8: {data[name_at : name_at + 80]!r}") from None
     if method or flags & 0x0041:
         raise UnsupportedError(
             f"{window.where}: member {name!r} is {_DEFLATED.get(method, 'encrypted or compressed')}; "
             "expected stored members, as torch.save writes them. Unpack the archive and zip it again with `zip -0`"
         )
     if UINT32_MAX in (stored, nbytes, header):
-        sizes = _zip64(window, data[extra_at : extra_at + extra_nbytes], (nbytes, stored, header))
-        nbytes, stored, header = sizes
+        nbytes, stored, header = _zip64(window, data[extra_at : extra_at + extra_nbytes], (nbytes, stored, header))
     if stored != nbytes:
         raise _damaged(window, f"stored member {name!r} has {stored} bytes for {nbytes}")
     member = ZipMember(name=name, name_nbytes=name_nbytes, header=header, nbytes=nbytes, crc32=crc32, flags=flags)
     return member, stop
-
-
-def _name(window: Window, name: bytes) -> str:
-    try:
-        return name.decode("utf-8")
-    except UnicodeDecodeError:
-        raise _damaged(window, f"a member name is not UTF-8: {name[:80]!r}") from None
 
 
 def _zip64(window: Window, extra: bytes, sizes: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ucp.live.exchange.checksums import check_records, verify
-from ucp.live.exchange.loads import Places, copy_in, landings
-from ucp.live.exchange.read_shares import ALIGNMENT, Segment, Window
-from ucp.live.exchange.reading import THREAD_NBYTES, Reader, Reading
+from ucp.live.exchange.loads import Places
+from ucp.live.exchange.read_shares import Window
+from ucp.live.exchange.reading import THREAD_NBYTES, Reading, start_reading
 from ucp.live.exchange.stages import STATUS, Room, Stage, plan_stages
 from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.transfer.gather import Reader
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Buffers", "carry"]
-
+__all__ = ["carry"]
 
 T = TypeVar("T")
 
@@ -56,12 +55,14 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
         On all ranks the same; the tensors may be partly filled.
     """
     started = time.perf_counter()
-    shaped = together(ranks, lambda: landings(items, into))
+    shapes = (own.slice.local_shape if own.slice.is_whole else None for own in items)
+    shaped = together(
+        ranks, lambda: [own if to is None else own.detach().view(to) for to, own in zip(shapes, into, strict=True)]
+    )
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
-    reader = Reader(threads=threads, tracked=frozenset(record.path for record in options.records))
-    with closing(reader):
+    with Reader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
         work = together(
             ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
         )
@@ -104,7 +105,7 @@ class _Work:
         self._memory = memory
         self._failure: Exception | None = None
         self._is_stopped = False
-        self._buffers = Buffers(stages, into, ranks, memory=memory)
+        self._buffers = _Buffers(stages, into, ranks, memory=memory)
         self.peak_nbytes = self._buffers.nbytes
         self.received = 0
         self.wanted = 0
@@ -113,8 +114,7 @@ class _Work:
         """Go through all stages. Raises what this rank failed with; call it through `together`."""
         observer = self._options.observer
         if observer is not None:
-            loads = (own.slice for stage in self._stages for own in stage.loads)
-            nbytes = sum(own.nbytes for own in loads)
+            nbytes = sum(load.slice.nbytes for stage in self._stages for load in stage.loads)
             self._try(lambda: observer.begin(title="load", nbytes=nbytes))
         for stage, window, buffer, reading in self._read_ahead():
             self._finish(stage, window, buffer, reading)
@@ -137,30 +137,23 @@ class _Work:
         begun: list[tuple[Stage, Window, torch.Tensor, Reading | None]] = []
         for number, (stage, window) in enumerate(self._windows()):
             buffer = self._buffers.parts[number % 2]
-            start = partial(self._start, stage, window, buffer)
-            begun.append((stage, window, buffer, self._try(start)))
+            begun.append((stage, window, buffer, self._try(partial(self._start, stage, window, buffer))))
             if number:
                 yield begun.pop(0)
         yield from begun
 
     def _windows(self) -> Iterator[tuple[Stage, Window]]:
-        *shared, own = self._stages
-        for stage in shared:
-            for window in stage.windows():
-                yield stage, window
-        for stage in (*(stage for stage in shared if stage.is_left), own):
-            for is_in_place in (True, False):
-                yield from self._alone(stage, is_in_place=is_in_place)
-
-    def _alone(self, stage: Stage, *, is_in_place: bool) -> Iterator[tuple[Stage, Window]]:
-        """What is left of a stage, for this rank alone; `is_in_place`: what is read straight to where it lands."""
-        rest = stage.rest(
-            self._ranks.rank, self._memory, lambda load: (self._places.memory(load) is not None) is is_in_place
-        )
-        for window in rest.windows():
-            if self._is_stopped:
-                return
-            yield rest, window
+        """What is exchanged, then what is left for this rank alone; first what is read straight to where it lands."""
+        *shared, alone = self._stages
+        yield from ((stage, window) for stage in shared for window in stage.windows())
+        for stage in (*(stage for stage in shared if stage.is_left), alone):
+            for is_direct in (True, False):
+                places = [(self._places.memory(load) is not None) is is_direct for load in stage.loads]
+                rest = stage.rest(self._ranks.rank, self._memory, places)
+                for window in rest.windows():
+                    if self._is_stopped:
+                        return
+                    yield rest, window
 
     def _start(self, stage: Stage, window: Window, buffer: torch.Tensor) -> Reading:
         mine = stage.members.index(self._ranks.rank)
@@ -169,18 +162,14 @@ class _Work:
             low = number * (window.round_nbytes + STATUS)
             memory = buffer[low : low + window.round_nbytes].numpy().data
             for segment in window.segments(mine, number):
+                load, view = stage.loads[segment.load], memory[segment.offset : segment.offset + segment.nbytes]
+                place = self._places.memory(load) if len(stage.members) == 1 else None
+                if place is not None:
+                    at = (segment.start - load.slice.start) * segment.itemsize
+                    view = place[at : at + segment.nbytes]
                 segments.append(segment)
-                views.append(self._view(stage, segment, memory))
-        return self._reader.start(stage.loads, segments, views)
-
-    def _view(self, stage: Stage, segment: Segment, memory: memoryview) -> memoryview:
-        """Where a segment is read to: what is not exchanged, straight to its place if that can be."""
-        load = stage.loads[segment.load]
-        place = self._places.memory(load) if len(stage.members) == 1 else None
-        if place is None:
-            return memory[segment.offset : segment.offset + segment.nbytes]
-        low = (segment.start - load.slice.start) * segment.itemsize
-        return place[low : low + segment.nbytes]
+                views.append(view)
+        return start_reading(self._reader, stage.loads, segments, views)
 
     def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading | None) -> None:
         """Bring a window to its place, as soon as this rank's part of it is read."""
@@ -200,7 +189,13 @@ class _Work:
 
     def _gathered(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of all members, unless one of them has failed: then the stage is over."""
-        _tell(part[window.round_nbytes :], stage, is_stopped=self._is_stopped)
+        import torch
+
+        status = part[window.round_nbytes :].zero_()
+        status[0] = int(self._is_stopped)
+        if stage.measured:  # the shortest times of its windows
+            least = [min(column) for column in zip(*stage.measured, strict=True)]
+            status[_WORD : 3 * _WORD].view(torch.float64).copy_(torch.tensor(least, dtype=torch.float64))
         whole = self._buffers.gathered(len(stage.members), part.numel())
         self._ranks.gather(self._buffers.sent(part), whole, stage.members)
         self.received += (len(stage.members) - 1) * part.numel()
@@ -208,7 +203,10 @@ class _Work:
         if bool(heard[:, 0].any()):
             stage.is_over = self._is_stopped = True
         elif self._options.exchange is Exchange.AUTO and len(stage.measured) == _SAMPLES:
-            stage.is_left = _is_direct_faster(heard)
+            # whether the members would be done sooner if each read all, at the pace that they all read at; reading goes
+            # on while parts are gathered and put in place
+            read, moved = heard[:, _WORD : 3 * _WORD].contiguous().view(torch.float64).amax(dim=0).tolist()
+            stage.is_left = bool(len(heard) * read < max(read, moved))
         return whole.unbind(0)
 
     def _put(self, stage: Stage, window: Window, number: int, parts: Sequence[torch.Tensor]) -> None:
@@ -220,34 +218,13 @@ class _Work:
                 if len(parts) == 1 and self._places.memory(load) is not None:
                     continue
                 values = part[segment.offset : segment.offset + segment.nbytes]
-                copy_in(self._places.pieces(load, segment, values))
+                for spot, piece in self._places.pieces(load, segment, values):
+                    spot.copy_(piece)
         if self._options.observer is not None:
             self._options.observer.advance(nbytes)
 
 
-def _tell(status: torch.Tensor, stage: Stage, *, is_stopped: bool) -> None:
-    """Fill in the bytes after a part: whether this rank has failed, and the shortest times of its windows."""
-    import torch
-
-    status.zero_()
-    status[0] = int(is_stopped)
-    if stage.measured:
-        least = [min(column) for column in zip(*stage.measured, strict=True)]
-        status[_WORD : 3 * _WORD].view(torch.float64).copy_(torch.tensor(least, dtype=torch.float64))
-
-
-def _is_direct_faster(heard: torch.Tensor) -> bool:
-    """Whether the members would be done sooner if each read all: so many parts, at the pace that they all read at.
-
-    `heard`: the bytes after their parts [members, bytes]. Reading goes on while parts are gathered and put in place.
-    """
-    import torch
-
-    read, moved = heard[:, _WORD : 3 * _WORD].contiguous().view(torch.float64).amax(dim=0).tolist()
-    return bool(len(heard) * read < max(read, moved))
-
-
-class Buffers:
+class _Buffers:
     """What all stages of a rank need, one after another; pinned where it goes to or from a device."""
 
     def __init__(self, stages: Sequence[Stage], into: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
@@ -255,11 +232,10 @@ class Buffers:
 
         shared = stages[:-1]
         places = Places(into)
-        rooms = [_shrunk(stage) for stage in shared]
+        rooms = [stage.needed() for stage in shared]
         alone = [load for stage in stages for load in stage.loads if places.memory(load) is None]
         if alone:  # also what the members of a set may come to read for themselves
-            left = Stage(members=(ranks.rank,), loads=alone, room=Room.within(memory, 1))
-            rooms.append(_shrunk(left))
+            rooms.append(Stage(members=(ranks.rank,), loads=alone, room=Room.within(memory, 1)).needed())
         part = max((-(-one.part_nbytes // one.round_nbytes) * (one.round_nbytes + STATUS) for one in rooms), default=0)
         longest = max((one.round_nbytes + STATUS for one in rooms), default=0)
         parts = (len(stage.members) * (one.round_nbytes + STATUS) for stage, one in zip(shared, rooms, strict=False))
@@ -280,14 +256,3 @@ class Buffers:
         if self._sent is None:
             return part
         return self._sent[: part.numel()].copy_(part, non_blocking=True)
-
-
-def _shrunk(stage: Stage) -> Room:
-    """The room that a stage takes, little where it carries little; multiples of `ALIGNMENT`, as windows are."""
-    total = sum(own.slice.nbytes + ALIGNMENT for own in stage.loads)
-    part = _aligned(min(stage.room.part_nbytes, -(-total // len(stage.members))))
-    return Room(part_nbytes=part, round_nbytes=min(max(stage.room.round_nbytes // ALIGNMENT, 1) * ALIGNMENT, part))
-
-
-def _aligned(nbytes: int) -> int:
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT

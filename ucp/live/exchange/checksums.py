@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
 from ucp.live.exchange.loads import Load, Places, bytes_of, own_load
-from ucp.live.exchange.read_shares import Window, share_out
-from ucp.live.exchange.reading import Reader
+from ucp.live.exchange.read_shares import share_out
+from ucp.live.exchange.reading import start_reading
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
 from ucp.transfer.checksums import gaps, mismatches
-from ucp.transfer.gather import Span
-from ucp.transfer.plan.tasks import BLOCK
+from ucp.transfer.gather import Reader, Span
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +41,13 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     `records`: the same on all ranks. Raises CorruptError, on all ranks.
     """
     ordered = sorted(records, key=_start)
-    spans = together(ranks, lambda: _told(ordered, reader, ranks))
+    spans = together(ranks, lambda: _spans_of_all(ordered, reader, ranks))
     mine = ordered[ranks.rank :: ranks.count]
-    checked = _worth_it(mine, gaps(mine, spans))
-    stretches = [
-        (path, low, min(BLOCK, offset + nbytes - low))
-        for path, offset, nbytes in gaps(checked, spans)
-        for low in range(offset, offset + nbytes, BLOCK)
-    ]
-    more = together(ranks, lambda: reader.scan(stretches))
+    starts, lacking = [_start(record) for record in mine], Counter[int]()
+    for path, offset, nbytes in gaps(mine, spans):
+        lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
+    checked = [record for at, record in enumerate(mine) if lacking[at] <= max(_LITTLE, record.nbytes // 8)]
+    more = together(ranks, lambda: reader.scan(gaps(checked, spans)))
     kept = {_start(record) for record in checked}
     left = {record.path for record in mine if _start(record) not in kept}
     told = ranks.share((mismatches(checked, [*spans, *more]), left))
@@ -66,7 +62,7 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     return frozenset(record.path for record in records).difference(*(own for _, own in told))
 
 
-def _told(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
+def _spans_of_all(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
     """What all ranks read of the records that this one looks after."""
     import numpy as np
 
@@ -77,22 +73,8 @@ def _told(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]
         if number >= 0 and ordered[number].path == span.path:
             told[number % ranks.count] += (number, span.offset - starts[number][1], span.nbytes, span.crc32)
     heard = ranks.swap([np.array(numbers, dtype=np.uint64) for numbers in told])
-    return [_span(numbers, ordered) for own in heard for numbers in own.reshape(-1, _FIELDS).tolist()]
-
-
-def _span(numbers: Sequence[int], ordered: Sequence[Record]) -> Span:
-    number, offset, nbytes, crc32 = numbers
-    record = ordered[number]
-    return Span(record.path, record.offset + offset, nbytes, crc32)
-
-
-def _worth_it(records: Sequence[Record], missing: Sequence[tuple[str, int, int]]) -> list[Record]:
-    """Records, in increasing order, of which little enough is missing."""
-    starts = [_start(record) for record in records]
-    lacking: Counter[int] = Counter()
-    for path, offset, nbytes in missing:
-        lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
-    return [own for at, own in enumerate(records) if lacking[at] <= max(_LITTLE, own.nbytes // 8)]
+    rows = (row for numbers in heard for row in numbers.reshape(-1, _FIELDS).tolist())
+    return [Span(ordered[at].path, ordered[at].offset + low, nbytes, crc32) for at, low, nbytes, crc32 in rows]
 
 
 def _start(record: Record) -> tuple[str, int]:
@@ -107,8 +89,8 @@ def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks
     loads = [own_load(number, item) for number, item in enumerate(items) if item.slice.nbytes]
 
     def compare() -> None:
-        with closing(Reader(threads=1, tracked=frozenset())) as reader:
-            differing = list(dict.fromkeys(at for at in _differing(loads, Places(into), reader, memory // 2)))
+        with Reader(1) as reader:
+            differing = list(dict.fromkeys(_differing(loads, Places(into), reader, memory // 2)))
         if differing:
             names = (f"{items[at].name}/{items[at].state}" for at in differing)
             many = counted(len(differing), "tensor in memory differs", "tensors in memory differ")
@@ -120,30 +102,19 @@ def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks
     together(ranks, compare)
 
 
-def _differing(loads: Sequence[Load], places: Places, reader: Reader, nbytes: int) -> list[int]:
+def _differing(loads: Sequence[Load], places: Places, reader: Reader, nbytes: int) -> Iterator[int]:
     """Items that differ."""
     import torch
 
-    found = []
-    windows: Sequence[Window] = list(
-        share_out([own.slice for own in loads], costs=[own.cost for own in loads], readers=1, part_nbytes=nbytes)
-    )
+    slices = [load.slice for load in loads]
+    windows = list(share_out(slices, costs=[load.cost for load in loads], readers=1, part_nbytes=nbytes))
     buffer = torch.empty(max((window.part_nbytes for window in windows), default=0), dtype=torch.uint8)
     for window in windows:
         segments = list(window.segments(0))
         parts = [buffer[own.offset : own.offset + own.nbytes] for own in segments]
-        reader.start(loads, segments, [part.numpy().data for part in parts]).finish()
+        start_reading(reader, loads, segments, [part.numpy().data for part in parts]).finish()
         for segment, part in zip(segments, parts, strict=True):
             load = loads[segment.load]
-            pieces = places.pieces(load, segment, part)
-            if not all(_same(spot, values) for spot, values in pieces):
-                found.append(load.item)
-    return found
-
-
-def _same(spot: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    import torch
-
-    held, wanted = (bytes_of(own.cpu().contiguous()) for own in (spot, values))
-    return torch.equal(held, wanted)
+            pairs = ([bytes_of(own.cpu().contiguous()) for own in pair] for pair in places.pieces(load, segment, part))
+            if not all(torch.equal(memory, values) for memory, values in pairs):
+                yield load.item

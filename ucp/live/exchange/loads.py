@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
@@ -23,7 +23,7 @@ from ucp.transfer.plan.tiles import is_crosswise, source_order
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Load", "Places", "bytes_of", "copy_in", "landings", "loads_of", "own_load"]
+__all__ = ["Load", "Places", "bytes_of", "loads_of", "own_load"]
 
 
 _COSTLY = 1.5
@@ -57,7 +57,7 @@ class Load:
 def own_load(number: int, item: LoadItem) -> Load:
     """An item, number `number` of this rank, as one rank alone carries it."""
     own = Load(item=number, slice=item.slice, source=item.source)
-    return _turned(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
+    return _permuted(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
 
 
 def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
@@ -72,49 +72,32 @@ def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
     return alone, replace(own, slice=whole, pairs=own.slice.pairs)
 
 
-def _turned(own: Load) -> Load:
+def _permuted(own: Load) -> Load:
     """The same with the dims in the order of the source, where that is another one and can be told of all pieces."""
     order = source_order(own.source)
-    refs = [fragment.ref for fragment in own.source.fragments]
     if order == tuple(sorted(order)) or not own.slice.is_whole:
         return own
-    if not all(isinstance(ref, TensorRef) and not ref.codec for ref in refs):
-        return own
+
+    def reorder(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in order)
+
+    def permute(box: Box) -> Box:
+        return Box(reorder(box.offsets), reorder(box.sizes))
+
     pieces = []
     for fragment in own.source.fragments:
         ref = fragment.ref
-        assert isinstance(ref, TensorRef)
-        turned = ref.strided(0, _in_order(ref.shape, order), _in_order(ref.strides, order))
-        pieces.append(replace(fragment, box=_box(fragment.box, order), ref=turned))
+        if not isinstance(ref, TensorRef) or ref.codec:
+            return own
+        permuted = ref.strided(0, reorder(ref.shape), reorder(ref.strides))
+        pieces.append(replace(fragment, box=permute(fragment.box), ref=permuted))
+    pairs = tuple(RegionPair(permute(pair.whole), permute(pair.local)) for pair in own.slice.pairs)
     return replace(
         own,
-        slice=replace(
-            own.slice,
-            pairs=tuple(
-                replace(pair, whole=_box(pair.whole, order), local=_box(pair.local, order)) for pair in own.slice.pairs
-            ),
-            local_shape=_in_order(own.slice.local_shape, order),
-        ),
-        source=replace(own.source, global_shape=_in_order(own.source.global_shape, order), fragments=tuple(pieces)),
+        slice=replace(own.slice, pairs=pairs, local_shape=reorder(own.slice.local_shape)),
+        source=replace(own.source, global_shape=reorder(own.source.global_shape), fragments=tuple(pieces)),
         dims=order,
     )
-
-
-def _box(box: Box, order: tuple[int, ...]) -> Box:
-    return Box(_in_order(box.offsets, order), _in_order(box.sizes, order))
-
-
-def _in_order(values: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(values[dim] for dim in order)
-
-
-class _Boxed(NamedTuple):
-    """A landing tensor whose elements do not lie in the order of the slice."""
-
-    target: torch.Tensor
-    """With its dims in the order of the slice."""
-    pairs: tuple[RegionPair, ...]
-    """Which boxes of the slice go where."""
 
 
 class Places:
@@ -135,7 +118,9 @@ class Places:
             low = (segment.start - load.slice.start) * segment.itemsize
             yield flat[low : low + segment.nbytes], values
             return
-        target, pairs = self._boxed(load)
+        own, whole = self._into[load.item].detach(), Box.whole(load.slice.local_shape)
+        target = own.permute(load.dims) if load.dims else own
+        pairs = (RegionPair(whole, whole),) if load.pairs is None else load.pairs
         elements = values.view(target.dtype)
         for box, position in local_flat_pairs(load.slice.local_shape, segment.start, segment.stop):
             block = elements[position : position + box.numel].view(box.sizes)
@@ -151,34 +136,12 @@ class Places:
             return None
         return bytes_of(own)
 
-    def _boxed(self, load: Load) -> _Boxed:
-        own = self._into[load.item].detach()
-        target = own.permute(load.dims) if load.dims else own
-        if load.pairs is not None:
-            return _Boxed(target, load.pairs)
-        whole = Box.whole(load.slice.local_shape)
-        return _Boxed(target, (RegionPair(whole, whole),))
-
-
-def landings(items: Sequence[LoadItem], into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The landing tensors, those of whole local tensors in their shape."""
-    shapes = (own.slice.local_shape if own.slice.is_whole else None for own in items)
-    return [
-        tensor if shape is None else tensor.detach().view(shape) for shape, tensor in zip(shapes, into, strict=True)
-    ]
-
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor (whose strides may be anything where it has one element)."""
     import torch
 
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def copy_in(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put everything where it belongs."""
-    for spot, values in pieces:
-        spot.copy_(values)
 
 
 def _at(shared: Box, within: Box, origin: Box) -> tuple[slice, ...]:

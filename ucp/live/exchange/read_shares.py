@@ -23,7 +23,7 @@ from itertools import groupby
 
 from ucp.core.slices import Slice
 
-__all__ = ["ALIGNMENT", "Segment", "Window", "share_out"]
+__all__ = ["ALIGNMENT", "Segment", "Window", "aligned", "share_out"]
 
 ALIGNMENT = 16
 """Bytes; a multiple of every itemsize, so that a part never ends inside an element."""
@@ -101,8 +101,14 @@ def share_out(
     order = sorted(range(len(slices)), key=lambda load: costs[load])
     for _, alike in groupby(order, key=lambda load: costs[load]):
         for some in _packed([(load, starts[load], slices[load]) for load in alike], room):
-            some.sort(key=lambda own: (slices[own.load].state, own.load))
-            yield _laid(some, readers, round_nbytes or room)
+            laid: list[Segment] = []
+            at = 0
+            for own in sorted(some, key=lambda own: (slices[own.load].state, own.load)):
+                laid.append(replace(own, offset=at))
+                at += aligned(own.nbytes)
+            part = aligned(-(-at // readers))
+            most = max((round_nbytes or room) // ALIGNMENT, 1) * ALIGNMENT
+            yield Window(laid=tuple(laid), part_nbytes=part, round_nbytes=min(most, part))
 
 
 def _packed(own: Sequence[tuple[int, int, Slice]], room: int) -> Iterator[list[Segment]]:
@@ -117,25 +123,12 @@ def _packed(own: Sequence[tuple[int, int, Slice]], room: int) -> Iterator[list[S
                 some, left = [], room
             stop = min(piece.stop, start + left // itemsize)
             some.append(Segment(load=load, start=start, stop=stop, offset=0, itemsize=itemsize))
-            left -= _aligned((stop - start) * itemsize)
+            left -= aligned((stop - start) * itemsize)
             start = stop
     if some:
         yield some
 
 
-def _laid(some: Sequence[Segment], readers: int, round_nbytes: int) -> Window:
-    laid: list[Segment] = []
-    at = 0
-    for own in some:
-        laid.append(replace(own, offset=at))
-        at += _aligned(own.nbytes)
-    part_nbytes = _aligned(-(-at // readers))
-    return Window(
-        laid=tuple(laid),
-        part_nbytes=part_nbytes,
-        round_nbytes=min(max(round_nbytes // ALIGNMENT, 1) * ALIGNMENT, part_nbytes),
-    )
-
-
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The least multiple of `ALIGNMENT` that has so many bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,21 +1,21 @@
-"""Read segments with several threads, in stretches of a few MiB; keep the checksums of what was read."""
+"""Read segments with several threads, in ranges of a few MiB."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.loads import Load
 from ucp.live.exchange.read_shares import Segment
-from ucp.transfer.gather import STRETCH, Gatherer, Sources, Span
+from ucp.transfer.gather import STRETCH, Gatherer, Reader
 
-__all__ = ["THREAD_NBYTES", "Reader", "Reading"]
+__all__ = ["THREAD_NBYTES", "Reading", "start_reading"]
 
 _SPAN = 4 << 20
 """Bytes that a thread reads at a time: what follows one another in a file is read by one call."""
@@ -32,10 +32,7 @@ class Reading:
 
     def finish(self) -> _Done:
         """Wait for all of them. Raises what failed first."""
-        errors = [future.exception() for future in self._futures]
-        for error in errors:
-            if error is not None:
-                raise error
+        wait(self._futures)
         done = [future.result() for future in self._futures]
         return _Done(
             began=min((own.began for own in done), default=0.0),
@@ -61,78 +58,34 @@ class _Done:
         return self.ended - self.began
 
 
-class Reader:
-    """Reads parts of loads."""
+_Batch = list[tuple[Segment, memoryview]]
 
-    def __init__(self, *, threads: int, tracked: frozenset[str]) -> None:
-        self._tracked = tracked
-        self._local = threading.local()
-        self._gatherers: list[Gatherer] = []
-        self._locators: dict[int, Locator] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp-read")
 
-    def start(self, loads: Sequence[Load], segments: Sequence[Segment], views: Sequence[memoryview]) -> Reading:
-        """Begin to fill the views, one per segment of `loads`."""
-        wanted = zip(segments, views, strict=True)
-        return Reading([self._pool.submit(self._fill, loads, batch) for batch in _batches(wanted)])
+def start_reading(
+    reader: Reader, loads: Sequence[Load], segments: Sequence[Segment], views: Sequence[memoryview]
+) -> Reading:
+    """Begin to fill the views, one per segment of `loads`."""
+    locators = {id(own.source): Locator(own.source) for own in (loads[segment.load] for segment in segments)}
 
-    def scan(self, stretches: Sequence[tuple[str, int, int]]) -> list[Span]:
-        """Read (path, offset, bytes), of tracked files, for their checksums only. Raises SourceError."""
-        futures = [self._pool.submit(self._scan, *stretch) for stretch in stretches]
-        return [future.result() for future in futures]
-
-    def spans(self, starts: frozenset[tuple[str, int]]) -> list[Span]:
-        """What was read of tracked files, what follows one another joined but where one of `starts` is between."""
-        joined = Gatherer(sources=Sources(), spans=[span for own in self._gatherers for span in own.spans])
-        joined.join_spans(starts)
-        return joined.spans
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read."""
-        return sum(gatherer.nbytes_read for gatherer in self._gatherers)
-
-    def close(self) -> None:
-        """Stop the threads and close the files."""
-        self._pool.shutdown(cancel_futures=True)
-        for gatherer in self._gatherers:
-            gatherer.sources.close()
-
-    def _fill(self, loads: Sequence[Load], batch: Sequence[tuple[Segment, memoryview]]) -> _Done:
+    def fill(batch: _Batch, gatherer: Gatherer) -> _Done:
         began = time.perf_counter()
         wanted = []
         for segment, view in batch:
             own = loads[segment.load]
-            pieces = resolve(own.slice, self._locator(own), segment.start, segment.stop)
+            pieces = resolve(own.slice, locators[id(own.source)], segment.start, segment.stop)
             wanted.append((view, own.slice.dtype, pieces))
-        self._gatherer().fill_many(wanted)
+        gatherer.fill_many(wanted)
         refs = ((prod(piece.sizes), piece.ref) for _, _, pieces in wanted for piece in pieces)
         nbytes = sum(numel * ref.dtype.itemsize for numel, ref in refs if isinstance(ref, TensorRef))
         return _Done(began=began, ended=time.perf_counter(), wanted=nbytes)
 
-    def _scan(self, path: str, offset: int, nbytes: int) -> Span:
-        gatherer = self._gatherer()
-        gatherer.scan(path, offset, nbytes)
-        return gatherer.spans[-1]
-
-    def _locator(self, own: Load) -> Locator:
-        """That of a source of several pieces is kept: it has sorted them."""
-        if len(own.source.fragments) == 1:
-            return Locator(own.source)
-        return self._locators.setdefault(id(own.source), Locator(own.source))
-
-    def _gatherer(self) -> Gatherer:
-        """That of this thread."""
-        found: Gatherer | None = getattr(self._local, "gatherer", None)
-        if found is None:
-            found = self._local.gatherer = Gatherer(sources=Sources(), tracked=self._tracked)
-            self._gatherers.append(found)
-        return found
+    batches = _batches(zip(segments, views, strict=True))
+    return Reading([reader.submit(partial(fill, batch)) for batch in batches])
 
 
-def _batches(wanted: Iterator[tuple[Segment, memoryview]]) -> Iterator[list[tuple[Segment, memoryview]]]:
+def _batches(wanted: Iterator[tuple[Segment, memoryview]]) -> Iterator[_Batch]:
     """Segments, cut where they are long, of about `_SPAN` bytes together."""
-    batch: list[tuple[Segment, memoryview]] = []
+    batch: _Batch = []
     room = _SPAN
     for segment, view in wanted:
         size = segment.itemsize

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ucp.conversion.collection import no_cycle_collection
 from ucp.core.slices import Slice
 from ucp.live.exchange.loads import Load, loads_of, own_load
-from ucp.live.exchange.read_shares import ALIGNMENT, Window, share_out
+from ucp.live.exchange.read_shares import ALIGNMENT, Window, aligned, share_out
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.read import no_cycle_collection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,10 +47,8 @@ _PROBES = 4
 _PREFIX = re.compile(r"(.*\d)?")
 """A name up to its last number: layers.3.mlp.experts.7 of layers.3.mlp.experts.7.w1.weight."""
 
-_NUMBER = re.compile(r"\d+")
-
-_DIGITS = 8
-"""Of a number that is compared as text."""
+_WORD = 64
+"""Ranks that one number tells of, one per bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +111,17 @@ class Stage:
             done=tuple(self.done),
         )
 
-    def rest(self, rank: int, memory: int, wanted: Callable[[Load], bool]) -> Stage:
-        """What was not begun, of loads that are `wanted`, for `rank` to read alone."""
+    def needed(self) -> Room:
+        """The room that it takes, little where it carries little; multiples of `ALIGNMENT`, as windows are."""
+        total = sum(own.slice.nbytes + ALIGNMENT for own in self.loads)
+        part = max(aligned(min(self.room.part_nbytes, -(-total // len(self.members)))), ALIGNMENT)
+        return Room(part_nbytes=part, round_nbytes=min(max(self.room.round_nbytes // ALIGNMENT, 1) * ALIGNMENT, part))
+
+    def rest(self, rank: int, memory: int, wanted: Sequence[bool]) -> Stage:
+        """What was not begun, of the loads that are `wanted`, for `rank` to read alone."""
         done = self.done or [own.slice.start for own in self.loads]
-        left = [(own, at) for own, at in zip(self.loads, done, strict=True) if at < own.slice.stop and wanted(own)]
+        every = zip(self.loads, done, wanted, strict=True)
+        left = [(own, at) for own, at, is_wanted in every if is_wanted and at < own.slice.stop]
         return Stage(
             members=(rank,),
             loads=[own for own, _ in left],
@@ -130,7 +135,8 @@ def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, 
     """The stages of this rank; the last is what it reads for itself. Collective."""
     wanted = [(at, item) for at, item in enumerate(items) if item.slice.nbytes]
     if ranks.count == 1 or exchange is Exchange.NEVER:
-        return [_stage((ranks.rank,), together(ranks, lambda: [own_load(*one) for one in wanted]), memory)]
+        own_loads = together(ranks, lambda: [own_load(*one) for one in wanted])
+        return [Stage(members=(ranks.rank,), loads=own_loads, room=Room.within(memory, 1))]
     loads = together(ranks, lambda: [loads_of(*one) for one in wanted])
     alone, shared = [own for own, _ in loads], [both for _, both in loads]
     keys = together(ranks, lambda: digests([own.slice for own in shared]))
@@ -145,31 +151,17 @@ def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, 
         if len(members) == 1 or (exchange is Exchange.AUTO and nbytes < _SMALL):
             own += some
         else:
-            stages.append(_stage(members, [shared[at] for at in _in_order(some, shared, keys)], memory))
-    return [*stages, _stage((ranks.rank,), [alone[at] for at in sorted(own)], memory)]
+            ordered = sorted(some, key=lambda at: _place_in_model(shared[at].slice, keys[at]))
+            loads_of_set = [shared[at] for at in ordered]
+            stages.append(Stage(members=members, loads=loads_of_set, room=Room.within(memory, len(members))))
+    return [*stages, Stage(members=(ranks.rank,), loads=[alone[at] for at in sorted(own)], room=Room.within(memory, 1))]
 
 
-def _stage(members: tuple[int, ...], loads: list[Load], memory: int) -> Stage:
-    return Stage(members=members, loads=loads, room=Room.within(memory, len(members)))
-
-
-def _in_order(some: Sequence[int], loads: Sequence[Load], keys: Sequence[int]) -> list[int]:
-    """Layer by layer; all members find the same order."""
-    places: dict[str, str] = {}
-
-    def key(at: int) -> str:
-        own = loads[at].slice
-        match = _PREFIX.match(own.param)
-        prefix = match[0] if match else ""
-        if prefix not in places:
-            places[prefix] = _NUMBER.sub(lambda number: number[0].zfill(_DIGITS), prefix)
-        return f"{places[prefix]}\0{own.param}\0{own.state}\0{keys[at]:x}"
-
-    return sorted(some, key=key)
-
-
-_WORD = 64
-"""Ranks that one number tells of, one per bit."""
+def _place_in_model(piece: Slice, digest: int) -> tuple[str, str, str, str]:
+    """What orders slices layer by layer, alike on all members: numbers in names count as numbers."""
+    match = _PREFIX.match(piece.param)
+    layer = re.sub(r"\d+", lambda number: number[0].zfill(8), match[0] if match else "")
+    return layer, piece.param, piece.state, f"{digest:x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +182,9 @@ def digests(slices: Sequence[Slice]) -> list[int]:
     for own in slices:
         boxes = tuple((pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in own.pairs)
         kind = boxes, own.dtype.value, own.local_shape, own.start, own.stop
-        cut = cuts.get(kind)
-        if cut is None:
-            cut = cuts[kind] = repr(kind)
-        text = f"{own.param}\0{own.state}\0{cut}"
+        if kind not in cuts:
+            cuts[kind] = repr(kind)
+        text = f"{own.param}\0{own.state}\0{cuts[kind]}"
         digest = xxhash.xxh3_128_intdigest(text.encode())
         seen[digest] += 1
         found.append(digest if seen[digest] == 1 else xxhash.xxh3_128_intdigest(f"{text}\0{seen[digest]}".encode()))
@@ -210,11 +201,16 @@ def holders(own: Sequence[int], ranks: Ranks) -> Holders:
     ends = np.cumsum(np.bincount(askers, minlength=ranks.count))[:-1]
     told = ranks.swap([part.reshape(-1) for part in np.split(keys[order], ends)])
     answers = ranks.swap(_answers(told))
-    known: dict[bytes, int] = {}
+    words = -(-ranks.count // _WORD)
+    known: dict[bytes, int] = {}  # sets by their bits, numbered
     numbers = np.zeros(len(own), dtype=np.int64)
     for where, answer in zip(np.split(order, ends), answers, strict=True):
-        numbers[where] = _numbers(answer, known, words=-(-ranks.count // _WORD))
-    return Holders(sets=tuple(_ranks(mask) for mask in known), numbers=tuple(numbers.tolist()))
+        stop = 1 + int(answer[0]) * words
+        table = [known.setdefault(mask.tobytes(), len(known)) for mask in answer[1:stop].reshape(-1, words)]
+        numbers[where] = np.array(table, dtype=np.int64)[answer[stop:].astype(np.int64)]
+    bits = (np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little") for mask in known)
+    sets = tuple(tuple(np.flatnonzero(own).tolist()) for own in bits)
+    return Holders(sets=sets, numbers=tuple(numbers.tolist()))
 
 
 def _answers(told: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -243,19 +239,3 @@ def _answers(told: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         head = np.array([len(used)], dtype=np.uint64)
         answers.append(np.concatenate([head, sets[used].reshape(-1), short.reshape(-1).astype(np.uint64)]))
     return answers
-
-
-def _numbers(answer: NDArray[Any], known: dict[bytes, int], *, words: int) -> NDArray[Any]:
-    """The set of each digest of an answer; `known`: sets by their bits, to which new ones are added."""
-    import numpy as np
-
-    stop = 1 + int(answer[0]) * words
-    table = [known.setdefault(mask.tobytes(), len(known)) for mask in answer[1:stop].reshape(-1, words)]
-    return np.array(table, dtype=np.int64)[answer[stop:].astype(np.int64)]
-
-
-def _ranks(mask: bytes) -> tuple[int, ...]:
-    import numpy as np
-
-    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-    return tuple(np.flatnonzero(bits).tolist())

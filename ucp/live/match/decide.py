@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
 import xxhash
 
-from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments
 from ucp.core.dtypes import DType
 from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
 from ucp.core.tensor import InlineTensor, TensorRef
@@ -22,8 +21,9 @@ from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
 from ucp.live.match.states import match_states, note_rounded
 from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
-from ucp.live.parts import LoadItem
+from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
+from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 
 __all__ = ["Decision", "LoadOptions", "Matching", "Used", "check_agreement", "decide", "match", "used_anywhere"]
 
@@ -104,48 +104,41 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
     matched = fitting(run.model.tensors, named, index, findings)
-    if dtype is not None:
-        _check_dtype(run, index, matched, dtype)
-    groups = () if run.optimizer is None else run.optimizer.groups()
-    own_groups = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
-    present = frozenset(named.values())
-    return Matching(index=index, run=run, present=present, matched=matched, groups=tuple(own_groups), findings=findings)
-
-
-def _check_dtype(run: LiveRun, index: Index, matched: Mapping[str, str], dtype: DType) -> None:
     other = [
         f"{own.name}: {own.dtype}"
         for own in run.model.tensors
         if own.name in matched and index.atoms[matched[own.name]].kind is not Kind.BUFFER
-        if own.dtype.is_floating and own.dtype is not dtype
+        if dtype is not None and own.dtype.is_floating and own.dtype is not dtype
     ]
     if other:
         raise LoadError(
             f"expected floating weights of {dtype}, as dtype says; got\n{listed(other)}\n"
             f"bring the model to it before (model.to(torch.{dtype})), or leave dtype out"
         )
+    groups = () if run.optimizer is None else run.optimizer.groups()
+    own_groups = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
+    present = frozenset(named.values())
+    return Matching(index=index, run=run, present=present, matched=matched, groups=tuple(own_groups), findings=findings)
 
 
 def used_anywhere(matching: Matching, ranks: Ranks) -> Used:
     """Atoms that any rank loads. Collective: a bit for every atom is shared."""
     number = {name: at for at, name in enumerate(matching.index.atoms)}
     stepped = {name for group in matching.groups for name in group.params}
-    told = ranks.share((_bits(matching.present, number), _bits(stepped, number)))
-    present, steps = (_names(each, number) for each in zip(*told, strict=True))
-    return Used(present=present, stepped=steps)
+    used = []
+    for of_ranks in zip(*ranks.share((_bits(matching.present, number), _bits(stepped, number))), strict=True):
+        every = reduce(or_, (int.from_bytes(own, "little") for own in of_ranks)).to_bytes(
+            len(number) // 8 + 1, "little"
+        )
+        used.append(frozenset(name for name, at in number.items() if every[at // 8] >> at % 8 & 1))
+    return Used(present=used[0], stepped=used[1])
 
 
 def _bits(names: Collection[str], number: Mapping[str, int]) -> bytes:
-    held = bytearray(len(number) // 8 + 1)
+    bits = bytearray(len(number) // 8 + 1)
     for name in names:
-        at = number[name]
-        held[at // 8] |= 1 << at % 8
-    return bytes(held)
-
-
-def _names(told: Iterable[bytes], number: Mapping[str, int]) -> frozenset[str]:
-    held = reduce(or_, (int.from_bytes(own, "little") for own in told)).to_bytes(len(number) // 8 + 1, "little")
-    return frozenset(name for name, at in number.items() if held[at // 8] >> at % 8 & 1)
+        bits[number[name] // 8] |= 1 << number[name] % 8
+    return bytes(bits)
 
 
 def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
@@ -159,8 +152,8 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     hyper: list[dict[str, object]] = []
     if run.optimizer is not None:
         hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
-        params = run.optimizer.params(hyper)
         parts = {own.name: own.part for own in tensors}
+        params = [_placed(own, parts, run) for own in run.optimizer.params(hyper)]
         states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
         note_rounded(wants, params, findings)
         wants += states
@@ -176,6 +169,15 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
         hyper=tuple(hyper),
         findings=findings,
     )
+
+
+def _placed(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
+    """What an optimizer of local tensors, or of ranges of them as ZeRO cuts them, steps of the whole model."""
+    if run.is_placed or param.name not in parts:
+        return param
+    held = parts[param.name]
+    apart = {state: held.of_range(own) for state, own in param.apart.items()}
+    return replace(param, part=param.part and held.of_range(param.part), apart=apart)
 
 
 def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> None:
@@ -195,13 +197,13 @@ def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> 
 
 def _plain_groups(index: Index) -> Sequence[ParamGroup]:
     """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
-    return [replace(group, hyper={key: _number(value) for key, value in group.hyper.items()}) for group in index.groups]
 
-
-def _number(value: object) -> object:
-    if isinstance(value, InlineTensor) and value.numel == 1:
-        return viewed(memoryview(value.data), value.dtype)[0].item()
-    if isinstance(value, TensorRef) and value.numel == 1:
+    def plain(value: object) -> object:
+        if not isinstance(value, InlineTensor | TensorRef) or value.numel != 1:
+            return value
+        if isinstance(value, InlineTensor):
+            return viewed(memoryview(value.data), value.dtype)[0].item()
         with open_source(value.path) as file:
             return viewed(memoryview(file.read(value.offset, value.nbytes)), value.dtype)[0].item()
-    return value
+
+    return [replace(group, hyper={key: plain(value) for key, value in group.hyper.items()}) for group in index.groups]

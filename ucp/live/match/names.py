@@ -15,11 +15,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucp.contract.model.arguments import recorded_arguments, said_values
-from ucp.contract.protocols import ParamOrder, SourceOptions
+from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.conversion.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
-from ucp.conversion.source.read import index_of
-from ucp.conversion.values import Naming
 from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import Made
@@ -29,6 +26,8 @@ from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, together
+from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.source.read import index_of
 
 if TYPE_CHECKING:
     from ucp.live.run.asked import LoadAsked

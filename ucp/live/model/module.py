@@ -51,10 +51,11 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     ]
     owners = {id(own): names[_place(own)][0] for _, own in named}
     for unit in units:
-        flat = [LiveTensor(names=own.names, dtype=dtype_of(unit.share), part=own.part) for own in unit.stretches]
-        tensors += flat
-        memory |= {own.names[0]: unit.share.narrow(0, own.start, own.numel) for own in unit.stretches}
-        owners |= {id(own): flat[at].name for at, own in enumerate(unit.originals)}
+        pieces = dict(zip(unit.names, unit.stretches, strict=True))
+        dtype_of_unit = dtype_of(unit.share)
+        tensors += [LiveTensor(names=own, dtype=dtype_of_unit, part=piece.part) for own, piece in pieces.items()]
+        memory |= {own[0]: piece.of(unit.share) for own, piece in pieces.items()}
+        owners |= {id(own): unit.names[at][0] for at, own in enumerate(unit.originals)}
     odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
     return LiveModel(

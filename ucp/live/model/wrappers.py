@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ucp.contract.flat_buffer import FlatBuffer, Span
 from ucp.core.layout import Layout
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.parts import LivePart
+from ucp.live.parts import LivePart, Stretch
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FlatUnit", "Stretch", "flat_units", "hidden_in", "plain_name"]
+__all__ = ["FlatUnit", "flat_units", "hidden_in", "plain_name"]
 
 
 _WRAPPERS = {
@@ -59,20 +59,6 @@ def plain_name(name: str, hidden: frozenset[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """What the share of this rank has of one parameter."""
-
-    names: tuple[str, ...]
-    """Names it goes by, its own first."""
-    start: int
-    """First element of the share."""
-    numel: int
-    """Elements held."""
-    part: LivePart
-    """What of the parameter they are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatUnit:
     """A flat parameter, on this rank."""
 
@@ -82,8 +68,10 @@ class FlatUnit:
     """The flat parameter, as an optimizer holds it without `use_orig_params`."""
     share: torch.Tensor
     """Memory of this rank's share."""
+    names: tuple[tuple[str, ...], ...]
+    """Names that each parameter in it goes by, its own first."""
     stretches: tuple[Stretch, ...]
-    """Parameters in it, in its order."""
+    """What the share has of each parameter."""
     originals: tuple[torch.Tensor, ...]
     """The same, as an optimizer holds them with `use_orig_params`; empty without."""
     members: frozenset[int]
@@ -110,8 +98,11 @@ def _field(of: object, name: str) -> Any:
 
 def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatUnit:
     flat = handle.flat_param
-    _check(flat, handle)
-    _shard_again(handle)
+    _check(flat)
+    if handle.uses_sharded_strategy and hasattr(flat, "_full_param_padded") and not handle.needs_unshard():
+        # free what is gathered of all shares: the next forward pass would use it as it is
+        handle.reshard(free_unsharded_flat_param=True)
+        handle.post_reshard()
     share = getattr(flat, "_local_shard", flat.data)
     if share.is_meta:
         raise LoadError("expected flat parameters of FSDP1 that have memory; got some on the meta device")
@@ -130,47 +121,34 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
     axes, of_rank = buffer.axes(), buffer.spans(rank)
     spans = [of_rank.get(str(at), Span(0, 0)) for at in range(len(shapes))]
     layouts = [Layout(flat=(axes[str(at)],) if str(at) in axes else ()) for at in range(len(shapes))]
+    parts = (
+        LivePart(local_shape=shape, layout=layout, coords={"dp_shard": rank}, global_shape=shape)
+        for shape, layout in zip(shapes, layouts, strict=True)
+    )
     originals = tuple(_field(flat, "_params") or ())
-    shared = tuple(_field(flat, "_shared_params") or ())
     return FlatUnit(
         key=f"flat parameter {number}",
         flat=flat,
         share=share,
+        names=tuple(_names(flat, paths)),
         stretches=tuple(
-            Stretch(
-                names=names,
-                start=span.start,
-                numel=span.numel,
-                part=LivePart(local_shape=shape, layout=layout, coords={"dp_shard": rank}, global_shape=shape),
-            )
-            for names, shape, span, layout in zip(_names(flat, paths), shapes, spans, layouts, strict=True)
+            Stretch(start=span.start, numel=span.numel, part=part) for span, part in zip(spans, parts, strict=True)
         ),
         originals=originals,
-        members=frozenset(map(id, (flat, *originals, *shared))),
+        members=frozenset(map(id, (flat, *originals, *(_field(flat, "_shared_params") or ())))),
     )
 
 
-def _check(flat: Any, handle: Any) -> None:
-    infos, lies_straight = _field(flat, "_param_infos"), _field(flat, "_contiguities")
-    turned = [info.param_name for info, own in zip(infos, lies_straight, strict=True) if not own]
-    cut = [
-        info.param_name for info, own in zip(infos, _field(flat, "_param_extensions"), strict=True) if own is not None
-    ]
-    if turned or cut:
-        lines = [f"{name}: flattened in the order of its memory" for name in turned]
-        lines += [f"{name}: cut by tensor parallelism before" for name in cut]
+def _check(flat: Any) -> None:
+    infos = [info.param_name for info in _field(flat, "_param_infos")]
+    rows = list(zip(infos, _field(flat, "_contiguities"), _field(flat, "_param_extensions"), strict=True))
+    lines = [f"{name}: flattened in the order of its memory" for name, is_straight, _ in rows if not is_straight]
+    lines += [f"{name}: cut by tensor parallelism before" for name, _, extension in rows if extension is not None]
+    if lines:
         raise UnsupportedError(
             f"expected parameters that FSDP1 flattens whole, in row-major order; got\n{listed(lines)}\n"
             "Make them contiguous before they are wrapped, or use FSDP2 (fully_shard)"
         )
-
-
-def _shard_again(handle: Any) -> None:
-    """Free what is gathered of all shares: the next forward pass would use it as it is."""
-    is_gathered = hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard()
-    if handle.uses_sharded_strategy and is_gathered:
-        handle.reshard(free_unsharded_flat_param=True)
-        handle.post_reshard()
 
 
 def _names(flat: Any, paths: Mapping[int, Sequence[str]]) -> Iterator[tuple[str, ...]]:

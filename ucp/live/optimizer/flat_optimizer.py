@@ -16,29 +16,13 @@ from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.wrappers import FlatUnit
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
-from ucp.live.parts import LiveParam, LivePart
+from ucp.live.parts import LiveParam, LivePart, Stretch
 
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["FlatOptimizer", "Slot", "Stretch", "describe_flat_optimizer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Elements of a parameter in a tensor."""
-
-    start: int
-    """First element of the tensor, in row-major order."""
-    numel: int
-    """Elements held."""
-    part: LivePart
-    """What of the parameter they are."""
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor; one for this parameter alone may have its shape."""
-        return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
+__all__ = ["FlatOptimizer", "Slot", "describe_flat_optimizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +103,9 @@ class FlatOptimizer:
         for key, members in given.items():
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
-                self._clear(name)
+                # beside others of its tensor the states of a parameter that no gradient ever reached are zero
+                for (_, state), whole in ((at, made) for at, made in self.made.items() if at[0] == key):
+                    self.slots[name].stretch(state).of(whole).zero_()
             own_counts = _agreed_counts(stepped, counts, cure=self.cure)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
@@ -135,24 +121,14 @@ class FlatOptimizer:
         own = self.base.live[name]
         return Slot(key=name, usual=Stretch(start=0, numel=own.numel(), part=LivePart.whole(tuple(own.shape))))
 
-    def _clear(self, name: str) -> None:
-        """Make the states of a parameter those of one that no gradient ever reached, beside others of its tensor."""
-        own = self.slots[name]
-        for (key, state), whole in self.made.items():
-            if key == own.key:
-                own.stretch(state).of(whole).zero_()
-
 
 def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> FlatOptimizer:
     """The optimizer by names, over flat parameters of FSDP1 or stretches of them. Raises as `describe_optimizer`."""
     flat = {id(unit.flat): unit.key for unit in units if not unit.originals}
     slots = {
-        own.names[0]: Slot(
-            key=own.names[0] if unit.originals else unit.key,
-            usual=Stretch(start=0 if unit.originals else own.start, numel=own.numel, part=own.part),
-        )
+        names[0]: Slot(key=names[0], usual=replace(own, start=0)) if unit.originals else Slot(key=unit.key, usual=own)
         for unit in units
-        for own in unit.stretches
+        for names, own in zip(unit.names, unit.stretches, strict=True)
     }
     return FlatOptimizer(
         base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})),
@@ -164,11 +140,7 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
 def _agreed_counts(
     members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, cure: str
 ) -> dict[str, torch.Tensor]:
-    """Counts that the parameters of one tensor have in common, by state.
-
-    `members`: parameter to its states; `counts`: which of them are counts; `cure`: what to do where they differ. Raises
-    LoadError.
-    """
+    """Counts that the parameters of one tensor have in common, by state. Raises LoadError where they differ."""
     steps: dict[str, dict[float, str]] = {}
     for name, states in members.items():
         for state in counts.get(name, ()):

@@ -11,13 +11,21 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeGuard, Unpack
 
-from ucp.contract.protocols import Observer
+from ucp.contract.protocols import Naming, Observer
 from ucp.conversion.arguments import LoadArguments
 from ucp.conversion.options import make_options
-from ucp.conversion.source.run_state import SCHEDULER
-from ucp.conversion.values import DtypeLike, Naming, TopologyLike, choice_of, dtype_of, path_of, topology_of, type_path
+from ucp.conversion.values import (
+    DtypeLike,
+    TopologyLike,
+    choice_of,
+    dtype_of,
+    path_of,
+    switch_of,
+    topology_of,
+    type_path,
+)
 from ucp.core.dtypes import DType
-from ucp.errors import UsageError
+from ucp.errors import UsageError, counted
 from ucp.io.folder import given
 from ucp.live.exchange.traffic import CarryOptions, Exchange
 from ucp.live.match.decide import LoadOptions
@@ -25,6 +33,7 @@ from ucp.live.match.names import NamesAsked
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
+from ucp.source.run_state import SCHEDULER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +98,10 @@ class LoadAsked:
             mesh=mesh,
             scheduler=settings.pop(SCHEDULER, None),
             options=LoadOptions(
-                strict=strict, rename=function, zero_moments=options.zero_moments, accept=options.accept
+                strict=switch_of("strict")(strict),
+                rename=function,
+                zero_moments=options.zero_moments,
+                accept=options.accept,
             ),
             names=NamesAsked(
                 naming=Naming.of(options.names, rules), rename=function, settings=settings, source=options.source
@@ -99,7 +111,7 @@ class LoadAsked:
             carry=CarryOptions(
                 exchange=choice_of(Exchange, "exchange as one")(exchange),
                 memory=options.memory,
-                verify=verify,
+                verify=switch_of("verify")(verify),
                 observer=observer_of(progress, rank=rank),
             ),
             experts=experts,
@@ -169,8 +181,8 @@ def _find_checkpoint(
         wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
         if wanted is not None and wanted.ranks != ranks:
             raise UsageError(
-                f"expected a topology of {ranks} ranks, as this run has (dp x tp x pp x cp; those along ep are among "
-                f"them); got {wanted}, of {wanted.ranks}. "
+                f"expected a topology of {counted(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those along ep "
+                f"are among them); got {wanted}, of {wanted.ranks}. "
                 + ("Initialise torch.distributed first, or leave it out" if ranks == 1 else "Mend it, or leave it out")
             )
         mesh = RunMesh.of(wanted, rank=rank)

@@ -137,17 +137,12 @@ def _check_end(process: Any) -> None:
         )
 
 
-def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent is gone (Linux `prctl`); elsewhere it ends after its task."""
-    if sys.platform == "linux":
+def as_worker(parent: int) -> None:
+    """Make this process one that ends with its parent, and is deaf to the signals that end a run."""
+    if sys.platform == "linux":  # elsewhere it ends after its task
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went before that was asked for
         os._exit(1)
-
-
-def as_worker(parent: int) -> None:
-    """Make this process one that ends with its parent, and is deaf to the signals that end a run."""
-    _end_with(parent)
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

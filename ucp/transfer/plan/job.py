@@ -98,7 +98,8 @@ def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
 
 def check_target(index: Index, target: TargetPlan) -> None:
     """Prove that every slice can be filled from the source, and that no two write the same bytes."""
-    missing = [p.slice for p in target.placements if not _held(index, p.slice)]
+    slices = (placement.slice for placement in target.placements)
+    missing = [s for s in slices if s.param not in index.atoms or s.state not in index.atoms[s.param].states]
     if missing:
         names = sorted({f"{own.param}/{own.state}" for own in missing})
         raise MissingStateError(f"the target needs states that {index.path} does not hold:\n{listed(names)}")
@@ -120,10 +121,6 @@ def _is_whole_number(state: StateIndex) -> bool:
         (number,) = unpack("<d", ref.data)
         return bool(number.is_integer() and abs(number) < _EXACT)
     return ref.dtype is DType.INT64 and abs(int.from_bytes(ref.data, "little", signed=True)) < _EXACT
-
-
-def _held(index: Index, own: Slice) -> bool:
-    return own.param in index.atoms and own.state in index.atoms[own.param].states
 
 
 def _check_disjoint(target: TargetPlan) -> None:

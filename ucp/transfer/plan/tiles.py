@@ -56,23 +56,20 @@ def is_crosswise(
     So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
     of states that are there as long as it is.
     """
-    if state.nbytes < LEAST or own.start == own.stop or (_is_stretch(own, state) and _is_plain(state, known)):
+    is_stretch = len(own.pairs) == 1 and own.pairs[0].whole.is_flat_in(state.global_shape)  # as nearly all are
+    if state.nbytes < LEAST or own.start == own.stop or (is_stretch and _is_plain(state, known)):
         return False
     if known is None:
         return _is_costly(own, state, nbytes, times)
-    alike = _lie(own, state), nbytes, times
+    held = tuple(
+        (piece.box, piece.replica, piece.term, ref.dtype, ref.strides, isinstance(ref, TensorRef) and bool(ref.codec))
+        for piece, ref in ((piece, piece.ref) for piece in state.fragments)
+    )  # all that the cost depends on: how things lie, not where
+    lie = own.pairs, own.local_shape, own.start, own.stop, own.dtype, state.global_shape, state.overlap, held
+    alike = lie, nbytes, times
     if alike not in known:
         known[alike] = _is_costly(own, state, nbytes, times)
     return known[alike]
-
-
-def _lie(own: Slice, state: StateIndex) -> object:
-    """All that the cost of filling a slice depends on: how it and what the source holds lie, not where."""
-    held = [
-        (piece.box, piece.replica, piece.term, ref.dtype, ref.strides, isinstance(ref, TensorRef) and bool(ref.codec))
-        for piece, ref in ((piece, piece.ref) for piece in state.fragments)
-    ]
-    return own.pairs, own.local_shape, own.start, own.stop, own.dtype, state.global_shape, state.overlap, (*held,)
 
 
 def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
@@ -83,11 +80,6 @@ def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool
         _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
         for pieces in (resolve(own, source, own.start, stop), *resolve_copies(own, source, own.start, stop))
     )
-
-
-def _is_stretch(own: Slice, state: StateIndex) -> bool:
-    """Whether a slice is a stretch of the row-major order, as nearly all are."""
-    return len(own.pairs) == 1 and own.pairs[0].whole.is_flat_in(state.global_shape)
 
 
 def _is_plain(state: StateIndex, known: dict[object, bool] | None) -> bool:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
-from ucp.live.optimizer.flat_optimizer import Stretch
-from ucp.live.parts import LivePart
+from ucp.live.parts import LivePart, Stretch
 from ucp_formats.deepspeed.live.handles import (
     Bf16Optimizer,
     Fp16Optimizer,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -160,7 +159,7 @@ def _numbered(held: Sequence[tuple[RegionPair, ...]]) -> Iterator[tuple[RegionPa
     """Boxes that several ranks hold, numbered in the order of the ranks. Pieces are the same on all ranks or apart."""
     seen: Counter[Box] = Counter()
     for own in held:
-        yield tuple(replace(pair, copy=seen[pair.whole]) for pair in own)
+        yield tuple(pair._replace(copy=seen[pair.whole]) for pair in own)
         seen.update(pair.whole for pair in own)
 
 

@@ -75,8 +75,12 @@ class RunFacts:
 
     def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
-        known_from = "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
-        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=known_from)
+        return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=self.tp_known_from)
+
+    @property
+    def tp_known_from(self) -> str:
+        """Where it is known from how parameters lie over tensor-parallel ranks."""
+        return "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
         """Type of a parameter or buffer in the module."""

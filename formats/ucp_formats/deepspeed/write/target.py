@@ -15,13 +15,15 @@ hyper-parameters of every group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ucp.contract.axes import along
 from ucp.contract.companions import place_companions
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.index import Index
+from ucp.core.layout import AxisLayout
 from ucp.core.names import WEIGHT
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
@@ -78,9 +80,10 @@ class DeepSpeedTarget(Target):
             )
         flat = is_flat(facts, groups, stage)
         check_stepped(facts, groups, flat=flat)
-        drafted, notes = _files(facts, wanted, stage_settings(options.settings))
+        drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
         note_step_casts(facts, groups)
-        plan = target_plan(index, list(drafted), notes=(*facts.rules_notes, *notes), topology=wanted)
+        notes = (*facts.rules_notes, *notes)
+        plan = target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
         plan = replace(
             plan,
             casts=(*plan.casts, *facts.optimizer.casts),
@@ -130,22 +133,46 @@ def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> 
     )
 
 
-def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...]]:
-    """Files of all model-parallel ranks, of layers and of experts."""
+_AxesOf = Callable[[str], tuple[AxisLayout, ...]]
+"""Name of a parameter to the axes of the run over which it lies."""
+
+
+def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
+    """Files of all model-parallel ranks, of layers and of experts; what is to be said of them; where parameters lie."""
     pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
     if pipeline is None:
         if said.partitions:
             raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
-        return _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
+        drafted, notes = _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
+        return drafted, notes, _axes_of(facts, wanted, numbered, (), "")
     whole = rank_views(facts, replace(wanted, pp=1))
     stages = stages_of(whole[0], pipeline, said, wanted.pp)
     views = rank_views(facts, wanted, stages.places)
     drafted, notes = _rank_files(views, numbered, wanted, is_stage=True)
     for own in whole:
         drafted += layer_files(own, pipeline)
-    return drafted, (*stages.notes, *notes)
+    known_from = "--set" if said.partitions else "the stages of the source"
+    return drafted, (*stages.notes, *notes), _axes_of(facts, wanted, numbered, stages.places, known_from)
+
+
+def _axes_of(
+    facts: RunFacts, wanted: Topology, numbered: Numbered, stages: Sequence[Mapping[str, int]], stages_known_from: str
+) -> _AxesOf:
+    """Axes of the run; what ZeRO and tensor parallelism do not cut, all their ranks hold."""
+
+    def axes(param: str) -> tuple[AxisLayout, ...]:
+        owner = numbered.owner(param, wanted.ep)
+        ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
+        return (
+            *along("pp", wanted.pp, stages_known_from, [at for at, names in enumerate(stages) if param in names]),
+            *(() if owner is None else along("ep", wanted.ep, "the numbers of the experts", (owner,))),
+            *along("tp", wanted.tp, facts.tp_known_from),
+            *along("dp", ranks, f"ZeRO-{wanted.zero}"),
+        )
+
+    return axes
 
 
 def _rank_files(

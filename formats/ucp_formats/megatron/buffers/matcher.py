@@ -30,7 +30,7 @@ from itertools import chain
 
 from ucp.core.assign import bounds
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment, cut_out
+from ucp.core.fragments import Fragment, taken
 from ucp.core.region import RegionPair, local_flat_pairs
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, counted, listed
@@ -134,8 +134,8 @@ def fragments_of(held: Candidate, buffer: FlatBuffer, start: int) -> Iterator[Fr
         first = low - start
         for run, position in local_flat_pairs(held.local_shape, first, first + ref.numel):
             stored = ref.strided(position, run.sizes, strides)
-            pieces = (cut_out(pair, run, stored, replica=held.replica) for pair in held.pairs)
-            yield from filter(None, pieces)
+            piece = Fragment(box=run, ref=stored, replica=held.replica)
+            yield from filter(None, (taken(RegionPair(pair.local, pair.whole), piece) for pair in held.pairs))
 
 
 _WINDOW = 64

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from ucp.contract.axes import along
 from ucp.contract.rank_extras import Checksums
 from ucp.contract.scalars import scalar_state
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
@@ -27,7 +28,7 @@ from ucp_formats.megatron.buffers.matcher import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
-from ucp_formats.megatron.mesh import along, data_parallel, known, stages
+from ucp_formats.megatron.mesh import data_parallel, known, stages
 
 __all__ = [
     "LegacyStates",

@@ -1,8 +1,9 @@
 """How parameters of a torch_dist checkpoint lie over the mesh: by the rules of their family, and Megatron's own laws.
 
 `.metadata` records boxes of tensors, and no rank. So a layout is computed from the recorded arguments, and the boxes
-are compared with what it places. Where arguments were not saved, the family is not known, or the boxes are others, it
-is not stated; the boxes alone tell where tensors lie.
+are compared with what it places. Tensors that ranks cut otherwise are in doubt: their family may be another one, which
+joins and splits rows in another order. Where arguments were not saved, the family is not known, or a tensor is recorded
+whole, no layout is stated; the boxes alone tell where tensors lie.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from ucp.contract.axes import along
 from ucp.contract.registry import pattern
+from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
 from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
 from ucp_formats.megatron.buffers.layout import bucket_multiple
 from ucp_formats.megatron.groups import expert_numbers
-from ucp_formats.megatron.mesh import Chunk, along, data_parallel, known, stage_layers, stages
+from ucp_formats.megatron.mesh import Chunk, data_parallel, known, stage_layers, stages
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 from ucp_formats.megatron.torch_dist.common import CommonState
 from ucp_formats.megatron.torch_dist.keys import DistNames
@@ -44,6 +47,8 @@ _MOST_RANKS = 1 << 14
 """Tensor-parallel ranks of the model times those of an expert, at most; more is a damaged number."""
 
 _Axes = tuple[AxisLayout, ...]
+_Cut = _Axes | str | FamilyError
+"""The axes of a rule; why recorded pieces are not those that they place; or why they cannot be computed."""
 
 
 @dataclass(slots=True)
@@ -53,23 +58,30 @@ class Layouts:
     by_name: dict[str, Layout] = field(default_factory=dict)
     """Parameter to its layout."""
     contradicted: dict[str, str] = field(default_factory=dict)
-    """Parameter whose pieces are not those of its rule, to what they are."""
+    """Parameter that ranks cut in other pieces than its rule, to what these are."""
+    unstated: dict[str, str] = field(default_factory=dict)
+    """Parameter of which no layout is stated, to the reason: it is recorded whole, or its rule cannot be computed."""
 
     def of(self, name: str) -> Layout:
         """The layout of a parameter; one without an axis where it is not stated."""
         return self.by_name.get(name, _NOWHERE)
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def doubts(self) -> tuple[Doubt, ...]:
         """What `.metadata` and the rules say differently."""
-        if not self.contradicted:
-            return ()
         lines = listed(f"{name}: {why}" for name, why in self.contradicted.items())
-        note = (
-            "pieces in .metadata are not those that the rules of the family place over the ranks of the arguments; "
-            f"they are read as recorded, and no layout is stated for them:\n{lines}"
+        text = (
+            "expected the pieces that the rules of the family place over the ranks of the arguments; .metadata has "
+            f"others, and rows may lie in another order than these rules join and split them in:\n{lines}\nChoose the "
+            "family of the model (--family, --patterns)"
         )
-        return (note,)
+        return (Doubt(kind=DoubtKind.LAYOUT, text=text),) if self.contradicted else ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which layouts are not stated."""
+        lines = listed(f"{name}: {why}" for name, why in self.unstated.items())
+        return (f"read as .metadata records them, with no layout stated:\n{lines}",) if self.unstated else ()
 
 
 _NOWHERE = Layout()
@@ -84,8 +96,11 @@ def layouts_of(weights: Mapping[str, Whole], names: DistNames, common: CommonSta
     laws = _Laws(names.family, common, weights, states)
     for name, whole in weights.items():
         cut = laws.cut(whole)
-        if isinstance(cut, str):
-            found.contradicted[name] = cut
+        if isinstance(cut, FamilyError):
+            found.unstated[name] = str(cut)
+        elif isinstance(cut, str):
+            is_cut = any(piece.box.sizes != whole.shape for piece in whole.pieces)
+            (found.contradicted if is_cut else found.unstated)[name] = cut
         else:
             found.by_name[name] = laws.layout(name, cut)
     return found
@@ -102,11 +117,11 @@ class _Laws:
         self._weights = weights
         self._states = states
         self._experts = expert_numbers(weights)
-        self._cuts: dict[tuple[object, ...], _Axes | str] = {}
+        self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
-    def cut(self, whole: Whole) -> _Axes | str:
-        """The axes of its rule; as text, why the pieces that are recorded are not those that they place."""
+    def cut(self, whole: Whole) -> _Cut:
+        """The axes of the rule of a parameter, compared with the pieces that are recorded."""
         degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
         boxes = tuple(piece.box for piece in whole.pieces)
         if set(degrees.values()) == {1} and set(boxes) == {Box.whole(whole.shape)}:
@@ -116,14 +131,15 @@ class _Laws:
             self._cuts[key] = self._compared(whole, boxes, degrees)
         return self._cuts[key]
 
-    def _compared(self, whole: Whole, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Axes | str:
+    def _compared(self, whole: Whole, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Cut:
         if prod(degrees.values()) > _MOST_RANKS:
-            return f"tensor-parallel ranks: {' and '.join(map(str, degrees.values()))}, more than any run has"
+            ranks = " and ".join(map(str, degrees.values()))
+            return FamilyError(f"tensor-parallel ranks: {ranks}, more than any run has")
         try:
             match = self._family.match([whole.name])[whole.name]
             layout = match.layout(axes=degrees, global_shape=whole.shape)
         except FamilyError as error:
-            return str(error)
+            return error
         placed = (own.box for rank in layout.ranks() for own in place(layout, whole.shape, coords=rank))
         if {box for box in placed if box.numel} != {box for box in boxes if box.numel}:
             by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)

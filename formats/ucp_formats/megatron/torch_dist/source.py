@@ -242,6 +242,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
             *checked.notes,
             *laid.notes,
         ),
+        doubts=laid.doubts,
         dropped=(*checked.dropped, *groups.dropped),
         lost={**groups.lost, **checked.lost},
     )

@@ -34,7 +34,7 @@ from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate
 from ucp_formats.megatron.legacy.files import Grid as LegacyGrid
-from ucp_formats.megatron.mesh import Chunk, along, known, stage_layers, stages
+from ucp_formats.megatron.mesh import Chunk, known, stage_layers
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, EMBEDDING, MODEL, OUTPUT, GridPlace, rank_folder_name
 from ucp_formats.megatron.write.arguments import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
@@ -124,10 +124,6 @@ def _is_linear(own: ModelTensor) -> bool:
     return any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)
 
 
-_STAGES = "order of the layers"
-_EXPERTS = "order of the experts"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
     """What a rank holds of a tensor."""
@@ -141,7 +137,7 @@ class _Local:
     shape: tuple[int, ...]
     """Elements per dim of the local tensor."""
     layout: Layout
-    """How it lies over all ranks."""
+    """How it lies over tensor-parallel ranks."""
 
     @property
     def numel(self) -> int:
@@ -202,10 +198,10 @@ class _Legacy:
             home, expert = divmod(own.expert or 0, experts)
             if own.expert is None or home == at.ep:
                 key = self._modules.key(own, layer=(own.layer or 0) - first, expert=expert)
-                found[key] = self._local(key, own, at, chunk)
+                found[key] = self._local(key, own, at)
         if self._is_tied and chunk == list(self._stages)[-1]:
             embedding = next(own for own in self._own.model.tensors if own.name == EMBEDDING)
-            found[OUTPUT] = self._local(OUTPUT, embedding, at, chunk)
+            found[OUTPUT] = self._local(OUTPUT, embedding, at)
         order = self._modules.registered({key: local.tensor for key, local in found.items()})
         return [found[key] for key in order]
 
@@ -215,19 +211,14 @@ class _Legacy:
         names = {own.name for own in self._own.model.tensors}
         return self._grid.pp > 1 and EMBEDDING in names and OUTPUT not in names
 
-    def _local(self, key: str, own: ModelTensor, at: GridPlace, chunk: Chunk) -> _Local:
+    def _local(self, key: str, own: ModelTensor, at: GridPlace) -> _Local:
         degrees = {"tp": self._grid.tp, "etp": self._grid.etp}
         ranks = {"tp": at.tp, "etp": self._grid.expert_part(at).etp}
         layout = own.match.layout(axes=degrees, global_shape=own.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
         shape = local_shape(layout, own.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
-        tied = self._is_tied and own.name == EMBEDDING
-        every = list(self._stages)
-        outer = stages(self._grid.pp, self._own.topology.vpp, {every[0], every[-1]} if tied else {chunk}, _STAGES)
-        if own.expert is not None:
-            outer += along("ep", self._grid.ep, _EXPERTS, (at.ep,))
-        axes = (*outer, *known(layout, f"family {self._own.model.family.name}"))
+        axes = known(layout, f"family {self._own.model.family.name}")
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, layout=Layout(axes))
 
     def _model_file(self, path: str, at: GridPlace, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:

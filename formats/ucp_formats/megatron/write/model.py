@@ -9,29 +9,32 @@ What is to be written, and for which run: everything that both kinds of files ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
+from ucp.contract.axes import along
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
-from ucp.core.layout import Layout
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, listed
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family, Match
 from ucp.io.torch_file.draft import Part
 from ucp_formats.megatron.extras import scaler_of
-from ucp_formats.megatron.names import GridPlace
+from ucp_formats.megatron.mesh import data_parallel, stage_layers, stages
+from ucp_formats.megatron.names import EMBEDDING, OUTPUT, GridPlace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 
 __all__ = [
     "Model",
     "ModelTensor",
     "TargetRun",
+    "axes_of",
     "check_layers",
     "check_topology",
     "experts_apart",
@@ -245,6 +248,35 @@ class TargetRun:
     def is_optimized(self, tensor: ModelTensor) -> bool:
         """Whether an optimizer has states of the tensor."""
         return bool(self.chain) and tensor.kind is Kind.PARAMETER
+
+
+def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
+    """Name of a tensor to the axes of the run over which it lies, but for those that its family cuts it along.
+
+    The files have states gathered over data-parallel ranks. Stages are left out where the arguments do not deal the
+    layers out evenly (`pipeline_model_parallel_layout`).
+    """
+    mesh, tensors = run.topology, {own.name: own for own in run.model.tensors}
+    is_tied = EMBEDDING in tensors and OUTPUT not in tensors
+    try:
+        chunks = stage_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
+    except UnsupportedError:
+        chunks = {}
+    homes = {layer: chunk for chunk, layers in chunks.items() for layer in layers}
+    first, last = (0, 0), (mesh.pp - 1, mesh.vpp - 1)
+
+    def axes(name: str) -> tuple[AxisLayout, ...]:
+        own = tensors[name]
+        home = first if name.startswith("embedding.") else last if own.layer is None else homes.get(own.layer, last)
+        there = {first, last} if is_tied and name == EMBEDDING else {home}
+        owner = None if own.expert is None else own.expert * mesh.ep // run.model.experts
+        return (
+            *(stages(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
+            *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
+            *along("dp", data_parallel(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+        )
+
+    return axes
 
 
 def experts_apart(model: Model, topology: Topology) -> bool:

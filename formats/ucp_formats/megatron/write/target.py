@@ -44,6 +44,7 @@ from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import (
     Model,
     TargetRun,
+    axes_of,
     check_layers,
     check_topology,
     experts_apart,
@@ -118,7 +119,9 @@ class MegatronTarget(Target):
         check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
-        plan = target_plan(index, drafted, notes=(*notes, *extra_notes(run)), topology=run.topology, names_rounded=True)
+        notes = (*notes, *extra_notes(run))
+        mesh = run.topology
+        plan = target_plan(index, drafted, notes=notes, topology=mesh, axes_of=axes_of(run), names_rounded=True)
         lost = lost_states(run, plan.placements)
         plan = replace(
             plan,

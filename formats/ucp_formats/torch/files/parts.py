@@ -2,7 +2,7 @@
 
 A DTensor says the global shape, the mesh, the rank's place in it, and how each axis of the mesh cuts the tensor. Its
 classes moved between versions of torch (2.1 to 2.13), so that they are told by their names alone; what they mean is
-said in `ucp.contract.model.placements`.
+said in `ucp.contract.axes`.
 
 Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py`, `device_mesh.py`,
 `_shard/sharded_tensor/api.py`.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.model.placements import Placement, axes_of
+from ucp.contract.axes import Placement, axes_of
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.pickle_values import GlobalName, Stub
@@ -83,12 +83,7 @@ def _dtensor(given: tuple[object, ...], state: Mapping[str, object], where: str)
         shape=_shape(given[2], where),
         ref=local,
         layout=Layout(
-            axes_of(
-                own.names,
-                own.sizes,
-                [_placement(axis, where) for axis in placements],
-                f"placements of the DTensor in {where}",
-            )
+            axes_of(own.names, own.sizes, [_placement(axis, where) for axis in placements], "placements of DTensors")
         ),
         coords=dict(zip(own.names, own.coords, strict=True)),
         around={
@@ -181,7 +176,7 @@ def _sharded(given: tuple[object, ...], state: object, where: str) -> Part:
     if not isinstance(rank, int) or not isinstance(ranks, int) or not 0 <= rank < ranks:
         raise MalformedError(f"{where}: expected the rank of a ShardedTensor in its group; got {rank!r} of {ranks!r}")
     ref, box = _shard(shards[0], where) if shards else (None, None)
-    axis = AxisLayout("dp_shard", ranks, pattern("chunk", dim=0), f"ShardedTensor in {where}")
+    axis = AxisLayout("dp_shard", ranks, pattern("chunk", dim=0), "ShardedTensors of FSDP1")
     return Part(
         shape=shape,
         ref=ref,

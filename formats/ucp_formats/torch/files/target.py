@@ -25,7 +25,7 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.torch_file.draft import FileDraft, target_plan
-from ucp.io.torch_file.tensors import NewTensor
+from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.files.locate import NAME
 from ucp_formats.torch.settings import (

@@ -18,7 +18,6 @@ import ucp
 from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -26,6 +25,7 @@ from ucp.core.region import Box
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.plan.tasks import Share
 

@@ -52,6 +52,13 @@ def test_a_tag_may_be_nested_but_not_leave_the_folder(tmp_path: Path) -> None:
         the_folder(locate_native(save), save)
 
 
+def test_a_pointer_that_is_no_text_says_so(tmp_path: Path) -> None:
+    native(tmp_path / "global_step5")
+    (tmp_path / "latest").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MalformedError, match="got what cannot be read as text"):
+        the_folder(locate_native(tmp_path), tmp_path)
+
+
 def test_the_only_tag_needs_no_latest(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     assert locate_native(tmp_path).root == tmp_path / "global_step5"

@@ -16,7 +16,7 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import DestinationError
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.unpickle import parse_pickle
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 
 
 class Plain:

@@ -35,7 +35,7 @@ def reads(memory, monkeypatch):
 
     monkeypatch.setattr(Link, "fetch", counted)
     monkeypatch.setattr(remote_file, "REQUEST", 1 << 18)
-    monkeypatch.setattr(ahead, "_REQUEST", 1 << 18)
+    monkeypatch.setattr(ahead, "REQUEST", 1 << 18)
     memory.fs.pipe_file(URL, DATA)
     given(URL)
     ends.clear()

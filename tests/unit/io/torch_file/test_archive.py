@@ -17,7 +17,7 @@ from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, UcpError, UnsupportedError
 from ucp.io.files import open_source
-from ucp.io.torch_file.archive import Archive, read_archive, read_embedded, read_pickle
+from ucp.io.torch_file.archive import Archive, read_archive, read_embedded
 from ucp.io.torch_file.storage import StorageRef
 
 ZIPPED = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -419,17 +419,6 @@ def test_bytes_after_the_end_are_refused(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes() + b"\0")
         with pytest.raises(MalformedError):
             read_archive(str(path))
-
-
-def test_plain_pickles(tmp_path: Path) -> None:
-    path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps({"a": argparse.Namespace(b=1)}, 4))
-    value = read_pickle(str(path))
-    assert isinstance(value, dict)
-    assert value["a"].attribute("b") == 1
-    path.write_bytes(pickle.dumps(1) + b"x")
-    with pytest.raises(MalformedError, match="expected 5 bytes; got 6"):
-        read_pickle(str(path))
 
 
 def named(path: Path) -> Path:

@@ -19,7 +19,7 @@ from ucp.io.files import open_source
 from ucp.io.torch_file import layout as layout_module
 from ucp.io.torch_file.archive import read_archive
 from ucp.io.torch_file.layout import TorchZip, layout_torch_zip
-from ucp.io.torch_file.tensors import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import Window, read_directory
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ def test_types_are_cast_among_floats_only():
         "c is float32 in the model and int64 in the checkpoint",
     ]
     (want,) = want_weights(tensors, found, source, findings=findings)
-    assert (want.slice.dtype, want.cost) == (DType.BFLOAT16, 2.0)
+    assert want.slice.dtype is DType.BFLOAT16
     assert findings.casts == {"weight: float32 to bfloat16": 1}
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.live.threads import run
-from ucp.conversion.source.read import index_of
 from ucp.core.index import Index
 from ucp.errors import UnknownFormatError
 from ucp.live.run.shared_index import read_once
+from ucp.source.read import index_of
 
 CHECKPOINT = Path(__file__).parents[4] / "fixtures/deepspeed/z3-dp4-bf16/checkpoint"
 

@@ -9,7 +9,6 @@ import pytest
 from ucp_patterns.shard import Shard
 
 from tests.unit.conftest import shrink
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -17,6 +16,7 @@ from ucp.core.region import Box
 from ucp.core.slices import Slice
 from ucp.core.target import OutputFile, Placement, TargetPlan
 from ucp.errors import DestinationError
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
 from ucp.transfer.output_files import create

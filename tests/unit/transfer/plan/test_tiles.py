@@ -14,7 +14,6 @@ import pytest
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.conversion.source.read import index_of
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
@@ -23,6 +22,7 @@ from ucp.core.region import Box
 from ucp.core.slices import Slice, whole_slice
 from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
 from ucp.errors import MalformedError, ReplicaError
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
 from ucp.transfer.output_files import create, receipts_of
@@ -54,9 +54,8 @@ def small(monkeypatch):
         name: {"BLOCK": BLOCK}
         for name in (
             "transfer.compare",
-            "conversion.execute",
             "conversion.prepare",
-            "store.manifest",
+            "store.describe",
             "live.exchange.loads",
         )
     }

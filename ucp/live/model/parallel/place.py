@@ -19,7 +19,6 @@ from ucp.live.adapters import LiveRun
 from ucp.live.model.parallel.cuts import Finder, expert_layers, placed
 from ucp.live.model.parallel.experts import ExpertMap, Experts
 from ucp.live.model.parallel.numbering import Numbering, survey
-from ucp.live.optimizer.placed import PlacedOptimizer
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, together
 
@@ -47,7 +46,14 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     Raises LoadError where the numbers of layers or experts make no row, FamilyError, UsageError: also for a
     map of experts that are not there.
     """
-    experts = together(ranks, lambda: _dealt(run, mesh, options.experts))
+
+    def expert_map() -> ExpertMap:
+        if options.experts is not None and (run.is_placed or mesh.topology is None):
+            got = "a model that says itself how it lies" if run.is_placed else "no topology: pass one, such as dp=1"
+            raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
+        return ExpertMap.of(options.experts, ep=mesh.degree("ep"))
+
+    experts = together(ranks, expert_map)
     told = ranks.share(survey(run.model))
     stored = (*index.atoms, *index.aliases)
     numbering = Numbering(told=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
@@ -61,17 +67,7 @@ def place(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: Plac
     model = placed(model, ways, votes, mesh)
     if any(own.layouts for own in ways.values()):
         model = replace(model, notes=(*model.notes, *finder.notes))
-    if run.optimizer is None or run.is_placed:
-        return replace(run, model=model)
-    parts = {own.name: own.part for own in model.tensors}
-    return replace(run, model=model, optimizer=PlacedOptimizer(own=run.optimizer, parts=parts))
-
-
-def _dealt(run: LiveRun, mesh: RunMesh, said: Experts | None) -> ExpertMap:
-    if said is not None and (run.is_placed or mesh.topology is None):
-        got = "a model that says itself how it lies" if run.is_placed else "no topology: pass one, such as dp=1"
-        raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
-    return ExpertMap.of(said, ep=mesh.degree("ep"))
+    return replace(run, model=model)
 
 
 def without_padding(memory: torch.Tensor, own: Slice) -> torch.Tensor:

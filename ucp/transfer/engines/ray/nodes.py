@@ -92,17 +92,14 @@ def _fit_nodes(needs: Needs) -> list[_Node]:
     if fit:
         return fit
     custom = f" and the custom resource {needs.resource}" if needs.resource else ""
-    shown = [f"{_name(node)}: {_resources(node['Resources'])}" for node in nodes if node["Alive"]]
+    shown = []
+    for node in (node for node in nodes if node["Alive"]):
+        told = sorted((name, amount) for name, amount in node["Resources"].items() if ":" not in name)
+        shown.append(f"{_name(node)}: {', '.join(f'{name} {amount:.15g}' for name, amount in told)}")
     raise EngineError(
         f"no node of the Ray cluster has {needs.cpus:g} CPUs, {needs.memory >> 20} MiB of memory{custom}:\n"
         f"{listed(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
     )
-
-
-def _resources(has: Mapping[str, float]) -> str:
-    """Resources of a node for a message, but for those that name it."""
-    told = {name: amount for name, amount in has.items() if ":" not in name}
-    return ", ".join(f"{name} {amount:.15g}" for name, amount in sorted(told.items()))
 
 
 def _name(node: _Node) -> str:

@@ -51,15 +51,15 @@ def sees(token: str) -> str:
 
 def changed_files(files: Iterable[tuple[str, int, int]]) -> list[str]:
     """Those of `files` that are not there, or not the same."""
-    return [path for path, *told in files if told != _size_and_time(path)]
-
-
-def _size_and_time(path: str) -> list[int]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return []
-    return [stat.st_size, stat.st_mtime_ns]
+    changed = []
+    for path, nbytes, mtime_ns in files:
+        try:
+            status = os.stat(path)
+        except OSError:
+            status = None
+        if status is None or (status.st_size, status.st_mtime_ns) != (nbytes, mtime_ns):
+            changed.append(path)
+    return changed
 
 
 def host() -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.contract.registry import pattern
+from ucp.contract.axes import along
 from ucp.core.fragments import Stored
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.union import ShardedTensor, Shards
@@ -45,15 +44,12 @@ class Mesh:
 
     def layout(self, name: str, own: Layout) -> Layout:
         """The layout of a tensor over all axes; `own`: as its own file says, over the ranks that cut it."""
-        axes: list[AxisLayout] = []
-        stages = self.stages.get(name, ())
-        if self.pp > 1 and stages:
-            by = pattern("unique", owner=stages[0]) if len(stages) == 1 else pattern("replicate", holders=stages)
-            axes.append(AxisLayout("pp", self.pp, by, self.known_from.get("pp", "")))
-        if name in self.owners and not own.axes:
-            by = pattern("unique", owner=self.owners[name])
-            axes.append(AxisLayout("ep", self.ep, by, self.known_from.get("ep", "")))
-        return self.in_stage(name, own, (*axes, *own.axes))
+        stages, axes = self.stages.get(name, ()), own.axes
+        if name in self.owners and not axes:
+            axes = along("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
+        if stages:
+            axes = (*along("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
+        return self.in_stage(name, own, axes)
 
     def laid_out(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
         """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
@@ -78,15 +74,8 @@ class Mesh:
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
         copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
         if copies > 1 and not own.flat:
-            replicated = _replicated(copies, self.known_from.get("dp", ""))
-            return Layout((*outer, *replicated.axes)) if outer else replicated
+            return Layout((*outer, *along("dp", copies, self.known_from.get("dp", ""))))
         return Layout(outer, own.flat) if outer else own
-
-
-@cache
-def _replicated(copies: int, known_from: str) -> Layout:
-    """One for all tensors that every data-parallel rank has."""
-    return Layout((AxisLayout("dp", copies, pattern("replicate"), known_from),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,6 @@ def test_the_mean_is_taken(shards, arrays, tmp_path):
     assert any("drifted/weight" in note and "mean was taken" in note for note in report.notes)
 
 
-def test_the_mean_of_the_largest_numbers_is_no_infinity(shards, tmp_path):
-    largest = np.full(SHAPE, np.finfo(np.float32).max)
-    smaller = largest * np.float32(0.75)
-    _, drifted, _ = converted(shards, copies(shards, largest, smaller), tmp_path, "mean")
-    assert np.array_equal(drifted, largest * np.float32(0.875))
-
-
 def test_what_a_rank_computed_from_its_master_is_no_term_of_the_mean(shards, arrays, tmp_path):
     masters = copies(shards, *arrays[:2])
     box = Box.whole(SHAPE)

@@ -1,6 +1,6 @@
-"""Placements of a DTensor as patterns: how each axis of a DeviceMesh cuts a tensor.
+"""Axes of a layout that no family speaks of: ranks that hold all of a tensor or none, and the placements of a DTensor.
 
-A file tells them by names, a live tensor by objects; what they mean is said here once.
+A file tells placements by names, a live tensor by objects; what they mean is said here once.
 
     Shard(dim)                        chunk(dim)
     _StridedShard(dim, split_factor)  chunk(dim) after the axes that stand behind it and cut the same dim, as tensor
@@ -18,14 +18,15 @@ Source: torch 2.13, `torch/distributed/tensor/{_dtensor_spec,placement_types}.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Pattern
 
-__all__ = ["Placement", "axes_of"]
+__all__ = ["Placement", "along", "axes_of"]
 
 _WHOLE = {"Replicate": "replicate", "Partial": "partial"}
 
@@ -68,3 +69,20 @@ def axes_of(
     return tuple(
         AxisLayout(names[at], sizes[at], placements[at].pattern(in_order=at in behind), known_from) for at in order
     )
+
+
+def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+    """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
+
+    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
+    ['unique', 'replicate(holders=[0, 3])']
+    """
+    some = tuple(sorted(set(holders)))
+    return () if parts == 1 else (_axis(axis, parts, known_from, some if len(some) < parts else ()),)
+
+
+@lru_cache(maxsize=1 << 12)
+def _axis(axis: str, parts: int, known_from: str, holders: tuple[int, ...]) -> AxisLayout:
+    if len(holders) == 1:
+        return AxisLayout(axis, parts, pattern("unique", owner=holders[0]), known_from)
+    return AxisLayout(axis, parts, pattern("replicate", holders=holders), known_from)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from ucp.conversion.collection import no_cycle_collection
+from ucp.source.read import no_cycle_collection
 
 
 @pytest.mark.parametrize("was_on", [True, False])

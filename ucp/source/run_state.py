@@ -68,7 +68,9 @@ def _with_step(index: Index, asked: str | None) -> Index:
 
 def _with_scheduler(index: Index, chosen: Target, asked: str | None) -> Index:
     """`index` with the scheduler's state as `LR_SCHEDULER`; a line under `dropped` where several could be it."""
-    if asked is None and (chosen.scheduler is None or _has_its_place(index)):
+    has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
+    has_place = has_one or run_extras(index).scheduler is not None  # where frameworks look, or the source's own
+    if asked is None and (chosen.scheduler is None or has_place):
         return index
     if chosen.scheduler is None:
         raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={asked}")
@@ -90,12 +92,6 @@ def _with_scheduler(index: Index, chosen: Target, asked: str | None) -> Index:
         )
         return replace(index, dropped=(*index.dropped, line))
     return _moved(index, different[0], chosen) if different else index
-
-
-def _has_its_place(index: Index) -> bool:
-    """Whether the source keeps a scheduler where frameworks look, or its framework has a place for one."""
-    has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
-    return has_one or run_extras(index).scheduler is not None
 
 
 def _moved(index: Index, found: SchedulerState, chosen: Target) -> Index:

@@ -1,6 +1,6 @@
 """Hypothesis strategies: shapes, tilings, layouts, and sources that hold a given array in every way there is.
 
-Needs hypothesis; nothing else in `ucp` imports this module.
+Needs hypothesis.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import relpath
 
-from ucp.conversion.source.zero_moments import moments
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index
 from ucp.core.tensor import Record, Tensor, TensorRef
+from ucp.source.moments import moments
 from ucp.transfer.probe import Prober
 
 __all__ = ["copied_ranks"]
@@ -60,17 +60,14 @@ def copied_ranks(index: Index) -> tuple[Doubt, ...]:
             for path in paths[1:]:
                 pair = _contradiction(first, pieces.get(path, {}), prober)
                 if pair is not None:
-                    found.append(_doubt(relpath(paths[0], root), relpath(path, root), pair))
+                    text = (
+                        "expected the files of two ranks to differ, as they hold other parts of the model; "
+                        f"{relpath(paths[0], root)} and {relpath(path, root)} hold the same bytes, {pair[0]} in the "
+                        f"one and {pair[1]} in the other. One is a copy of the other: copy both again from where they "
+                        "were saved"
+                    )
+                    found.append(Doubt(kind=DoubtKind.EQUAL_RANKS, text=text))
     return tuple(found)
-
-
-def _doubt(a: str, b: str, pair: tuple[_Piece, _Piece]) -> Doubt:
-    text = (
-        f"expected the files of two ranks to differ, as they hold other parts of the model; {a} and {b} hold the same "
-        f"bytes, {pair[0]} in the one and {pair[1]} in the other. One is a copy of the other: copy both again from "
-        "where they were saved"
-    )
-    return Doubt(kind=DoubtKind.EQUAL_RANKS, text=text)
 
 
 def _twins(records: Iterable[Record]) -> Iterator[list[str]]:
@@ -109,21 +106,17 @@ def _contradiction(
     for offset, own in a.items():
         for mine in own:
             others = b.get(offset, ())
-            if any(_is_same(mine, other) for other in others) or not _varies(mine.fragment.ref, prober):
+            is_copy = any(  # of one region, or of no one region: the same number is counted for each
+                mine.atom is other.atom and mine.state == other.state and mine.fragment.box == other.fragment.box
+                for other in others
+            )
+            if is_copy or not _varies(mine.fragment.ref, prober):
                 continue
             for other in others:
-                if mine.atom is other.atom or _was_trained(mine.atom, prober):
+                trained = (piece.ref for _, state in moments(mine.atom) for piece in state.fragments)
+                if mine.atom is other.atom or any(_varies(ref, prober) for ref in trained):
                     return mine, other
     return None
-
-
-def _is_same(a: _Piece, b: _Piece) -> bool:
-    """Whether two pieces are copies of one region, or of no one region: the same number is counted for each."""
-    return a.atom is b.atom and a.state == b.state and a.fragment.box == b.fragment.box
-
-
-def _was_trained(atom: AtomIndex, prober: Prober) -> bool:
-    return any(_varies(own.ref, prober) for _, state in moments(atom) for own in state.fragments)
 
 
 def _varies(ref: Tensor, prober: Prober) -> bool:

@@ -12,7 +12,6 @@ refuses that unless it is told what to take:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
@@ -52,16 +51,18 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
         return index
     atoms = dict(index.atoms)
     for param, name in found:
-        atom = atoms[param]
-        atoms[param] = replace(
-            atom, states={**atom.states, name: _SETTLED[drift](atom.states[name], f"{param}/{name}")}
-        )
-    return replace(index, atoms=atoms, notes=(*index.notes, *_notes(found, drift)))
-
-
-def _first(state: StateIndex, label: str) -> StateIndex:
-    del label  # it cannot fail
-    return replace(state, fragments=tuple(own for own in state.fragments if own.replica == 0))
+        atom, state = atoms[param], atoms[param].states[name]
+        if drift is Drift.MEAN:
+            state = _mean(state, f"{param}/{name}")
+        else:
+            state = replace(state, fragments=tuple(own for own in state.fragments if own.replica == 0))
+        atoms[param] = replace(atom, states={**atom.states, name: state})
+    taken = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
+    lines = [line for _, differences in sorted(found.items()) for line in sorted(differences)]
+    note = (
+        f"copies of {counted(len(found), 'state')} differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
+    )
+    return replace(index, atoms=atoms, notes=(*index.notes, note))
 
 
 def _mean(state: StateIndex, label: str) -> StateIndex:
@@ -87,14 +88,3 @@ def _mean(state: StateIndex, label: str) -> StateIndex:
         replace(own, replica=0, term=n) for n, (_, pieces) in enumerate(sorted(terms.items())) for own in pieces
     )
     return replace(state, fragments=tuple(fragments), overlap=Overlap.MEAN)
-
-
-_SETTLED = {Drift.FIRST: _first, Drift.MEAN: _mean}
-
-
-def _notes(found: Mapping[tuple[str, str], list[str]], drift: Drift) -> Iterator[str]:
-    taken = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
-    lines = [f"{line}" for _, own in sorted(found.items()) for line in sorted(own)]
-    yield (
-        f"copies of {counted(len(found), 'state')} differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
-    )

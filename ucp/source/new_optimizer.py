@@ -48,24 +48,27 @@ def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
             f"expected a source without optimizer states (--optimizer zero); {index.path} has {', '.join(held)}: drop "
             "--optimizer, or leave them out to start anew (--include '*/weight')"
         )
-    atoms = {name: _zeroed(atom) if _is_trained(atom) else atom for name, atom in index.atoms.items()}
+    atoms = dict(index.atoms)
+    for name, atom in index.atoms.items():
+        if atom.kind is Kind.PARAMETER and (weight := atom.states[WEIGHT]).dtype.is_floating and weight.numel:
+            atoms[name] = _zeroed(atom)
     params = tuple(name for name, atom in atoms.items() if STEP in atom.states)
-    groups, told = (_kept(index, settings), "the groups of the source") if index.groups else _new(params, settings)
+    if index.groups:  # of a source whose states were left out
+        said = [name for name in HYPER if name in settings]
+        if said:
+            raise UsageError(
+                f"{index.path} has optimizer groups with hyper-parameters of their own: drop --set {said[0]}"
+            )
+        stepless = ({key: value for key, value in group.hyper.items() if key != STEP} for group in index.groups)
+        groups = tuple(replace(group, hyper=hyper) for group, hyper in zip(index.groups, stepless, strict=True))
+        told = "the groups of the source"
+    else:
+        groups, told = _new(params, settings)
     note = (
         f"an optimizer was made (--optimizer zero): moments of zero and a step of 0 for "
         f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {told}"
     )
     return replace(index, atoms=atoms, groups=groups, notes=(*index.notes, note))
-
-
-def _kept(index: Index, settings: Mapping[str, str]) -> tuple[ParamGroup, ...]:
-    """The groups of a source whose states were left out, as before the first step."""
-    said = [name for name in HYPER if name in settings]
-    if said:
-        raise UsageError(f"{index.path} has optimizer groups with hyper-parameters of their own: drop --set {said[0]}")
-    return tuple(
-        replace(group, hyper={key: own for key, own in group.hyper.items() if key != STEP}) for group in index.groups
-    )
 
 
 def _new(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
@@ -95,10 +98,6 @@ def _number(name: str, text: str) -> float:
             f"expected {name} of the new optimizer as a number, as in --set {name}={HYPER[name]:g}; got {text}"
         )
     return value
-
-
-def _is_trained(atom: AtomIndex) -> bool:
-    return atom.kind is Kind.PARAMETER and atom.states[WEIGHT].dtype.is_floating and atom.states[WEIGHT].numel > 0
 
 
 def _zeroed(atom: AtomIndex) -> AtomIndex:

@@ -1,16 +1,23 @@
-"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop."""
+"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop; what is frozen.
+
+DeepSpeed and Megatron leave frozen parameters (`requires_grad=False`) out of their optimizers, and fail to load what
+counts them in. torch lists them in groups like any other and records nothing of it. A reader takes those without
+states for frozen where others have theirs; one that is trained and never got a gradient looks the same, so that users
+can say it (`--set frozen=GLOB,...`, or `none`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from ucp.conversion.source.moment_shapes import odd_moments
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Loss
-from ucp.core.names import NameFilter
-from ucp.errors import UsageError, counted
+from ucp.core.index import AtomIndex, DoubtKind, Index, Kind, Loss
+from ucp.core.names import WEIGHT, NameFilter
+from ucp.errors import UsageError, counted, listed
+from ucp.source.moments import odd_moments
 
-__all__ = ["DROP", "part_warnings", "selected", "without_extras"]
+__all__ = ["DROP", "FROZEN", "part_warnings", "selected", "with_frozen", "without_extras"]
 
 DROP = "drop"
 """Setting that every target takes: extras to leave out."""
@@ -35,25 +42,27 @@ def selected(index: Index, names: NameFilter) -> Index:
         raise UsageError("--include and --exclude together leave nothing; `ucp plan` shows what a selection holds")
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
-    left = _left_out(index, atoms)
-    dropped = (*index.dropped, f"{left}: {_SELECTION}") if left else index.dropped
+    states_left = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in atoms.items())
+    whole = len(index.atoms) - len(atoms)
+    left = [
+        f"{counted(whole, 'parameter')} of {len(index.atoms):,}" if whole else "",
+        f"{counted(states_left, 'state')} of {'the others' if whole else 'parameters'}" if states_left else "",
+    ]
+    dropped = (*index.dropped, f"{', '.join(filter(None, left))}: {_SELECTION}") if any(left) else index.dropped
+    doubts = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
+    if len(doubts) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
+        doubts += tuple(odd_moments(replace(index, atoms=atoms)))
     return replace(
         index,
         atoms=atoms,
         groups=groups,
         aliases=aliases,
         dropped=dropped,
-        doubts=_remaining_doubts(index, atoms),
+        doubts=doubts,
         lost=_lost(index, atoms),
         unnamed=index.unnamed if any(names.keeps(*own) for own in unnamed) else None,
-        unselected=index.unselected + len(index.atoms) - len(atoms),
+        unselected=index.unselected + whole,
     )
-
-
-def _remaining_doubts(index: Index, kept: Mapping[str, AtomIndex]) -> tuple[Doubt, ...]:
-    """Doubts of the whole checkpoint that hold for what is kept of it, too."""
-    others = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
-    return (*others, *odd_moments(replace(index, atoms=kept))) if len(others) < len(index.doubts) else others
 
 
 def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
@@ -66,17 +75,6 @@ def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
             why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
             lost[name] = Loss(why=why, chosen=True)
     return lost
-
-
-def _left_out(index: Index, kept: Mapping[str, AtomIndex]) -> str:
-    """How much of `index` is not kept, in words; empty for nothing."""
-    whole = [atom for name, atom in index.atoms.items() if name not in kept]
-    states = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in kept.items())
-    parts = [
-        f"{counted(len(whole), 'parameter')} of {len(index.atoms):,}" if whole else "",
-        f"{counted(states, 'state')} of {'the others' if whole else 'parameters'}" if states else "",
-    ]
-    return ", ".join(filter(None, parts))
 
 
 def part_warnings(whole: Index, index: Index) -> Iterator[str]:
@@ -119,3 +117,36 @@ def without_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Ma
     lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
     others = {name: text for name, text in settings.items() if name != DROP}
     return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
+
+
+FROZEN = "frozen"
+"""Setting that every target takes: globs of the parameters that are frozen."""
+
+
+def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+    """`index` with just the parameters frozen that --set frozen names, and the other settings. Raises UsageError."""
+    if FROZEN not in settings:
+        return index, settings
+    globs = [] if settings[FROZEN] == "none" else settings[FROZEN].split(",")
+    idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in index.atoms)]
+    if idle:
+        raise UsageError(f"--set frozen: no parameter of {index.path} matches {', '.join(idle)}")
+    frozen = {
+        name
+        for name, atom in index.atoms.items()
+        if name in globs or (atom.kind is not Kind.BUFFER and any(fnmatchcase(name, glob) for glob in globs))
+    }
+    stepped = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
+    if stepped:
+        raise UsageError(
+            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(stepped)}"
+        )
+    grouped = {name for group in index.groups for name in group.params}
+    atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob
+    for name, atom in index.atoms.items():
+        if name in frozen:
+            atoms[name] = replace(atom, kind=Kind.FROZEN)
+        elif name in grouped and atom.kind is not Kind.BUFFER:
+            atoms[name] = replace(atom, kind=Kind.PARAMETER)
+    others = {name: value for name, value in settings.items() if name != FROZEN}
+    return replace(index, atoms=atoms), others

@@ -15,8 +15,8 @@ from ucp.core.index import ParamGroup
 from ucp.errors import FamilyError, MisfitError, ReplicaError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-KEPT = Path(__file__).parents[4] / "fixtures" / "megatron"
-FIXTURES = Path(__file__).parents[4] / "fixtures"
+KEPT = Path(__file__).parents[3] / "fixtures" / "megatron"
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 HIDDEN = 8
 MODEL = {
     "emb.weight": (16, HIDDEN),

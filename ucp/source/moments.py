@@ -18,15 +18,14 @@ from enum import StrEnum
 
 from ucp.contract.optimizer import step_counts
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Tensor, TensorRef
-from ucp.errors import MalformedError, SourceError
+from ucp.errors import MalformedError, SourceError, counted, listed
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
 
-__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note"]
+__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note", "odd_moments"]
 
 _PROBED = 256
 """Parameters looked at before every element is, at most."""
@@ -121,12 +120,6 @@ def moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
             yield name, state
 
 
-def _pieces(atoms: Iterable[AtomIndex]) -> Iterator[Fragment]:
-    for atom in atoms:
-        for _, state in moments(atom):
-            yield from state.fragments
-
-
 def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
     """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run.
 
@@ -148,7 +141,7 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
 def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, whole: bool) -> bool:
     """Whether all moments that can be read are zero, where there are any: one that cannot be read tells nothing."""
     is_read = False
-    for piece in _pieces(atoms):
+    for piece in (piece for atom in atoms for _, state in moments(atom) for piece in state.fragments):
         is_zero = _is_zero(piece.ref, prober, whole=whole)
         if is_zero is False:
             return False
@@ -158,19 +151,17 @@ def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, whole: bool) -> boo
 
 def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool | None:
     """Whether all elements are zero, or those of three windows; None where they cannot be read."""
-    if whole and isinstance(ref, TensorRef):
-        ref = _in_file_order(ref)
+    if whole and isinstance(ref, TensorRef):  # in the order in which elements lie, so that they are read in long runs
+        dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
+        shape, strides = (tuple(sizes[dim] for dim in dims) for sizes in (ref.shape, ref.strides))
+        ref = replace(ref, shape=shape, strides=strides)
+    step, last = (_BLOCK, 0) if whole else (_WINDOW, max(ref.numel - _WINDOW, 0))
+    starts = range(0, ref.numel, step) if whole else sorted({0, last // 2, last})
+    windows = ((start, min(start + step, ref.numel)) for start in starts)
     try:
-        windows = _windows(ref.numel, whole=whole)
         return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
     except SourceError:
         return None
-
-
-def _in_file_order(ref: TensorRef) -> TensorRef:
-    """The same elements in the order in which they lie, so that all of them are read in long runs."""
-    dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
-    return replace(ref, shape=tuple(ref.shape[dim] for dim in dims), strides=tuple(ref.strides[dim] for dim in dims))
 
 
 def _holds_nothing(data: bytes, dtype: DType) -> bool:
@@ -182,10 +173,22 @@ def _holds_nothing(data: bytes, dtype: DType) -> bool:
     return not viewed(memoryview(data), dtype).any()
 
 
-def _windows(numel: int, *, whole: bool) -> Iterator[tuple[int, int]]:
-    if whole:
-        starts, count = list(range(0, numel, _BLOCK)), _BLOCK
-    else:
-        last = max(numel - _WINDOW, 0)
-        starts, count = sorted({0, last // 2, last}), _WINDOW
-    return ((start, min(start + count, numel)) for start in starts)
+_IN_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""States that torch's optimizers keep in the shape of the parameter."""
+
+
+def odd_moments(index: Index) -> Iterator[Doubt]:
+    """A doubt that lists them, where there are any."""
+    odd = [
+        f"{atom.name}: {name} of {list(state.global_shape)}, the parameter of {list(atom.global_shape)}"
+        for atom, name, state in index.states()
+        if name in _IN_SHAPE and state.global_shape != atom.global_shape
+    ]
+    if odd:
+        text = (
+            f"expected moments in the shapes of their parameters; {index.path} has {counted(len(odd), 'moment')} of "
+            f"another shape:\n{listed(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own "
+            "(GaLore projects them). Save it again beside this model, or take the weights alone (--include "
+            "'*/weight'; ucp.load_into without optimizer)"
+        )
+        yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)

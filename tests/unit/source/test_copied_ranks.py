@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import ucp
-from ucp.conversion.source.copied_ranks import copied_ranks
 from ucp.core.fragments import Fragment
 from ucp.core.index import Doubt, StateIndex
 from ucp.core.region import Box
 from ucp.errors import MalformedError, UsageError
 from ucp.io.torch_file.archive import read_archive
+from ucp.source.copied_ranks import copied_ranks
 from ucp.testing.handmade import make_index
 
-FIXTURES = Path(__file__).parents[4] / "fixtures"
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 EXPERTS = (
     "megatron",
     "mixtral-ep2-dp2-torch",

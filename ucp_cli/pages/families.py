@@ -1,4 +1,4 @@
-"""Families and their rules as tables, and what they say about a checkpoint."""
+"""`ucp patterns`: families and their rules, and what they say about a checkpoint, as pages and as JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import shape_text
 from ucp.errors import counted
 from ucp.families.family import CANONICAL, Family
-from ucp.families.rule import Rule
+from ucp.families.rule import Alias, Rule
 from ucp_cli.pages.render import table
 
-__all__ = ["family_page", "family_table", "report_page"]
+__all__ = ["families_document", "family_document", "family_page", "family_table", "report_document", "report_page"]
 
 _MOST_PROBLEMS = 20
 
@@ -31,6 +31,16 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
     evidence = family.evidence
     found = [f"{name} = {' or else '.join(map(str, ways))}" for name, ways in family.sizes.items()]
     columns = ("name", *([style] if style else []), "lies", "when", "meaning")
+    rows = [
+        (
+            rule.name.text,
+            *([", ".join(family.written(rule, style)) or "-"] if style else []),
+            "; ".join(map(str, rule.axes)) or "one owner",
+            "" if rule.when is None else str(rule.when),
+            rule.meaning,
+        )
+        for rule in family.rules
+    ]
     return [
         facts(
             [
@@ -44,21 +54,10 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
                 ("names in", ", ".join((CANONICAL, *family.styles))),
             ]
         ),
-        table("Rules", columns, [_rule_row(family, rule, style) for rule in family.rules]),
+        table("Rules", columns, rows),
         lines("Sizes and flags, and where they are found", found),
         lines("Tied", [f"{tie.name} = {tie.to}{f' when {tie.when}' if tie.when else ''}" for tie in family.tied]),
     ]
-
-
-def _rule_row(family: Family, rule: Rule, style: str | None) -> tuple[str, ...]:
-    when = "" if rule.when is None else str(rule.when)
-    names = [", ".join(family.written(rule, style)) or "-"] if style else []
-    return (rule.name.text, *names, lies(rule), when, rule.meaning)
-
-
-def lies(rule: Rule) -> str:
-    """How a rule's parameters lie over the mesh."""
-    return "; ".join(map(str, rule.axes)) or "one owner"
 
 
 def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
@@ -79,7 +78,8 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
             ("sizes", ", ".join(f"{name}={value}" for name, value in report.family.values.items())),
         ]
     )
-    yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), list(_parameter_rows(report)))
+    ruled = list(_rows(own for own in report.parameters if own.rule is not None))
+    yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), ruled)
     yield lines("Without a rule", _some(f"{own.name} {shape_text(own.global_shape)}" for own in without))
     yield lines("Of several rules", _some(own.problem for own in undecided))
     yield lines("Not as their rule says", _some(own.problem for own in wrong if own.rule is not None))
@@ -96,12 +96,8 @@ def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | 
     yield table("Parameters", ("name", ">tensors", "shape", "lies"), rows)
 
 
-def _parameter_rows(report: FamilyReport) -> Iterator[tuple[str, ...]]:
-    """A row per rule, style and layout; names of other layers and experts are the same row."""
-    return _rows(own for own in report.parameters if own.rule is not None)
-
-
 def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
+    """A row per rule, style and layout; names of other layers and experts are the same row."""
     rows: dict[tuple[str, ...], list[Explained]] = {}
     for own in parameters:
         rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
@@ -109,11 +105,8 @@ def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
         first = members[0]
         shapes = list(dict.fromkeys(shape_text(own.global_shape) for own in members))
         shown = ", ".join(shapes[:2]) + (", ..." if len(shapes) > 2 else "")
-        yield first.template, str(len(members)), shown, _lie(first), _meaning(first)
-
-
-def _lie(own: Explained) -> str:
-    return "; ".join(own.patterns) or ("whole" if own.rule is None else "one owner")
+        lies = "; ".join(first.patterns) or ("whole" if first.rule is None else "one owner")
+        yield first.template, str(len(members)), shown, lies, _meaning(first)
 
 
 def _meaning(own: Explained) -> str:
@@ -127,6 +120,104 @@ def _meaning(own: Explained) -> str:
 
 def _some(texts: Iterable[str]) -> Sequence[str]:
     shown = list(texts)
-    return (
-        shown if len(shown) <= _MOST_PROBLEMS else [*shown[:_MOST_PROBLEMS], f"(+{len(shown) - _MOST_PROBLEMS} more)"]
-    )
+    more = len(shown) - _MOST_PROBLEMS
+    return [*shown[:_MOST_PROBLEMS], *([f"(+{more} more)"] if more > 0 else [])]
+
+
+def families_document(families: Sequence[Family], patterns: Sequence[str]) -> dict[str, object]:
+    """What `ucp patterns list` found."""
+    return {
+        "schema": "ucp.patterns-list/1",
+        "families": [
+            {"name": own.name, "title": own.title, "rules": len(own.rules), "source": own.source} for own in families
+        ],
+        "patterns": list(patterns),
+    }
+
+
+def family_document(family: Family) -> dict[str, object]:
+    """What `ucp patterns show` shows."""
+    return {
+        "schema": "ucp.patterns-show/1",
+        "name": family.name,
+        "title": family.title,
+        "source": family.source,
+        "kind_of": list(family.kind_of),
+        "evidence": {
+            "names": list(family.evidence.names),
+            "absent": list(family.evidence.absent),
+            "arguments": dict(family.evidence.arguments),
+        },
+        "given": dict(family.given),
+        "sizes": {name: [str(way) for way in ways] for name, ways in family.sizes.items()},
+        "styles": list(family.styles),
+        "rules": [_rule(rule) for rule in family.rules],
+        "tied": [{"name": tie.name, "to": tie.to, "when": str(tie.when or "") or None} for tie in family.tied],
+    }
+
+
+def report_document(report: FamilyReport) -> dict[str, object]:
+    """What `ucp patterns check` found."""
+    return {
+        "schema": "ucp.patterns-check/1",
+        "ok": report.ok,
+        "path": report.path,
+        "format": report.format,
+        "family": None if report.family is None else report.family.name,
+        "reasons": list(report.reasons),
+        "sizes": {} if report.family is None else dict(report.family.values),
+        "recorded_in": dict(report.recorded_in),
+        "parameters": {own.name: _explained(own) for own in report.parameters},
+        "unused": list(dict.fromkeys(str(rule.name) for rule in report.unused)),
+    }
+
+
+def _explained(own: Explained) -> dict[str, object]:
+    return {
+        "shape": list(own.global_shape),
+        "canonical": own.canonical or None,
+        "style": own.style or None,
+        "template": own.template or None,
+        "part": own.part,
+        "order": list(own.order),
+        "rule": None if own.rule is None else str(own.rule.name),
+        "meaning": None if own.rule is None else own.rule.meaning,
+        "patterns": list(own.patterns),
+        "problem": own.problem or None,
+    }
+
+
+def _rule(rule: Rule) -> dict[str, object]:
+    return {
+        "name": str(rule.name),
+        "when": None if rule.when is None else str(rule.when),
+        "meaning": rule.meaning,
+        "buffer": rule.buffer,
+        "padded": rule.padded,
+        "axes": [
+            {"axis": axis.axis, "pattern": axis.pattern, "options": {k: _plain(v) for k, v in axis.options.items()}}
+            for axis in rule.axes
+        ],
+        "aliases": {style: [_alias(alias) for alias in ways] for style, ways in rule.aliases.items()},
+        "source": rule.source,
+    }
+
+
+def _alias(alias: Alias) -> dict[str, object]:
+    return {
+        "names": list(alias.names),
+        "dim": alias.dim,
+        "groups": None if alias.groups is None else str(alias.groups),
+        "blocks": _plain(alias.blocks),
+        "view": _plain(alias.view),
+        "order": list(alias.order),
+        "when": None if alias.when is None else str(alias.when),
+        "beside": list(alias.beside),
+    }
+
+
+def _plain(option: object) -> object:
+    """A number as it is, an expression as text."""
+    if isinstance(option, tuple):
+        return [_plain(own) for own in option]
+    return option if isinstance(option, int) else str(option)

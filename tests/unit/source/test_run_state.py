@@ -172,7 +172,7 @@ def test_scripts_of_dcp_find_their_scheduler_where_it_was_too(tmp_path):
 
 def test_the_snippet_for_plain_torch_resumes_the_schedule(tmp_path, monkeypatch):
     """The code of docs/how-to/resume-fsdp.md, as it stands there."""
-    page = (Path(__file__).parents[4] / "docs" / "how-to" / "resume-fsdp.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "resume-fsdp.md").read_text()
     section = page.split("## Plain torch")[1].split("## ")[0]
     code = [line for line in section.splitlines() if line.startswith("    ") and "ucp convert" not in line]
     run, fresh = Run(), Run(steps=0)

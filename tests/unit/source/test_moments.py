@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ucp.contract.scalars import number_state
-from ucp.conversion.source.zero_moments import ZeroMoments, before_first_step, check_moments, moments_note
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.errors import MalformedError
 from ucp.io.elements import numpy_dtype
+from ucp.source.moments import ZeroMoments, before_first_step, check_moments, moments_note
 from ucp.testing.handmade import Shards, make_index
 
 Made = Callable[..., Index]

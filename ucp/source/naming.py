@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.model.arguments import run_arguments
-from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, names_of
-from ucp.conversion.values import Naming
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged, with_copy
@@ -115,7 +114,12 @@ def _family(
         has_names = not naming.style and names_of(index) == target.names
         if not unread and not has_names:  # the question is which of those that know them all
             raise
-        if _are_final(index, target, naming, settings):
+        if naming.style:  # names that no family knows are those to write where the user says so
+            are_final = naming.source == naming.style and not target.takes_family(None)
+        else:  # or the target can tell
+            are_known = naming.rules is not None or target.takes_names_of(index, settings)
+            are_final = are_known and not run_arguments(index)
+        if are_final:
             return None
         raise UnknownFamilyError(_refusal(index, unread, "a model family", target, naming)) from error
     unread = _unread(family, shapes)
@@ -123,13 +127,6 @@ def _family(
         raise FamilyError(_refusal(index, unread, f"the family {family.name!r}", target, naming))
     check_styles(family, naming)
     return family
-
-
-def _are_final(index: Index, target: Target, naming: Naming, settings: Mapping[str, str]) -> bool:
-    """Whether names that no family knows are those to write: the user says so, or the target can tell."""
-    if naming.style:
-        return naming.source == naming.style and not target.takes_family(None)
-    return not run_arguments(index) and (naming.rules is not None or target.takes_names_of(index, settings))
 
 
 def check_styles(family: Family, naming: Naming) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
-from ucp.conversion.collection import no_cycle_collection
-from ucp.conversion.source.copied_ranks import copied_ranks
-from ucp.conversion.source.moment_shapes import odd_moments
-from ucp.conversion.source.selection import selected
 from ucp.core.index import Index, SourceFile, check_cover, check_names
 from ucp.core.names import NameFilter
 from ucp.core.state_gaps import with_gaps
 from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
+from ucp.source.copied_ranks import copied_ranks
+from ucp.source.moments import odd_moments
+from ucp.source.selection import selected
 
-__all__ = ["Survey", "index_as_told", "index_of", "judged", "read_index", "survey"]
+__all__ = ["Survey", "index_as_told", "index_of", "judged", "no_cycle_collection", "read_index", "survey"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +40,36 @@ def survey(path: Path) -> Survey:
     """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
+    files = []
+    for file in sorted(files_below(root)) if root.is_dir() else [root]:
+        status = file.stat() if file.exists() else file.lstat()
+        nbytes = status.st_size if file.exists() else 0  # a link that leads nowhere has none
+        files.append(SourceFile(path=str(file), nbytes=nbytes, mtime_ns=status.st_mtime_ns, role=""))
     return Survey(
         path=str(root),
         format=fmt.name,
         evidence=evidence.reasons,
-        files=tuple(_present(file) for file in (sorted(files_below(root)) if root.is_dir() else [root])),
+        files=tuple(files),
     )
 
 
-def _present(path: Path) -> SourceFile:
-    """A file as it is; a link that leads nowhere has no bytes."""
-    status = path.stat() if path.exists() else path.lstat()
-    return SourceFile(
-        path=str(path), nbytes=status.st_size if path.exists() else 0, mtime_ns=status.st_mtime_ns, role=""
-    )
+@contextmanager
+def no_cycle_collection() -> Iterator[None]:
+    """Pause the search for cycles, which walks all containers again and again while an index of millions is built.
+
+    What is not in a cycle is freed as ever.
+
+    >>> with no_cycle_collection():
+    ...     gc.isenabled()
+    False
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @no_cycle_collection()

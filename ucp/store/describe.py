@@ -1,0 +1,176 @@
+"""From an index to a manifest: files and axes of layouts are stored once, and referred to by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from msgspec import structs
+from zlib_ng import zlib_ng
+
+from ucp.contract.registry import describe_pattern
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, StateIndex
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.target import Receipt
+from ucp.core.tensor import InlineTensor
+from ucp.io.codec import codec_name
+from ucp.store.manifest import (
+    VERSION,
+    Checksum,
+    Manifest,
+    Origin,
+    Piece,
+    StoredAtom,
+    StoredAxis,
+    StoredExtra,
+    StoredFile,
+    StoredGroup,
+    StoredLoss,
+    StoredState,
+)
+from ucp.store.values import to_json
+from ucp.transfer.plan.tasks import BLOCK
+
+__all__ = ["describe", "is_inline"]
+
+
+def describe(
+    index: Index,
+    *,
+    producer: str,
+    written: Mapping[tuple[str, str], Receipt] | None,
+    extras: Sequence[StoredExtra],
+    casts: Sequence[str],
+    identify: Callable[[str], StoredFile],
+    headers: Mapping[str, bytes],
+) -> Manifest:
+    """The manifest of `index`.
+
+    `written`: (parameter, state) to where it was written, or None for a virtual store, which keeps the source's places.
+    `identify`: what a file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
+    """
+    states = _States(written)
+    atoms = {atom.name: states.atom(atom) for atom in index.atoms.values()}
+    records = [
+        Checksum(file=states.file(own.path), offset=own.offset, nbytes=own.nbytes, crc32=own.crc32, name=own.name)
+        for own in (index.records if written is None else ())
+    ]
+
+    def describe_file(path: str) -> StoredFile:
+        if written is None:
+            return identify(path)
+        header = headers.get(path)
+        return StoredFile(path=path, header=(len(header), zlib_ng.crc32(header)) if header else None)
+
+    losses: dict[tuple[str, bool], dict[str, str]] = {}  # each reason once, for the parameters there are
+    for name, loss in index.lost.items():
+        if name in index.atoms:
+            losses.setdefault((loss.why, loss.chosen), {})[name] = loss.detail
+    return Manifest(
+        ucp=VERSION,
+        producer=producer,
+        virtual=written is None,
+        source=Origin(
+            path=index.path,
+            format=index.format,
+            origin=index.origin or index.format,
+            producer=index.producer,
+            topology=str(index.topology),
+        ),
+        step=index.step,
+        skipped=index.skipped,
+        files=tuple(map(describe_file, states.files)),
+        records=tuple(records),
+        axes=tuple(states.axes),
+        atoms=atoms,
+        groups=tuple(StoredGroup(params=group.params, hyper=to_json(dict(group.hyper))) for group in index.groups),
+        aliases=dict(index.aliases),
+        extras=tuple(extras),
+        casts=tuple(casts),
+        notes=index.notes,
+        dropped=index.dropped,
+        lost=tuple(StoredLoss(why=why, chosen=chosen, params=own) for (why, chosen), own in losses.items()),
+        unselected=index.unselected,
+        unordered=index.unordered,
+    )
+
+
+def is_inline(state: StateIndex) -> bool:
+    """Whether a state stands in the source's index itself, and so in the manifest."""
+    return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
+
+
+class _States:
+    """Puts states in terms of a manifest; collects the files and axes that they refer to."""
+
+    def __init__(self, written: Mapping[tuple[str, str], Receipt] | None) -> None:
+        self.files: dict[str, int] = {}
+        self.axes: list[StoredAxis] = []
+        self._written = written
+        self._known: dict[tuple[AxisLayout, str, bool], int | None] = {}
+
+    def file(self, path: str) -> int:
+        """Number of a file."""
+        return self.files.setdefault(path, len(self.files))
+
+    def atom(self, atom: AtomIndex) -> StoredAtom:
+        """An atom with its states."""
+        states = {}
+        for name, state in atom.states.items():
+            receipt = None if self._written is None else self._written.get((atom.name, name))
+            if receipt is None:
+                pieces = [self._piece(fragment) for fragment in state.fragments]
+                stored = StoredState(
+                    shape=state.global_shape,
+                    dtype=state.dtype,
+                    overlap=state.overlap,
+                    pieces=cast("tuple[Piece, ...]", tuple(pieces)),  # lists: a Piece is written with all its fields
+                )
+            else:
+                dtype = receipt.placement.slice.dtype
+                stored = StoredState(
+                    shape=state.global_shape,
+                    dtype=dtype,
+                    file=self.file(receipt.placement.path),
+                    offset=receipt.placement.offset,
+                    crc32=receipt.crc32,
+                    xxh3=receipt.digests,
+                    block=BLOCK,
+                    codec=codec_name(dtype.itemsize) if receipt.blocks else None,
+                    blocks=receipt.blocks or None,
+                )
+            if state.layout is not None:
+                stored = structs.replace(stored, layout=self._numbers(state.layout))
+            states[name] = stored
+        return StoredAtom(
+            shape=atom.global_shape,
+            kind=atom.kind,
+            model_dtype=atom.model_dtype,
+            layout=self._numbers(atom.layout),
+            made_of={name: self._numbers(layout) for name, layout in atom.made_of.items()},
+            states=states,
+        )
+
+    def _numbers(self, layout: Layout) -> tuple[int, ...]:
+        """Numbers of the axes of a layout; none where one has a pattern that is not registered."""
+        numbers = []
+        every = (*((axis, False) for axis in layout.axes), *((axis, True) for axis in layout.flat))
+        for axis, is_flat in ((axis, is_flat) for axis, is_flat in every if axis.parts > 1):
+            key = axis, axis.known_from, is_flat
+            if key not in self._known:
+                described = describe_pattern(axis.pattern)
+                self._known[key] = None if described is None else len(self.axes)
+                if described is not None:
+                    self.axes.append(StoredAxis(axis.axis, axis.parts, *described, is_flat, axis.known_from))
+            numbers.append(self._known[key])
+        return tuple([number for number in numbers if number is not None]) if None not in numbers else ()
+
+    def _piece(self, fragment: Fragment) -> list[object]:
+        ref = fragment.ref
+        replica = -fragment.replica if fragment.derived else fragment.replica
+        start: list[object] = [fragment.box.offsets, fragment.box.sizes, replica, fragment.term, ref.dtype]
+        if isinstance(ref, InlineTensor):
+            return [*start, ref.data.hex()]
+        start += [self.file(ref.path), ref.offset, ref.strides]
+        return [*start, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else start

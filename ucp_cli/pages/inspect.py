@@ -1,0 +1,250 @@
+"""`ucp inspect`: a checkpoint on a page, its parameters one by one, or what there is of one that cannot be read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ucp.api import Survey
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.tensor import TensorRef
+from ucp.core.text.overview import overview, remarks
+from ucp.core.text.page import Section, facts, lines
+from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text, shape_text
+from ucp.io.folder import path_of
+from ucp_cli.pages.render import heading, stacked, table
+from ucp_cli.pages.tree import Line, collapsed
+from ucp_cli.pages.values import brief, what_is_held
+
+__all__ = ["detail", "file_rows", "inspect_page", "remains"]
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+"""Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
+
+
+def inspect_page(index: Index) -> list[Section | RenderableType | None]:
+    """The parts of the page."""
+    return [
+        *overview(index),
+        *_tree(index),
+        table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
+        lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
+        table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
+        table("Extras", ("name", "holds"), _extra_rows(index)),
+        *remarks(index),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is shown of an atom; atoms of one look are one line."""
+
+    shape: str
+    dtype: str
+    others: str
+    kind: Kind
+
+    def remark(self, usual: str) -> str:
+        """What is to be said of its states, when `usual` goes without saying."""
+        if self.kind is not Kind.PARAMETER:
+            return ", ".join(filter(None, [self.kind.value, self.others]))
+        return "" if self.others == usual else self.others or "no other state"
+
+
+def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
+    """The parameters, and what the signs of the tree mean where they occur in it."""
+    same: dict[_Look, _Look] = {}
+    looks = {}
+    for name, atom in index.atoms.items():
+        weight = atom.states["weight"].dtype if "weight" in atom.states else None
+        others = (
+            state if weight in (None, stored.dtype) else f"{state}:{stored.dtype}"
+            for state, stored in atom.states.items()
+            if state != "weight"
+        )
+        look = _Look(shape_text(atom.global_shape), weight.value if weight else "-", " ".join(others), atom.kind)
+        looks[name] = same.setdefault(look, look)
+    common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
+    usual = common[0][0] if common else ""
+    title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"
+    rows = list(collapsed(looks))
+    yield table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in rows])
+    folded = next((line for line in rows if line.ranges), None)
+    if folded is not None:
+        first = folded.ranges.partition(" ")[0]
+        yield Text(f"  #  [{first}]: the same below each of these numbers; ×N: N such tensors", style="dim")
+
+
+def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:
+    label = Text("  " * line.depth + printable(line.label))
+    if line.ranges:
+        label.append(f"  [{line.ranges}]", style="cyan")
+    if line.leaf is None:
+        return label, "", "", "", ""
+    times = Text(f"×{line.count}" if line.count > 1 else "", style="dim")
+    return label, times, line.leaf.shape, line.leaf.dtype, line.leaf.remark(usual)
+
+
+def _stage_rows(index: Index) -> list[tuple[str, ...]]:
+    """A row per pipeline stage: the layers that it holds by their numbers, and the modules beside them."""
+    held: dict[int, list[str]] = {}
+    for atom in index.atoms.values():
+        for stage in _stages(atom):
+            held.setdefault(stage, []).append(atom.name)
+    rows: list[tuple[str, ...]] = []
+    for stage, names in sorted(held.items()):
+        layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+        others = dict.fromkeys(name.rpartition(".")[0] or name for name in names if not _LAYER.search(name))
+        rows.append((str(stage), count_text(len(names)), ranges_text(sorted(layers)), ", ".join(others)))
+    return rows
+
+
+def _stages(atom: AtomIndex) -> list[int]:
+    """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
+    own = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
+    return own.holders(atom.global_shape) if own else []
+
+
+def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
+    """A row per group with what sets it apart, and one with what all of them share."""
+    said = [[f"{key}={brief(value)}" for key, value in group.hyper.items()] for group in groups]
+    shared = [text for text in said[0] if all(text in own for own in said)] if len(groups) > 1 else []
+    rows = [
+        (str(number), count_text(len(group.params)), "  ".join(text for text in own if text not in shared))
+        for number, (group, own) in enumerate(zip(groups, said, strict=True))
+    ]
+    return [*rows, ("all", count_text(sum(len(group.params) for group in groups)), "  ".join(shared))][
+        : len(rows) + bool(shared)
+    ]
+
+
+def _extra_rows(index: Index) -> list[tuple[str, ...]]:
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for extra in index.extras:
+        own = ranks.setdefault((extra.name, what_is_held(extra)), [])
+        if extra.rank is not None:
+            own.append(extra.rank)
+    return [
+        (f"{name} (ranks {ranges_text(sorted(own))})" if own else name, what) for (name, what), own in ranks.items()
+    ]
+
+
+def file_rows(index: Index) -> list[tuple[str, ...]]:
+    """A row per file: name, role, bytes."""
+    return [(_shown_path(index, file.path), file.role, nbytes_text(file.nbytes)) for file in index.files]
+
+
+def _shown_path(index: Index, path: str) -> str:
+    """`path` seen from the checkpoint, where it lies in it."""
+    root = index.path if path_of(index.path).is_dir() else os.path.dirname(index.path)
+    return os.path.relpath(path, root) if path.startswith(root + os.sep) else path
+
+
+_COLUMNS = ("state", ">at byte", ">bytes", "of file")
+
+
+def detail(index: Index, atom: AtomIndex) -> RenderableType:
+    """Facts of one parameter, and a row per piece of each of its states."""
+    group = next((str(n) for n, group in enumerate(index.groups) if atom.name in group.params), "")
+    tied = ", ".join(alias for alias, name in index.aliases.items() if name == atom.name)
+    own = facts(
+        [
+            ("shape", shape_text(atom.global_shape)),
+            ("kind", atom.kind.value),
+            ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
+            ("laid out", "; ".join(atom.layout.lines)),
+            ("made of", "; ".join(f"{name} ({', '.join(own.lines)})" for name, own in atom.made_of.items())),
+            ("stage", ", ".join(map(str, _stages(atom)))),
+            ("group", group),
+            ("tied", tied),
+            ("bytes", nbytes_text(atom.nbytes)),
+        ]
+    )
+    rows = [row for name, state in atom.states.items() for row in _state_rows(index, atom, name, state)]
+    return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
+
+
+def _state_rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
+    """A row for the state, then one per piece."""
+    rule = "" if state.overlap is Overlap.EXCLUSIVE else f", {state.overlap} of terms"
+    has_shape = state.global_shape == atom.global_shape
+    shape = "" if has_shape else f" {shape_text(state.global_shape)}"
+    stored = f", stored as {'; '.join(state.layout.lines)}" if has_shape and state.layout is not None else ""
+    yield f"{name} {state.dtype}{shape}{rule}{stored}", "", "", ""
+    for fragment in state.fragments:
+        yield (f"  {fragment.box}" if fragment.box.sizes else "  scalar", *_place(index, state, fragment))
+
+
+def _place(index: Index, state: StateIndex, fragment: Fragment) -> tuple[str, str, str]:
+    ref = fragment.ref
+    words = [
+        f"copy {fragment.replica}" if fragment.replica else "",
+        f"term {fragment.term}" if fragment.term else "",
+        ref.dtype.value if ref.dtype is not state.dtype else "",
+    ]
+    if not isinstance(ref, TensorRef):
+        return "", count_text(ref.nbytes), " ".join(("(in the index)", *filter(None, words)))
+    words += ["" if ref.is_contiguous else "strided", ref.codec]
+    said = ", ".join(filter(None, words))
+    path = _shown_path(index, ref.path) + (f" ({said})" if said else "")
+    return count_text(ref.offset), count_text(ref.codec_nbytes if ref.codec else ref.nbytes), path
+
+
+_NUMBER = re.compile(r"\d+", re.ASCII)
+
+
+def remains(survey: Survey, problem: str, *, each: bool) -> list[Section | RenderableType | None]:
+    """The parts of the page. `problem`: why it cannot be read; `each`: a line for every file."""
+    root = survey.path if path_of(survey.path).is_dir() else os.path.dirname(survey.path)
+    sizes = {os.path.relpath(file.path, root): file.nbytes for file in survey.files}
+    evidence = f" ({', '.join(survey.evidence)})" if survey.evidence else ""
+    total = f"{count_text(len(sizes))} of {nbytes_text(sum(sizes.values()))}"
+    each_file = [(name, nbytes_text(nbytes)) for name, nbytes in sizes.items()]
+    return [
+        facts(
+            [
+                ("checkpoint", survey.path),
+                ("format", f"{survey.format}{evidence}"),
+                ("readable", "NO: see Problems"),
+                ("files", total),
+            ]
+        ),
+        lines("Problems", [problem]),
+        table("Files", ("file", ">bytes"), each_file)
+        if each
+        else table("Files, by name", ("name", "numbers", ">files", ">bytes each", ">bytes"), list(_name_rows(sizes))),
+    ]
+
+
+def _name_rows(sizes: Mapping[str, int]) -> Iterator[tuple[str | Text, ...]]:
+    """A row for names that differ in numbers only; `sizes`: name to bytes."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in sizes:
+        alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
+    for names in alike.values():
+        label, numbers = _joined(names)
+        own = sorted(sizes[name] for name in names)
+        spread = nbytes_text(own[0]) + (f" to {nbytes_text(own[-1])}" if own[-1] != own[0] else "")
+        yield printable(label), numbers, count_text(len(names)), spread, nbytes_text(sum(own))
+
+
+def _joined(names: list[str]) -> tuple[str, Text]:
+    """One name for several, with "#" for numbers that are not the same in all; and those numbers."""
+    columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
+    varied = [len(set(column)) > 1 for column in columns]
+    place = iter(zip(varied, columns, strict=True))
+
+    def written(match: re.Match[str]) -> str:
+        is_varied, _ = next(place)
+        return "#" if is_varied else match.group()
+
+    ranges = [sorted(set(map(int, own))) for is_varied, own in zip(varied, columns, strict=True) if is_varied]
+    return _NUMBER.sub(written, names[0]), Text(" ".join(f"[{ranges_text(own)}]" for own in ranges), style="cyan")
