@@ -165,7 +165,7 @@ def _number(line: bytes, kind: type[float] = int) -> float:
 
 
 def _constant(value: str | bytes | float) -> bytes:
-    """The instruction that leaves `value` on the stack; bytes (`str` of Python 2) as text if they are, as torch.load does."""
+    """The instruction that leaves `value` on the stack; bytes (a `str` of Python 2) as text where they are UTF-8."""
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             value = value.decode()
