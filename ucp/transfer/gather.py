@@ -92,9 +92,9 @@ class Gatherer:
     """Bytes read, of all files."""
     _blocks: Blocks = field(default_factory=Blocks)
 
-    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
-        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
-        self.fill_many([(buffer[at:], dtype, pieces)])
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`."""
+        self.fill_many([(buffer, dtype, pieces)])
 
     def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Read ranges (first byte, one past the last), in increasing order and near one another, to sum each."""
