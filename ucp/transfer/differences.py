@@ -177,14 +177,14 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     """
     left, right = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
     if bool(left) is not bool(right):
-        own, other = (f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right))
-        yield Change(param="", state="", what="group", a=own, b=other)
+        sides = [f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right)]
+        yield Change(param="", state="", what="group", a=sides[0], b=sides[1])
         return
     for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
         is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
         if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
-            own, other = ("in a group" if name in hyper else "-" for hyper in (left, right))
-            yield Change(param=name, state="", what="group", a=own, b=other)
+            sides = ["in a group" if name in hyper else "-" for hyper in (left, right)]
+            yield Change(param=name, state="", what="group", a=sides[0], b=sides[1])
     checksums = Checksums((*a.records, *b.records))
     found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for name in sorted(set(left) & set(right)):

@@ -92,9 +92,9 @@ class Gatherer:
     """Bytes read, of all files."""
     _blocks: Blocks = field(default_factory=Blocks)
 
-    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
-        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
-        self.fill_many([(buffer[at:], dtype, pieces)])
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`."""
+        self.fill_many([(buffer, dtype, pieces)])
 
     def read(self, wanted: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
         """So many elements of each kind, filled from pieces: views of one buffer, in order."""
