@@ -14,9 +14,8 @@ from ucp.core.index import Index
 from ucp.core.pickle_values import Stub
 from ucp.live.match.findings import Findings
 from ucp.transfer.probe import Prober
-from ucp_formats.deepspeed.config import RunConfig
+from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
 from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
-from ucp_formats.deepspeed.loss_scale import read_loss_scale
 
 __all__ = ["resume"]
 
@@ -66,7 +65,12 @@ def _schedule(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tu
 
 
 def _loss_scale(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
-    scaler = _scaler(engine.optimizer)
+    optimizer = engine.optimizer
+    scaler: object = getattr(optimizer, "loss_scale_config", None)
+    if scaler is not None:  # without ZeRO: no common base with the other, but the same names
+        scaler = scaler if cast("LossScaleConfig", scaler).use_grad_scaling else None
+    elif str(getattr(optimizer, "dtype", "")) == "torch.float16":
+        scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is None:
         return "", ""
     saved = extras.get("loss_scaler")
@@ -81,15 +85,3 @@ def _loss_scale(engine: Engine, _index: Index, extras: Mapping[str, object]) -> 
         if hasattr(scaler, name):
             setattr(scaler, name, value)
     return "loss scale of the engine", ""
-
-
-def _scaler(optimizer: object) -> object | None:
-    """What keeps the loss scale of an fp16 run."""
-    config = getattr(optimizer, "loss_scale_config", None)
-    if config is not None:
-        # the class has no common base with the other; both keep the same names
-        return config if cast("LossScaleConfig", config).use_grad_scaling else None
-    if str(getattr(optimizer, "dtype", "")) == "torch.float16":
-        own: object = getattr(optimizer, "loss_scaler", None)
-        return own
-    return None

@@ -24,15 +24,13 @@ from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, State, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import TagFolder, list_folder
-from ucp_formats.deepspeed.names import UNIVERSAL
-from ucp_formats.deepspeed.read.extras import joined, model_extras
-from ucp_formats.deepspeed.read.files import SavedFile, source_files
+from ucp_formats.deepspeed.extras import joined, model_extras
+from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
+from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh
 from ucp_formats.deepspeed.read.run import SavedGrid, SavedRun, read_grid
-from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
 
 __all__ = ["atoms_of", "folder_notes", "producer_of", "read_native"]
 

@@ -3,21 +3,45 @@
 >>> layout = cut_layout(0, [(4, 8), (4, 8)], None)
 >>> layout.pattern.name, layout.global_shape
 ('shard(dim=0)', (8, 8))
+
+`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py): each rank lists blocks of the whole, as views with strides.
+
+1. A block becomes boxes: the strides of the whole and of the rank's tensor, where they are those of its own dims, at
+   once; else stretch by stretch.
+2. Boxes that are cuts of one dim make a `cut` or `shard`, the whole tensor on every rank is `replicate`, and what is
+   left is `pieces`.
+
+>>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
+>>> [str(pair.whole) for pair in _pairs(whole, (4, 4), (2, 4))]
+['[2:4, 0:4]']
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import gcd
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd, prod
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import Box, RegionPair, flat_boxes, uncovered
+from ucp.core.tensor import contiguous_strides
 from ucp.errors import TopologyError, listed
-from ucp.io.pickle.fields import Shape
+from ucp.io.pickle.fields import Shape, integer, mapping, sequence
 
-__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "even_parts", "shared_divisors"]
+__all__ = [
+    "AFFINE_VERSION",
+    "MisfitError",
+    "ScaledError",
+    "TensorLayout",
+    "affine_layout",
+    "cut_layout",
+    "equal_layout",
+    "even_parts",
+    "shared_divisors",
+]
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
@@ -166,3 +190,145 @@ def _even(length: int, parts: int) -> tuple[int, ...]:
 
 def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
+
+
+AFFINE_VERSION = 1
+"""Version of the map that is understood (`AFFINE_MAP_FORMAT_VERSION`, 0.19.8)."""
+
+_MOST_PAIRS = 200_000
+"""Boxes of one parameter; a map with more is damaged."""
+
+
+class ScaledError(ValueError):
+    """A rank holds a multiple of the parameter's values; the argument is the factor."""
+
+
+def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorLayout:
+    """The layout that the map `entry` of one parameter says; `shapes`: of what each rank holds.
+
+    Raises MisfitError where it contradicts them or itself, ScaledError where values are scaled.
+    """
+    saved = mapping(entry, where)
+    logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
+    by_rank = {integer(int(str(key)), where): own for key, own in mapping(saved.get("ranks"), where).items()}
+    if sorted(by_rank) != list(range(len(shapes))):
+        raise MisfitError(f"expected pieces of ranks 0 to {len(shapes) - 1}; got those of {sorted(by_rank)}")
+    held = []
+    for rank, shape in enumerate(shapes):
+        own = mapping(by_rank[rank], where)
+        if _sizes(own.get("shard_shape"), where) != shape:
+            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
+        pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
+        held.append(_held(pieces, logical, shape, rank))
+    listed = TensorLayout(pattern("pieces", held=tuple(_numbered(held))), logical, len(shapes))
+    try:
+        blocks = listed.block_widths()
+    except MisfitError:
+        return listed
+    return equal_layout("replicate", shapes) if blocks is None else cut_layout(blocks[0], shapes, blocks[1])
+
+
+def _held(pieces: Sequence[Mapping[object, object]], logical: Shape, local: Shape, rank: int) -> tuple[RegionPair, ...]:
+    pairs: list[RegionPair] = []
+    for piece in pieces:
+        scale = piece.get("scale", 1.0)
+        if scale != 1.0:
+            raise ScaledError(scale)
+        pairs += _pairs(piece, logical, local)
+        if len(pairs) > _MOST_PAIRS:
+            raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
+    if prod(local) and (len(local) != len(logical) or uncovered(local, [pair.local for pair in pairs], most=1)):
+        raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(local)} exactly")
+    return tuple(sorted(pairs, key=lambda pair: pair.local.offsets))
+
+
+def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list[RegionPair]:
+    """Boxes of a block of the map."""
+    where = "a piece of affine_map"
+    sizes = _sizes(piece.get("shape"), where)
+    sides = []
+    for key, whole in (("source", logical), ("dest", local)):
+        offset, strides = (*sequence(piece.get(key), where), None, None)[:2]
+        sides.append(_Side(integer(offset, where), _sizes(strides, where), whole))
+    if any(len(side.strides) != len(sizes) for side in sides):
+        raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
+    if not prod(sizes):
+        return []
+    if any(not side.reaches(sizes) for side in sides):
+        raise MisfitError(f"a piece of {list(sizes)} leaves the tensor: {list(logical)} or {list(local)}")
+    boxes = [side.box(sizes) for side in sides]
+    if boxes[0] is not None and boxes[1] is not None:
+        return [RegionPair(boxes[0], boxes[1])]
+    return list(_stretches(sizes, sides[0], sides[1]))
+
+
+class _Side:
+    """One side of a block: the whole, or the rank's tensor."""
+
+    def __init__(self, offset: int, strides: Shape, shape: Shape) -> None:
+        self.offset = offset
+        self.strides = strides
+        self.shape = shape
+
+    def reaches(self, sizes: Shape) -> bool:
+        """Whether the block lies in the tensor."""
+        last = self.offset + sum((n - 1) * stride for n, stride in zip(sizes, self.strides, strict=True))
+        return self.offset >= 0 and last < prod(self.shape)
+
+    def box(self, sizes: Shape) -> Box | None:
+        """The block as a box; None where its strides are not those of the tensor's dims."""
+        own = contiguous_strides(self.shape)
+        if len(own) != len(sizes) or any(
+            n > 1 and stride != step for n, stride, step in zip(sizes, self.strides, own, strict=True)
+        ):
+            return None
+        offsets, rest = [], self.offset
+        for step in own:
+            offsets.append(rest // step)
+            rest %= step
+        inside = all(at + n <= length for at, n, length in zip(offsets, sizes, self.shape, strict=True))
+        return Box(tuple(offsets), sizes) if inside else None
+
+
+def _stretches(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
+    """The block in stretches that are consecutive on both sides."""
+    inner = len(sizes)
+    length = 1
+    while inner and all(sizes[inner - 1] == 1 or side.strides[inner - 1] == length for side in (source, dest)):
+        inner -= 1
+        length *= sizes[inner]
+    if prod(sizes[:inner]) > _MOST_PAIRS:
+        raise MisfitError(f"a piece of {list(sizes)} falls into {prod(sizes[:inner])} stretches")
+    for index in product(*map(range, sizes[:inner])):
+        starts = [
+            side.offset + sum(at * stride for at, stride in zip(index, side.strides, strict=False))
+            for side in (source, dest)
+        ]
+        yield from _stretch(source.shape, dest.shape, starts, length)
+
+
+def _stretch(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
+    """Boxes of a stretch, as large as they are the same on both sides."""
+    if len(logical) != len(local):
+        raise MisfitError(f"the whole {list(logical)} and a rank's tensor {list(local)} differ in dims")
+    source, dest = starts
+    while length:
+        a = flat_boxes(logical, source, source + length)[0]
+        b = flat_boxes(local, dest, dest + length)[0]
+        if a.sizes != b.sizes:
+            row = min(logical[-1] - source % logical[-1], local[-1] - dest % local[-1], length)
+            a, b = flat_boxes(logical, source, source + row)[0], flat_boxes(local, dest, dest + row)[0]
+        yield RegionPair(a, b)
+        source, dest, length = source + a.numel, dest + a.numel, length - a.numel
+
+
+def _numbered(held: Sequence[tuple[RegionPair, ...]]) -> Iterator[tuple[RegionPair, ...]]:
+    """Boxes that several ranks hold, numbered in the order of the ranks. Pieces are the same on all ranks or apart."""
+    seen: Counter[Box] = Counter()
+    for own in held:
+        yield tuple(replace(pair, copy=seen[pair.whole]) for pair in own)
+        seen.update(pair.whole for pair in own)
+
+
+def _sizes(value: object, where: str) -> Shape:
+    return tuple(integer(n, where) for n in sequence(value, where))

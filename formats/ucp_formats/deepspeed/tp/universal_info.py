@@ -28,8 +28,16 @@ from ucp.core.layout import Overlap
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
-from ucp_formats.deepspeed.tp.affine_map import AFFINE_VERSION, ScaledError, affine_layout
-from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
+from ucp_formats.deepspeed.tp.layout import (
+    AFFINE_VERSION,
+    MisfitError,
+    ScaledError,
+    TensorLayout,
+    affine_layout,
+    cut_layout,
+    equal_layout,
+    even_parts,
+)
 
 __all__ = ["TensorShapes", "UniversalCheckpointInfo", "recorded_layouts"]
 

@@ -17,9 +17,8 @@ from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
 from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts
 
 __all__ = [
     "Module",

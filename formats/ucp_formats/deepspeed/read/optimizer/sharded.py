@@ -25,8 +25,8 @@ from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
+from ucp_formats.deepspeed.extras import optimizer_extras
 from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers
-from ucp_formats.deepspeed.read.extras import optimizer_extras
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, SavedGroup, same_groups
 from ucp_formats.deepspeed.read.run import SavedRun

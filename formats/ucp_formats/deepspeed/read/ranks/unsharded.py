@@ -20,7 +20,7 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered, ranks_joined
-from ucp_formats.deepspeed.read.extras import unsharded_extras
+from ucp_formats.deepspeed.extras import unsharded_extras
 from ucp_formats.deepspeed.read.model_states import ModelStates
 from ucp_formats.deepspeed.read.module import ModulePart, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart

@@ -28,23 +28,28 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.locate import list_folder
-from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
+from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
+from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
-from ucp_formats.deepspeed.read.extras import joined, model_extras, universal_extras
-from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files, source_files, try_read
+from ucp_formats.deepspeed.read.files import (
+    SavedFile,
+    parsed,
+    read_files,
+    refuse_idle_options,
+    refuse_names,
+    source_files,
+    try_read,
+)
 from ucp_formats.deepspeed.read.index import atoms_of, folder_notes, producer_of
 from ucp_formats.deepspeed.read.model_states import ModelStates
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
-from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
 from ucp_formats.deepspeed.tp.universal_info import TensorShapes
 
 __all__ = ["UniversalRanks", "read_universal", "universal_ranks"]

@@ -31,10 +31,8 @@ from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
-from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.loss_scale import plain_scaler, read_loss_scale, scaler_object
-from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
+from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
+from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
 __all__ = [
     "Group",
