@@ -13,7 +13,7 @@ import importlib
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from ucp.errors import UnsupportedError, UsageError, listed
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
@@ -21,7 +21,6 @@ from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 from ucp_formats.deepspeed.live.buffers import chunk_of, whole_part
-from ucp_formats.deepspeed.live.handles import Engine, PartitionedParam
 from ucp_formats.deepspeed.live.progress import resume
 from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrapped
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedAdapter"]
 
 
-def _refuse(engine: Engine) -> None:
+def _refuse(engine: Any) -> None:
     """Raise UnsupportedError for everything about an engine that is not known here."""
     optimizer = engine.optimizer
     known = (
@@ -65,7 +64,7 @@ def _refuse(engine: Engine) -> None:
         )
 
 
-def _is_tensor_parallel(engine: Engine, mesh: RunMesh) -> bool:
+def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
     """Whether ranks share a copy of a layer. Raises UsageError where `mesh` says otherwise than the engine."""
     said = importlib.import_module("deepspeed.utils.bwc")
     ranks = int(said.bwc_tensor_model_parallel_world_size(engine.mpu))
@@ -114,16 +113,16 @@ class DeepSpeedAdapter:
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
 
 
-def _engine(request: LiveRequest) -> Engine:
+def _engine(request: LiveRequest) -> Any:
     """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
-    kind: type = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     engines = [own for own in (request.model, request.optimizer) if isinstance(own, kind)]
     if not engines:
         raise UsageError(
             "expected the engine that deepspeed.initialize returned; got its module or its optimizer alone, and the "
             "masters, steps and copies of a weight lie in several of its parts. Pass the engine as the model"
         )
-    engine = cast("Engine", engines[0])  # an instance of the class that the protocol describes
+    engine: Any = engines[0]
     if request.model not in (engine, engine.module):
         raise UsageError("expected the engine, or the module inside of it, as the model; got another module")
     if request.optimizer not in (None, False, engine, engine.optimizer):
@@ -136,12 +135,12 @@ def _engine(request: LiveRequest) -> Engine:
 def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
     """Masters where there are any; else what the rank holds of a tensor."""
     tensors, handles, marked = [], {}, {}
+    tensor: Any  # with what DeepSpeed hangs on it
     for tensor, names in named.tensors.items():
         master = wrapped.masters.get(tensor)
         if master is None and hasattr(tensor, "ds_id"):
-            cut: PartitionedParam = tensor  # type: ignore[assignment]  # what DeepSpeed hangs on it
-            chunk = chunk_of(cut, cut.ds_process_group)
-            master = Master(memory=cut.ds_tensor.narrow(0, 0, chunk.numel), part=chunk.part)
+            chunk = chunk_of(tensor, tensor.ds_process_group)
+            master = Master(memory=tensor.ds_tensor.narrow(0, 0, chunk.numel), part=chunk.part)
         elif master is None:
             master = Master(memory=tensor, part=whole_part(tensor))
         tensors.append(LiveTensor(names=names, dtype=dtype_of(master.memory), part=master.part))

@@ -11,18 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
 from ucp.live.parts import LivePart, Stretch
-from ucp_formats.deepspeed.live.handles import (
-    Bf16Optimizer,
-    Fp16Optimizer,
-    PartitionedParam,
-    Stage3Optimizer,
-    ZeroOptimizer,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +53,7 @@ class Buffer:
     """States that do not lie as the masters do."""
 
 
-def zero_buffers(optimizer: ZeroOptimizer) -> Iterator[Buffer]:
+def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of stages 1 and 2; the order and the offsets are those of the buffer, also when it was dealt out."""
     layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for group, (params, starts) in enumerate(layout):
@@ -74,7 +67,7 @@ def zero_buffers(optimizer: ZeroOptimizer) -> Iterator[Buffer]:
         yield Buffer(group=group, tensor=tensor, params=own, apart=whole)
 
 
-def bf16_buffers(optimizer: Bf16Optimizer) -> Iterator[Buffer]:
+def bf16_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of BF16_Optimizer, which neither reorders nor aligns."""
     for group, (params, tensor) in enumerate(
         zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
@@ -83,13 +76,13 @@ def bf16_buffers(optimizer: Bf16Optimizer) -> Iterator[Buffer]:
         yield Buffer(group=group, tensor=tensor, params=own)
 
 
-def fp16_buffers(optimizer: Fp16Optimizer) -> Iterator[Buffer]:
+def fp16_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of FP16_Optimizer: every rank holds all."""
     for group, (params, tensor) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, None))
 
 
-def stage3_buffers(optimizer: Stage3Optimizer) -> Iterator[Buffer]:
+def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of the sub-groups of stage 3."""
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -97,9 +90,8 @@ def stage3_buffers(optimizer: Stage3Optimizer) -> Iterator[Buffer]:
         own: dict[nn.Parameter, Stretch] = {}
         at = 0
         for param in params:
-            cut: PartitionedParam = param  # type: ignore[assignment]  # what DeepSpeed hangs on it
-            own[param] = replace(chunk_of(cut, optimizer.sub_group_process_groups[number]), start=at)
-            at += cut.partition_numel()
+            own[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
+            at += param.partition_numel()
         yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=own)
 
 
@@ -116,7 +108,7 @@ def whole_part(param: torch.Tensor) -> LivePart:
     return LivePart.whole(tuple(getattr(param, "ds_shape", param.shape)))
 
 
-def chunk_of(param: PartitionedParam, process_group: ProcessGroup) -> Stretch:
+def chunk_of(param: Any, process_group: ProcessGroup) -> Stretch:
     """What `ds_tensor` of a parameter holds, without the padding."""
     rank, ranks = _place(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)

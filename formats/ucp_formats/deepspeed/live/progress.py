@@ -7,7 +7,7 @@ step is known; what then stays at its initial value is told.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any
 
 from ucp.contract.optimizer import step_counts
 from ucp.core.index import Index
@@ -15,12 +15,11 @@ from ucp.core.pickle_values import Stub
 from ucp.live.match.findings import Findings
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
-from ucp_formats.deepspeed.live.handles import Engine, LossScaleConfig
 
 __all__ = ["resume"]
 
 
-def resume(engine: Engine, index: Index, findings: Findings) -> dict[str, str]:
+def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
     """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
     taken = {}
@@ -31,7 +30,7 @@ def resume(engine: Engine, index: Index, findings: Findings) -> dict[str, str]:
     return taken
 
 
-def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     """What was set, and a note, either of them empty."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
@@ -54,7 +53,7 @@ def _counts(engine: Engine, index: Index, extras: Mapping[str, object]) -> tuple
     )
 
 
-def _schedule(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     saved = extras.get("lr_scheduler")
     if engine.lr_scheduler is None:
         return "", ""
@@ -64,11 +63,11 @@ def _schedule(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tu
     return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
 
 
-def _loss_scale(engine: Engine, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     optimizer = engine.optimizer
-    scaler: object = getattr(optimizer, "loss_scale_config", None)
+    scaler: Any = getattr(optimizer, "loss_scale_config", None)
     if scaler is not None:  # without ZeRO: no common base with the other, but the same names
-        scaler = scaler if cast("LossScaleConfig", scaler).use_grad_scaling else None
+        scaler = scaler if scaler.use_grad_scaling else None
     elif str(getattr(optimizer, "dtype", "")) == "torch.float16":
         scaler = getattr(optimizer, "loss_scaler", None)
     if scaler is None:

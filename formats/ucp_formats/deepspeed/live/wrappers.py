@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from ucp.core.names import STEP
 from ucp.errors import UnsupportedError
@@ -24,14 +24,6 @@ from ucp_formats.deepspeed.live.buffers import (
     single_buffers,
     stage3_buffers,
     zero_buffers,
-)
-from ucp_formats.deepspeed.live.handles import (
-    Bf16Optimizer,
-    ExpertParam,
-    Fp16Optimizer,
-    Stage3Optimizer,
-    UnfusedOptimizer,
-    ZeroOptimizer,
 )
 
 if TYPE_CHECKING:
@@ -69,12 +61,12 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
     named += [(name, own) for name, own in module.named_buffers(remove_duplicate=False) if name in state]
     counts = Numbered.of(name for name, _ in named).counts
     names: dict[torch.Tensor, list[str]] = {}
+    tensor: Any  # with what DeepSpeed hangs on it
     for local_name, tensor in named:
         name = local_name
         if is_expert(name):  # numbered on each rank from 0, in a checkpoint over all ranks
             local = next(count for start, count in counts.items() if name.startswith(start))
-            expert: ExpertParam = tensor  # type: ignore[assignment]  # what DeepSpeed hangs on it
-            rank = distributed.get_rank(expert_groups[expert.group_name])
+            rank = distributed.get_rank(expert_groups[tensor.group_name])
             name = renumbered(name, rank=rank, local=local)
         names.setdefault(tensor, []).append(name)
     odd = [name for name in state if name.endswith("_extra_state")]
@@ -193,30 +185,26 @@ _KINDS = frozenset(
 """Classes of deepspeed.runtime that are known."""
 
 
-def unwrapped(optimizer: object, named: NamedModule) -> Wrapped:
+def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
     """What an engine's optimizer steps. Raises UnsupportedError for a class that is not known."""
     from torch.optim import Optimizer
 
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.runtime.")]
+    inner: Any = getattr(optimizer, "optimizer", None)
     match next((kind for kind in kinds if kind in _KINDS), None):
         case "DeepSpeedZeroOptimizer":
-            zero = cast("ZeroOptimizer", optimizer)
-            return _buffered(zero.optimizer, zero_buffers(zero), named, finish=zero.update_lp_params)
+            return _buffered(inner, zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
         case "BF16_Optimizer":
-            bf16 = cast("Bf16Optimizer", optimizer)
-            return _buffered(bf16.optimizer, bf16_buffers(bf16), named, finish=bf16.update_lp_params)
+            return _buffered(inner, bf16_buffers(optimizer), named, finish=optimizer.update_lp_params)
         case "FP16_Optimizer":
-            fp16 = cast("Fp16Optimizer", optimizer)
-            return _copied(_buffered(fp16.optimizer, fp16_buffers(fp16), named))
+            return _copied(_buffered(inner, fp16_buffers(optimizer), named))
         case "FP16_UnfusedOptimizer":
-            unfused = cast("UnfusedOptimizer", optimizer)
-            pairs = map(zip, unfused.fp16_groups, unfused.fp32_groups)
-            return _copied(_buffered(unfused.optimizer, single_buffers(pairs), named))
+            pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
+            return _copied(_buffered(inner, single_buffers(pairs), named))
         case "DeepSpeedZeroOptimizer_Stage3":
-            stage3 = cast("Stage3Optimizer", optimizer)
-            return _buffered(stage3.optimizer, stage3_buffers(stage3), named, finish=partial(_update_chunks, stage3))
+            return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
         case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
-            return Wrapped(finish=partial(_gather_anew, cast("Stage3Optimizer", optimizer)))
+            return Wrapped(finish=partial(_gather_anew, optimizer))
     if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit"):
         members = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
         return _buffered(optimizer, single_buffers(members), named)
@@ -251,7 +239,7 @@ def _copied(own: Wrapped) -> Wrapped:
     return Wrapped(masters=own.masters, optimizer=own.optimizer, finish=copy)
 
 
-def _update_chunks(optimizer: Stage3Optimizer) -> None:
+def _update_chunks(optimizer: Any) -> None:
     """Make the chunks of weights from those of masters; the weights that are kept whole are gathered again."""
     optimizer.checkpoint_event_prologue()
     chunks = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -260,6 +248,6 @@ def _update_chunks(optimizer: Stage3Optimizer) -> None:
     optimizer.checkpoint_event_epilogue()
 
 
-def _gather_anew(optimizer: Stage3Optimizer) -> None:
+def _gather_anew(optimizer: Any) -> None:
     optimizer.checkpoint_event_prologue()
     optimizer.checkpoint_event_epilogue()

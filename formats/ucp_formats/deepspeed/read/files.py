@@ -11,15 +11,14 @@ an error is the same with and without them.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
@@ -46,7 +45,6 @@ __all__ = [
     "parsed",
     "read_files",
     "read_side_by_side",
-    "refuse_contents",
     "refuse_idle_options",
     "refuse_names",
     "source_files",
@@ -55,6 +53,7 @@ __all__ = [
 
 
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,12 @@ def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
         problems.add(found)
         if read is not None:
             files.append(read)
-    refuse_contents(str(folder.path), {file.name.name: file.root for file in files})
+    refused: dict[str, str] = {}
+    for file in files:
+        for seen, why in _refusals(file.root):
+            refused.setdefault(why, f"{file.name.name}: {seen}: {why}")
+    if refused:
+        raise UnsupportedError(_REFUSED.format(folder.path, listed(list(refused.values()))))
     return files
 
 
@@ -137,25 +141,22 @@ def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
 
 LEAST = 256
 """Files from which on processes are started."""
-_BATCH = 16
-"""Files whose values are sent at once."""
-
-
-_R = TypeVar("_R")
 
 
 def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: int = LEAST) -> Iterator[_R]:
     """`read` of every item, in order; in several processes from `least` items on."""
     workers = _workers() if len(items) >= least else 1
-    if workers == 1:
-        yield from map(read, items)
-        return
-    batches = [items[at : at + _BATCH] for at in range(0, len(items), _BATCH)]
-    with ExitStack() as stack:
-        sources = [_started(read, batches[nth::workers], stack) for nth in range(workers)]
-        for number, batch in enumerate(batches):
-            values: list[_R] | None = _received(sources[number % workers])
-            yield from map(read, batch) if values is None else values
+    done = 0
+    if workers > 1:
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        # whatever goes wrong in another process is met again here
+        with suppress(Exception), ProcessPoolExecutor(workers, get_context("fork")) as pool:
+            for value in pool.map(read, items, chunksize=16):
+                done += 1
+                yield value
+    yield from map(read, items[done:])
 
 
 def _workers() -> int:
@@ -165,34 +166,7 @@ def _workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _started(read: Callable[[_T], _R], batches: Sequence[Sequence[_T]], stack: ExitStack) -> BinaryIO:
-    """Where the values of `batches` come from, read by a process that ends when `stack` does."""
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if not child:
-        with (
-            suppress(BaseException),
-            open(sender, "wb") as sink,
-        ):  # whatever goes wrong is met again by who reads it anew
-            os.close(receiver)
-            for batch in batches:
-                pickle.dump([read(item) for item in batch], sink, pickle.HIGHEST_PROTOCOL)
-                sink.flush()
-        os._exit(0)
-    os.close(sender)
-    stack.callback(os.waitpid, child, 0)  # last of all: a process that still writes ends when its pipe is closed
-    return stack.enter_context(open(receiver, "rb"))
-
-
-def _received(source: BinaryIO) -> list[_R] | None:
-    """The next batch; None where its process ended early."""
-    try:
-        values: list[_R] = pickle.load(source)  # noqa: S301  # made by our own process of our own values
-    except (EOFError, pickle.UnpicklingError):
-        return None
-    return values
-
-
+_REFUSED = "{} was written by DeepSpeed with a layout that cannot be read:\n{}"
 _LATER = "ucp does not read this layout yet"
 _AUTOEP = f"experts fused by AutoEP; {_LATER}: train with deepspeed.moe.layer.MoE, or without expert parallelism"
 _NVME = "optimizer states offloaded to NVMe are raw swap files: resume with offload_optimizer device cpu and save again"
@@ -203,16 +177,8 @@ _OLD_STAGE_1 = "ZeRO-1 of DeepSpeed 0.3 (sub-partitions): resume in DeepSpeed 0.
 
 def refuse_names(folder: TagFolder) -> None:
     """Raise UnsupportedError for layouts that file names give away."""
-    _raise(str(folder.path), list(_by_name(folder)))
-
-
-def refuse_contents(where: str, roots: Mapping[str, Mapping[object, object]]) -> None:
-    """Raise UnsupportedError for layouts that files of `where` give away; `roots`: file name to what was saved."""
-    found: dict[str, str] = {}
-    for file, root in roots.items():
-        for seen, why in _by_content(root):
-            found.setdefault(why, f"{file}: {seen}: {why}")
-    _raise(where, list(found.values()))
+    if OFFLOADED in folder.entries:
+        raise UnsupportedError(_REFUSED.format(folder.path, listed([f"{OFFLOADED}/: {_NVME}"])))
 
 
 def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
@@ -223,39 +189,22 @@ def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
         )
 
 
-def _raise(where: str, found: list[str]) -> None:
-    if found:
-        raise UnsupportedError(f"{where} was written by DeepSpeed with a layout that cannot be read:\n{listed(found)}")
-
-
-def _by_name(folder: TagFolder) -> Iterator[str]:
-    if OFFLOADED in folder.entries:
-        yield f"{OFFLOADED}/: {_NVME}"
-
-
-def _by_content(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    """What was seen, and the reason for refusing it."""
+def _refusals(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
+    """What a file shows of a layout that is not read, and the reason for refusing it."""
     yield from ((key, _AUTOEP) for key in ("ds_autoep_layers", "autoep_layers", "folding") if root.get(key) is not None)
-    yield from _by_optimizer(root)
+    saved = root.get("optimizer_state_dict")
+    if isinstance(saved, dict):
+        if isinstance(saved.get("base_optimizer_state"), list) and "single_partition_of_fp32_groups" in saved:
+            yield "base_optimizer_state is a list", _ELASTIC
+        if "local_sub_partitions_of_fp32_groups" in saved:
+            yield "local_sub_partitions_of_fp32_groups", _OLD_STAGE_1
+        if saved.get("ds_zero_partition_groups") is not None:
+            yield "ds_zero_partition_groups", _AUTOEP
     config = root.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if isinstance(zero, dict):
-        size = zero.get("mics_shard_size")
+        size, offload = zero.get("mics_shard_size"), zero.get("offload_optimizer")
         if isinstance(size, int) and size > 0:
             yield f"mics_shard_size {size}", _MICS
-        offload = zero.get("offload_optimizer")
         if isinstance(offload, dict) and offload.get("device") == "nvme":
             yield "offload_optimizer device nvme", _NVME
-
-
-def _by_optimizer(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    saved = root.get("optimizer_state_dict")
-    if not isinstance(saved, dict):
-        return
-    base = saved.get("base_optimizer_state")
-    if isinstance(base, list) and "single_partition_of_fp32_groups" in saved:
-        yield "base_optimizer_state is a list", _ELASTIC
-    if "local_sub_partitions_of_fp32_groups" in saved:
-        yield "local_sub_partitions_of_fp32_groups", _OLD_STAGE_1
-    if saved.get("ds_zero_partition_groups") is not None:
-        yield "ds_zero_partition_groups", _AUTOEP

@@ -89,8 +89,13 @@ class ModelStates:
         module, optimizer, buffers = root.get("module"), root.get("optimizer"), root.get("buffer_names")
         if isinstance(optimizer, dict) and "base_optimizer_state" in optimizer:
             optimizer = None  # BF16_Optimizer without ZeRO: its optimizer files have the same
-        config = root.get("ds_config")
-        fragments, shared = (_pairs(root, key) for key in ("frozen_param_fragments", "shared_params"))
+        config, degrees = root.get("ds_config"), root.get("checkpoint_parallel_dimensions")
+        fragments, shared = (
+            {text(name, f"a name in {key}"): own for name, own in mapping(root[key], key).items()}
+            if root.get(key) is not None
+            else {}
+            for key in ("frozen_param_fragments", "shared_params")
+        )
         return cls(
             file=file,
             module=None if module is None else SavedModule.of(module, "module"),
@@ -102,7 +107,9 @@ class ModelStates:
             buffers=tuple(map(str, buffers)) if isinstance(buffers, list) else None,
             optimizer=None if optimizer is None else UnshardedOptimizer.of(optimizer, file.name.name, recorded or ()),
             config=RunConfig(config if isinstance(config, dict) else {}),
-            degrees=_degrees(root.get("checkpoint_parallel_dimensions")),
+            degrees=(integer(degrees.get("tp_degree"), "tp_degree"), integer(degrees.get("pp_degree"), "pp_degree"))
+            if isinstance(degrees, dict)
+            else None,
         )
 
     @property
@@ -141,12 +148,6 @@ class ModelStates:
         return found if type(found) is int and found >= 0 else None
 
 
-def _degrees(saved: object) -> tuple[int, int] | None:
-    if not isinstance(saved, dict):
-        return None
-    return integer(saved.get("tp_degree"), "tp_degree"), integer(saved.get("pp_degree"), "pp_degree")
-
-
 def shapes_by_group(saved: object) -> tuple[dict[str, Shape], ...] | None:
     """`param_shapes`: very old files have one dict for all."""
     where = "param_shapes"
@@ -159,8 +160,3 @@ def shapes_by_group(saved: object) -> tuple[dict[str, Shape], ...] | None:
 def _shapes(root: Mapping[object, object], key: str) -> dict[str, Shape]:
     saved = root.get(key)
     return {} if saved is None else shapes(saved, key)
-
-
-def _pairs(root: Mapping[object, object], key: str) -> dict[str, object]:
-    saved = root.get(key)
-    return {} if saved is None else {text(name, f"a name in {key}"): own for name, own in mapping(saved, key).items()}

@@ -146,7 +146,15 @@ def _add_sharded(
                 )
                 continue
             tensor = ShardedTensor.whole(ref)
-            _keep_differing(name, models, checksums, part)
+            # buffers of other ranks may differ from rank 0's, such as running statistics
+            copies = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items() if own is not model)
+            differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
+            part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
+            if differing:
+                named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
+                part.notes.append(
+                    f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras"
+                )
         part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -210,13 +218,3 @@ def _frozen_chunk(name: str, model: ModelStates, dtype: DType, length: int) -> T
     if flat is None or flat.shape != (length,) or not flat.is_contiguous:
         raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
     return flat
-
-
-def _keep_differing(name: str, models: Mapping[int, ModelStates], checksums: Checksums, part: ModulePart) -> None:
-    """Keep the buffers of other ranks that are not known to equal rank 0's; they may, such as running statistics."""
-    (_, first), *others = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items())
-    differing = {rank: value for rank, value in others if not checksums.same(first, value)}
-    part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
-    if differing:
-        named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
-        part.notes.append(f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras")

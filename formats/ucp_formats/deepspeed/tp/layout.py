@@ -36,6 +36,7 @@ __all__ = [
     "MisfitError",
     "ScaledError",
     "TensorLayout",
+    "TensorShapes",
     "affine_layout",
     "cut_layout",
     "equal_layout",
@@ -77,6 +78,16 @@ def even_parts(wholes: Mapping[str, tuple[Shape, int | None]], parts: int) -> di
         name: (shape if dim is None else (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :]),) * parts
         for name, (shape, dim) in wholes.items()
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShapes:
+    """What the ranks hold of one parameter."""
+
+    local: tuple[Shape, ...]
+    """Shape on each tensor-parallel rank."""
+    declared: bool = True
+    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
 
 
 class MisfitError(ValueError):

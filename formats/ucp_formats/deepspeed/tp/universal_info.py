@@ -33,13 +33,14 @@ from ucp_formats.deepspeed.tp.layout import (
     MisfitError,
     ScaledError,
     TensorLayout,
+    TensorShapes,
     affine_layout,
     cut_layout,
     equal_layout,
     even_parts,
 )
 
-__all__ = ["TensorShapes", "UniversalCheckpointInfo", "recorded_layouts"]
+__all__ = ["UniversalCheckpointInfo", "recorded_layouts"]
 
 _KNOWN_VERSION = 0.4
 """`universal_checkpoint_version` up to which the record is understood."""
@@ -54,16 +55,6 @@ _VOCABULARY = "vocabulary_parameter_patterns"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _AFFINE = "affine_map"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorShapes:
-    """What the ranks hold of one parameter."""
-
-    local: tuple[Shape, ...]
-    """Shape on each tensor-parallel rank."""
-    declared: bool = True
-    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
 
 
 class _Patterns:

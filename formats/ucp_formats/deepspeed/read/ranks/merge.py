@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.contract.axes import along
 from ucp.contract.problems import Problems
@@ -26,13 +26,12 @@ from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
-from ucp_formats.deepspeed.tp.family import FamilyRules
-from ucp_formats.deepspeed.tp.layout import TensorLayout
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes
 
 if TYPE_CHECKING:
     from ucp.core.index import Doubt
-    from ucp_formats.deepspeed.tp.layout import TensorLayout
+    from ucp_formats.deepspeed.tp.family import FamilyRules
+    from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 
 __all__ = ["Merged", "Mesh", "RankPart", "Rules", "merge", "merged_extras"]
 
@@ -122,7 +121,7 @@ class Merged:
         return cls(module, optimizer, mesh)
 
 
-Rules = UniversalCheckpointInfo | FamilyRules
+Rules: TypeAlias = "UniversalCheckpointInfo | FamilyRules"
 """Says how tensors lie over the tensor-parallel ranks."""
 
 
@@ -151,10 +150,19 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
 
     `mesh`: the degrees of all axes, to be filled in.
     """
-    layouts = _layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {}
-    known_from = {**mesh.known_from, **rules.known_from}
-    stages, owners = _stages(parts), _owners(parts, mesh.ep)
-    mesh = replace(mesh, tensors=layouts, stages=stages, owners=owners, known_from=known_from)
+    stages: dict[str, set[int]] = {}
+    for part in parts:
+        members = (name for group in part.optimizer.groups for name in group.params)
+        for name in (*part.optimizer.states, *members, *part.untrained):
+            stages.setdefault(name, set()).add(part.order)
+    names = _unique(each for part in parts for each in (part.module.entries, part.optimizer.states))
+    mesh = replace(
+        mesh,
+        tensors=_layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {},
+        stages={name: tuple(sorted(orders)) for name, orders in stages.items()},
+        owners=Numbered.of(names).owners(names, mesh.ep) if mesh.ep > 1 else {},
+        known_from={**mesh.known_from, **rules.known_from},
+    )
     merger = _Merger(parts, mesh, checksums)
     problems = Problems()
     groups = _groups(parts, checksums, problems)
@@ -176,22 +184,6 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
     problems.wrong += merger.wrong
     problems.raise_any(where, "model-parallel ranks")
     return Merged(module=module, optimizer=optimizer, mesh=mesh)
-
-
-def _stages(parts: Sequence[RankPart]) -> dict[str, tuple[int, ...]]:
-    """Pipeline stages that have each tensor."""
-    stages: dict[str, set[int]] = {}
-    for part in parts:
-        members = (name for group in part.optimizer.groups for name in group.params)
-        for name in (*part.optimizer.states, *members, *part.untrained):
-            stages.setdefault(name, set()).add(part.order)
-    return {name: tuple(sorted(own)) for name, own in stages.items()}
-
-
-def _owners(parts: Sequence[RankPart], ep: int) -> dict[str, int]:
-    """Expert-parallel rank, of `ep`, that has each parameter of an expert; none with one rank."""
-    names = _unique(own for part in parts for own in (part.module.entries, part.optimizer.states))
-    return Numbered.of(names).owners(names, ep) if ep > 1 else {}
 
 
 def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
@@ -353,7 +345,7 @@ def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems)
         problems.wrong += [
             f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
             for other in own[1:]
-            if not _same_groups(first.optimizer.groups, other.optimizer.groups, checksums)
+            if not checksums.same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
         ]
         free = list(joined)
         for group in first.optimizer.groups:
@@ -364,12 +356,6 @@ def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems)
                 free = [one for one in free if one is not match]
                 match[0].update(dict.fromkeys(group.params))
     return [ParamGroup(params=tuple(params), hyper=hyper) for params, hyper in joined]
-
-
-def _same_groups(one: Sequence[ParamGroup], other: Sequence[ParamGroup], checksums: Checksums) -> bool:
-    return len(one) == len(other) and all(
-        a.params == b.params and checksums.same(dict(a.hyper), dict(b.hyper)) for a, b in zip(one, other, strict=True)
-    )
 
 
 def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:

@@ -50,7 +50,7 @@ from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes
+from ucp_formats.deepspeed.tp.layout import TensorShapes
 
 __all__ = ["UniversalRanks", "read_universal", "universal_ranks"]
 
