@@ -20,17 +20,6 @@ from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.pickle_values import GlobalName, Stub
 
-__all__ = [
-    "Precision",
-    "RunConfig",
-    "deepspeed_scale",
-    "plain_scaler",
-    "read_loss_scale",
-    "scale_numbers",
-    "scaler_object",
-]
-
-
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements; default of `zero_optimization.sub_group_size` (runtime/zero/config.py, 0.19.8)."""
 

@@ -18,20 +18,6 @@ from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES, ModelStates
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.run import SavedRun
 
-__all__ = [
-    "AS_FOUND",
-    "ENGINE",
-    "EXTRAS",
-    "UNSTEPPED",
-    "CarriedExtras",
-    "joined",
-    "model_extras",
-    "optimizer_extras",
-    "universal_extras",
-    "unsharded_extras",
-]
-
-
 ENGINE = "engine"
 """Steps, samples, world sizes, version, parallel dimensions."""
 UNSTEPPED = "param_groups"

@@ -40,22 +40,6 @@ from ucp.core.index import TAG, Extra, Index
 from ucp.errors import SourceError
 from ucp.io.folder import absolute, names_in, names_of_folder, path_of
 
-__all__ = [
-    "LATEST",
-    "LATEST_UNIVERSAL",
-    "OFFLOADED",
-    "UNIVERSAL",
-    "FileName",
-    "Role",
-    "TagFolder",
-    "list_folder",
-    "locate_tag",
-    "parse_name",
-    "saved_as",
-    "the_folder",
-]
-
-
 LATEST = "latest"
 """Text file beside the tag folders: the tag to load."""
 LATEST_UNIVERSAL = "latest_universal"

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Buffer",
-    "bf16_buffers",
-    "chunk_of",
-    "fp16_buffers",
-    "single_buffers",
-    "stage3_buffers",
-    "whole_part",
-    "zero_buffers",
-]
-
 MOMENTUM = "momentum_buffer"
 """State of Muon that stages 1 and 2 keep whole on every rank which has some of a parameter."""
 

@@ -16,8 +16,6 @@ from ucp.live.match.findings import Findings
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
 
-__all__ = ["resume"]
-
 
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
     """Set what is not a tensor of a parameter; notes tell what was not there to be set."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["Master", "NamedModule", "Wrapped", "name_module", "unwrapped"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModule:

@@ -40,18 +40,6 @@ from ucp.io.pickle.fields import text
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.names import OFFLOADED, FileName, Role, TagFolder
 
-__all__ = [
-    "SavedFile",
-    "parsed",
-    "read_files",
-    "read_side_by_side",
-    "refuse_idle_options",
-    "refuse_names",
-    "source_files",
-    "try_read",
-]
-
-
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

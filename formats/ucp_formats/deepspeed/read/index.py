@@ -32,8 +32,6 @@ from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shap
 from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh
 from ucp_formats.deepspeed.read.run import SavedGrid, read_grid
 
-__all__ = ["atoms_of", "folder_notes", "producer_of", "read_native"]
-
 _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
 

@@ -14,8 +14,6 @@ from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 
-__all__ = ["EMPTY_SHAPES", "ModelStates", "SavedModule", "shapes_by_group"]
-
 EMPTY_SHAPES = "empty_param_shapes"
 """Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
 

@@ -23,8 +23,6 @@ from ucp.errors import MalformedError, MissingFileError, UnsupportedError, liste
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
 
-__all__ = ["ModuleEntry", "ModulePart", "module_of", "read_module"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleEntry:

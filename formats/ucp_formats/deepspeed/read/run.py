@@ -26,8 +26,6 @@ from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
 
-__all__ = ["TIED", "SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
-
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
 _MOST_NAMED = 1000

@@ -27,8 +27,6 @@ from ucp_formats.deepspeed.tp.layout import (
 if TYPE_CHECKING:
     from ucp.families.family import Family, Named
 
-__all__ = ["FamilyRules", "arguments_of"]
-
 
 def arguments_of(saved: object) -> dict[str, object]:
     """Arguments of the training script: `args`, which Megatron-DeepSpeed saves with the client state."""

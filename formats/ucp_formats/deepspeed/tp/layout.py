@@ -31,19 +31,6 @@ from ucp.core.tensor import contiguous_strides
 from ucp.errors import TopologyError, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence
 
-__all__ = [
-    "AFFINE_VERSION",
-    "MisfitError",
-    "ScaledError",
-    "TensorLayout",
-    "TensorShapes",
-    "affine_layout",
-    "cut_layout",
-    "equal_layout",
-    "even_parts",
-    "shared_divisors",
-]
-
 
 def shared_divisors(lengths: Iterable[int]) -> str:
     """Degrees that divide all lengths, for a message.
@@ -154,19 +141,26 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
 
     `shapes`: of what each rank holds. `widths`: elements of each block on each rank; None for one block.
     """
+    parts = len(shapes)
     if any(dim >= len(shape) for shape in shapes):
         raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_listed(shapes)}")
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_listed(shapes)}")
     lengths = [shape[dim] for shape in shapes]
     blocks = [tuple(block) for block in widths] if widths is not None else [tuple(lengths)]
-    if any(len(block) != len(shapes) for block in blocks):
-        raise MisfitError(f"expected a width for each of {len(shapes)} ranks; got {[list(block) for block in blocks]}")
+    if any(len(block) != parts for block in blocks):
+        raise MisfitError(f"expected a width for each of {parts} ranks; got {[list(block) for block in blocks]}")
     sums = [sum(own) for own in zip(*blocks, strict=True)]
     if sums != lengths:
         raise MisfitError(f"expected {sums} elements of dim {dim} on the ranks, as the widths say; got {lengths}")
     whole = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
-    return TensorLayout(_cut(dim, blocks), whole, len(shapes))
+    totals = [sum(block) for block in blocks]
+    even = [tuple((total + count) // parts for count in reversed(range(parts))) for total in totals]
+    if blocks == even:  # `shard` has this arithmetic
+        cut = pattern("shard", dim=dim, blocks=tuple(totals) if len(blocks) > 1 else ())
+    else:
+        cut = pattern("cut", dim=dim, widths=tuple(blocks))
+    return TensorLayout(cut, whole, parts)
 
 
 def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
@@ -185,18 +179,6 @@ def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> lis
             edge += box.sizes[dim]
         blocks.append(tuple(box.sizes[dim] for box in block))
     return blocks if edge == shape[dim] else None
-
-
-def _cut(dim: int, blocks: Sequence[tuple[int, ...]]) -> Pattern:
-    """`shard` where its own arithmetic gives these widths, else `cut`."""
-    if all(block == _even(sum(block), len(block)) for block in blocks):
-        return pattern("shard", dim=dim, blocks=tuple(map(sum, blocks)) if len(blocks) > 1 else ())
-    return pattern("cut", dim=dim, widths=tuple(blocks))
-
-
-def _even(length: int, parts: int) -> tuple[int, ...]:
-    base, rest = divmod(length, parts)
-    return tuple(base + (index < rest) for index in range(parts))
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
@@ -231,11 +213,17 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
             raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
         pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
         held.append(_held(pieces, logical, shape, rank))
-    listed = TensorLayout(pattern("pieces", held=tuple(_numbered(held))), logical, len(shapes))
+    # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
+    seen: Counter[Box] = Counter()
+    numbered = []
+    for pairs in held:
+        numbered.append(tuple(replace(pair, copy=seen[pair.whole]) for pair in pairs))
+        seen.update(pair.whole for pair in pairs)
+    layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
     try:
-        blocks = listed.block_widths()
+        blocks = layout.block_widths()
     except MisfitError:
-        return listed
+        return layout
     return equal_layout("replicate", shapes) if blocks is None else cut_layout(blocks[0], shapes, blocks[1])
 
 
@@ -331,14 +319,6 @@ def _stretch(logical: Shape, local: Shape, starts: list[int], length: int) -> It
             a, b = flat_boxes(logical, source, source + row)[0], flat_boxes(local, dest, dest + row)[0]
         yield RegionPair(a, b)
         source, dest, length = source + a.numel, dest + a.numel, length - a.numel
-
-
-def _numbered(held: Sequence[tuple[RegionPair, ...]]) -> Iterator[tuple[RegionPair, ...]]:
-    """Boxes that several ranks hold, numbered in the order of the ranks. Pieces are the same on all ranks or apart."""
-    seen: Counter[Box] = Counter()
-    for own in held:
-        yield tuple(replace(pair, copy=seen[pair.whole]) for pair in own)
-        seen.update(pair.whole for pair in own)
 
 
 def _sizes(value: object, where: str) -> Shape:

@@ -40,8 +40,6 @@ from ucp_formats.deepspeed.tp.layout import (
     even_parts,
 )
 
-__all__ = ["UniversalCheckpointInfo", "recorded_layouts"]
-
 _KNOWN_VERSION = 0.4
 """`universal_checkpoint_version` up to which the record is understood."""
 
@@ -98,13 +96,28 @@ class UniversalCheckpointInfo:
                 f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. Its "
                 "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
             )
-        lists = {key: _sequence(info, key, where) for key in (*_CATEGORIES, _VOCABULARY, _SUB)}
+        lists: dict[str, Sequence[object]] = {
+            key: [] if info.get(key) is None else sequence(info[key], f"{key} of {where}")
+            for key in (*_CATEGORIES, _VOCABULARY, _SUB)
+        }
         self._categories = {key: _Patterns(lists[key], f"{key} of {where}") for key in _CATEGORIES}
         self._vocabulary = _Patterns(lists[_VOCABULARY], f"{_VOCABULARY} of {where}")
         subs = (_SubParams.of(item, where) for item in lists[_SUB])
         self._subs = [(sub, _Patterns(sub.patterns, f"{_SUB} of {where}")) for sub in subs]
-        self._widths = _widths(info.get(_WIDTHS), f"{_WIDTHS} of {where}")
-        self._affine = _affine_params(info.get(_AFFINE), where)
+        widths = info.get(_WIDTHS)
+        self._widths = {
+            text(pattern, _WIDTHS): [
+                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(own, _WIDTHS)
+            ]
+            for pattern, own in (widths.items() if isinstance(widths, dict) else ())
+        }
+        affine = mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
+        if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
+            raise UnsupportedError(
+                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(affine['version'])}. Use a "
+                "newer ucp"
+            )
+        self._affine = mapping(affine.get("params", {}), f"{_AFFINE} of {where}")
         self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
         unsupported = info.get(_UNSUPPORTED)
         self._unsupported = unsupported if isinstance(unsupported, dict) else {}
@@ -174,7 +187,12 @@ class UniversalCheckpointInfo:
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
         saved = self._info.get(_WIDTHS)
         if isinstance(saved, dict):
-            info[_WIDTHS] = {pattern: _rewidened(self._widths[pattern], parts) or own for pattern, own in saved.items()}
+            widths: dict[object, object] = dict(saved)
+            for pattern, blocks in self._widths.items():  # evened out where all ranks have as much of each
+                totals = [sum(block) for block in blocks]
+                if all(len(set(block)) == 1 for block in blocks) and all(total % parts == 0 for total in totals):
+                    widths[pattern] = [[total // parts] * parts for total in totals]
+            info[_WIDTHS] = widths
         return info
 
     def _subs_of(self, name: str) -> list[tuple[_SubParams, str]]:
@@ -249,41 +267,6 @@ class UniversalCheckpointInfo:
             if size % len(shapes):
                 raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
         return [[size // len(shapes)] * len(shapes) for size in sizes]
-
-
-def _sequence(info: Mapping[object, object], key: str, where: str) -> Sequence[object]:
-    found = info.get(key)
-    return [] if found is None else sequence(found, f"{key} of {where}")
-
-
-def _widths(saved: object, where: str) -> dict[str, list[list[int]]]:
-    """Pattern to the elements of each sub-parameter on each rank."""
-    if not isinstance(saved, dict):
-        return {}
-    return {
-        text(pattern, where): [[integer(n, where) for n in sequence(block, where)] for block in sequence(own, where)]
-        for pattern, own in saved.items()
-    }
-
-
-def _affine_params(saved: object, where: str) -> Mapping[object, object]:
-    if not saved:
-        return {}
-    found = mapping(saved, f"{_AFFINE} of {where}")
-    version = found.get("version", AFFINE_VERSION)
-    if version != AFFINE_VERSION:
-        raise UnsupportedError(
-            f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(version)}. Use a newer ucp"
-        )
-    return mapping(found.get("params", {}), f"{_AFFINE} of {where}")
-
-
-def _rewidened(widths: list[list[int]], parts: int) -> list[list[int]] | None:
-    """Widths of sub-parameters for another number of ranks, where all ranks have as much of each; else None."""
-    totals = [sum(own) for own in widths]
-    if any(len(set(own)) > 1 for own in widths) or any(total % parts for total in totals):
-        return None
-    return [[total // parts] * parts for total in totals]
 
 
 def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object]:

@@ -20,18 +20,6 @@ from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts
 
-__all__ = [
-    "Module",
-    "frozen_fragments",
-    "frozen_shapes",
-    "has_frozen",
-    "lost_shapes",
-    "model_state",
-    "module_tensors",
-    "placeholders",
-    "shapes",
-]
-
 Module = OrderedDict[object, object]
 """A state_dict of a module: name to tensor."""
 

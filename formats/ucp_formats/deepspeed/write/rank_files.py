@@ -41,8 +41,6 @@ from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share, ch
 from ucp_formats.deepspeed.write.rank_views import narrowed
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 
-__all__ = ["ExpertRanks", "RankFiles", "expert_files", "without_experts"]
-
 
 class ExpertRanks:
     """Optimizer groups as each expert-parallel rank has them."""

@@ -35,18 +35,6 @@ from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
-__all__ = [
-    "EMULATED",
-    "AtomDraft",
-    "RunFacts",
-    "Stored",
-    "check_tag",
-    "is_plain_number",
-    "pointer_file",
-    "run_facts",
-    "tag",
-]
-
 
 class Stored(NamedTuple):
     """A range of a parameter in a tensor of a file."""

@@ -18,17 +18,6 @@ from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 
-__all__ = [
-    "OptimizerFile",
-    "SavedGroup",
-    "TorchOptimizer",
-    "UnshardedOptimizer",
-    "counts_of",
-    "number_of_enum",
-    "same_groups",
-    "stage_of",
-]
-
 
 def number_of_enum(value: object, where: str) -> int:
     """The number of an enum member (`ZeroStageEnum(1)`), or the number itself as older versions save it."""

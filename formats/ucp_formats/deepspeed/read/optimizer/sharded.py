@@ -31,8 +31,6 @@ from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Opt
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, SavedGroup, same_groups
 from ucp_formats.deepspeed.read.run import SavedRun
 
-__all__ = ["add_groups", "add_sub_groups", "read_sharded", "sub_group_params", "with_shapes"]
-
 
 def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
     """States, groups and extras."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ucp_formats.deepspeed.tp.family import FamilyRules
     from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 
-__all__ = ["Merged", "Mesh", "RankPart", "Rules", "merge", "merged_extras"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:

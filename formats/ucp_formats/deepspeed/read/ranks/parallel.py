@@ -35,8 +35,6 @@ from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
-__all__ = ["expert_degree", "read_parallel", "tensor_rules"]
-
 _INFO = "universal_checkpoint_info"
 
 

@@ -17,8 +17,6 @@ from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 
-__all__ = ["layer_starts", "pipeline_modules"]
-
 
 def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> list[ModelStates]:
     """Model states as they would be without layer files, for tensor-parallel rank `tp`.

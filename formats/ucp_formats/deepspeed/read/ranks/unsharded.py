@@ -30,8 +30,6 @@ from ucp_formats.deepspeed.read.ranks.merge import RankPart
 from ucp_formats.deepspeed.read.ranks.pipeline import pipeline_modules
 from ucp_formats.deepspeed.read.run import SavedGrid
 
-__all__ = ["read_expert_ranks", "read_stages", "read_unsharded"]
-
 
 def read_unsharded(
     model: ModelStates, checksums: Checksums, order: Sequence[Sequence[str]] | None = None

@@ -22,8 +22,6 @@ from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, sha
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, Stored
 
-__all__ = ["GroupBuffer", "Share", "SubGroup", "chunked_state", "shared_state", "split"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBuffer:

@@ -21,8 +21,6 @@ from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, group_entry, write_count
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
-__all__ = ["Members", "Wrapper", "is_flat", "members", "optimizer_state", "wrapper"]
-
 Members = Sequence[tuple[Group, Sequence[AtomIndex]]]
 """Each group with the parameters that its optimizer counts, in its order."""
 
