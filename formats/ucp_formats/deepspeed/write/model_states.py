@@ -81,15 +81,6 @@ def frozen_shapes(index: Index) -> OrderedDict[object, object]:
     return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
 
 
-def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
-    """Shapes of parameters without elements that stage 3 says nowhere else; None where there are none.
-
-    DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty placeholder only, and
-    its loader asks for every frozen parameter of the model as soon as it finds some.
-    """
-    return None if has_frozen(index) else frozen_shapes(index) or None
-
-
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
     """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
     return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
