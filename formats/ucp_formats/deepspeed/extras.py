@@ -14,7 +14,7 @@ from ucp.contract.extras import ExtraRow, ExtraTable, ExtraValues
 from ucp.contract.rank_extras import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.index import TAG, Extra, Index
-from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES, ModelStates
+from ucp_formats.deepspeed.read.module import EMPTY_SHAPES, ModelStates
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.run import SavedRun
 

@@ -23,7 +23,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder
 from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
 
 TIED = "tied_modules."

@@ -192,14 +192,14 @@ _MOST_PAIRS = 200_000
 """Boxes of one parameter; a map with more is damaged."""
 
 
-class ScaledError(ValueError):
-    """A rank holds a multiple of the parameter's values; the argument is the factor."""
+class RefusedError(ValueError):
+    """A layout that cannot be undone bit for bit; the argument says why, in a few words."""
 
 
 def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorLayout:
     """The layout that the map `entry` of one parameter says; `shapes`: of what each rank holds.
 
-    Raises MisfitError where it contradicts them or itself, ScaledError where values are scaled.
+    Raises MisfitError where it contradicts them or itself, RefusedError where values are scaled.
     """
     saved = mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
@@ -212,33 +212,29 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
         if _sizes(own.get("shard_shape"), where) != shape:
             raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
         pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
-        held.append(_held(pieces, logical, shape, rank))
+        pairs: list[RegionPair] = []
+        for piece in pieces:
+            scale = piece.get("scale", 1.0)
+            if scale != 1.0:
+                raise RefusedError(f"ranks hold it multiplied by {scale}, as some biases of AutoTP are")
+            pairs += _pairs(piece, logical, shape)
+            if len(pairs) > _MOST_PAIRS:
+                raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
+        if prod(shape) and (len(shape) != len(logical) or uncovered(shape, [pair.local for pair in pairs], most=1)):
+            raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
+        held.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
     # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
     seen: Counter[Box] = Counter()
     numbered = []
-    for pairs in held:
-        numbered.append(tuple(replace(pair, copy=seen[pair.whole]) for pair in pairs))
-        seen.update(pair.whole for pair in pairs)
+    for own_pairs in held:
+        numbered.append(tuple(replace(pair, copy=seen[pair.whole]) for pair in own_pairs))
+        seen.update(pair.whole for pair in own_pairs)
     layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
     try:
         blocks = layout.block_widths()
     except MisfitError:
         return layout
     return equal_layout("replicate", shapes) if blocks is None else cut_layout(blocks[0], shapes, blocks[1])
-
-
-def _held(pieces: Sequence[Mapping[object, object]], logical: Shape, local: Shape, rank: int) -> tuple[RegionPair, ...]:
-    pairs: list[RegionPair] = []
-    for piece in pieces:
-        scale = piece.get("scale", 1.0)
-        if scale != 1.0:
-            raise ScaledError(scale)
-        pairs += _pairs(piece, logical, local)
-        if len(pairs) > _MOST_PAIRS:
-            raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
-    if prod(local) and (len(local) != len(logical) or uncovered(local, [pair.local for pair in pairs], most=1)):
-        raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(local)} exactly")
-    return tuple(sorted(pairs, key=lambda pair: pair.local.offsets))
 
 
 def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list[RegionPair]:
@@ -253,7 +249,8 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
         raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
     if not prod(sizes):
         return []
-    if any(not side.reaches(sizes) for side in sides):
+    ends = [side.offset + sum((n - 1) * by for n, by in zip(sizes, side.strides, strict=True)) for side in sides]
+    if any(side.offset < 0 or end >= prod(side.shape) for side, end in zip(sides, ends, strict=True)):
         raise MisfitError(f"a piece of {list(sizes)} leaves the tensor: {list(logical)} or {list(local)}")
     boxes = [side.box(sizes) for side in sides]
     if boxes[0] is not None and boxes[1] is not None:
@@ -268,11 +265,6 @@ class _Side:
         self.offset = offset
         self.strides = strides
         self.shape = shape
-
-    def reaches(self, sizes: Shape) -> bool:
-        """Whether the block lies in the tensor."""
-        last = self.offset + sum((n - 1) * stride for n, stride in zip(sizes, self.strides, strict=True))
-        return self.offset >= 0 and last < prod(self.shape)
 
     def box(self, sizes: Shape) -> Box | None:
         """The block as a box; None where its strides are not those of the tensor's dims."""

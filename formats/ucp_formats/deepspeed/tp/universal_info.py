@@ -31,7 +31,7 @@ from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
 from ucp_formats.deepspeed.tp.layout import (
     AFFINE_VERSION,
     MisfitError,
-    ScaledError,
+    RefusedError,
     TensorLayout,
     TensorShapes,
     affine_layout,
@@ -131,9 +131,7 @@ class UniversalCheckpointInfo:
         for name, shapes in tensors.items():
             try:
                 found[name] = self._layout(name, shapes)
-            except ScaledError as error:
-                unsupported.append(f"{name}: ranks hold it multiplied by {error}, as some biases of AutoTP are")
-            except _RefusedError as error:
+            except RefusedError as error:
                 unsupported.append(f"{name}: {error}")
             except MisfitError as error:
                 wrong.append(f"{name}: {error}")
@@ -199,9 +197,13 @@ class UniversalCheckpointInfo:
         """Entries about a tensor, each with the pattern that matches."""
         return [(sub, pattern) for sub, own in self._subs for pattern in own.matching(name)]
 
+    def _matched(self, name: str) -> dict[str, list[str]]:
+        """Categories of a tensor, each with the patterns that match."""
+        return {key: matching for key, own in self._categories.items() if (matching := own.matching(name))}
+
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
         """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
-        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        matched = self._matched(name).keys()
         if matched & {_REPLICATED, _AVERAGED}:
             return None
         for sub, _ in self._subs_of(name):
@@ -210,7 +212,7 @@ class UniversalCheckpointInfo:
 
     def file_keys(self, name: str) -> dict[str, object]:
         """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
-        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        matched = self._matched(name).keys()
         is_whole = bool(matched & {_REPLICATED, _AVERAGED})
         subs = self._subs_of(name)
         keys: dict[str, object] = {}
@@ -232,15 +234,21 @@ class UniversalCheckpointInfo:
 
     def _layout(self, name: str, shapes: TensorShapes) -> TensorLayout:
         for pattern in self._unsupported_patterns.matching(name):
-            raise _RefusedError(str(self._unsupported[pattern]))
+            raise RefusedError(str(self._unsupported[pattern]))
         affine = self._affine_patterns.matching(name)
         if len(affine) > 1:
             raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
-        matched = {key: found for key, own in self._categories.items() if (found := own.matching(name))}
+        matched = self._matched(name)
         subs = self._subs_of(name)
-        _check_one(matched, subs)
+        every = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
+        if len(every) > 1 and not (every.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs)):
+            categories = [f"{key} ({', '.join(map(repr, patterns))})" for key, patterns in every.items()]
+            raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(categories)}")
+        if len(specs := {(sub.dim, sub.spec) for sub, _ in subs}) > 1:
+            twice = sorted(map(str, specs))
+            raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {twice}")
         if _AVERAGED in matched:
             return equal_layout("partial", shapes.local)
         if _REPLICATED in matched or not (matched or subs or shapes.declared):
@@ -262,7 +270,11 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"expected widths of its sub-parameters under {pattern!r} in {_WIDTHS}; got none")
         if any(sub.dim >= len(shape) for shape in shapes):
             raise MisfitError(f"expected tensors with a dim {sub.dim}; got {[list(shape) for shape in shapes]}")
-        sizes = sub.sizes(sum(shape[sub.dim] for shape in shapes))
+        total = sum(shape[sub.dim] for shape in shapes)
+        sizes = sub.spec if isinstance(sub.spec, tuple) else (total // max(sub.spec, 1),) * sub.spec
+        if sum(sizes) != total:
+            how = f"of {list(sizes)} elements" if isinstance(sub.spec, tuple) else f"that are {sub.spec} equal ones"
+            raise MisfitError(f"sub-parameters {how} do not add up to {total}")
         for size in sizes:
             if size % len(shapes):
                 raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
@@ -298,10 +310,6 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object
     return {**info, _REPLICATED: replicated, _AVERAGED: averaged, _ROW: rows, _SUB: subs, _WIDTHS: widths}
 
 
-class _RefusedError(ValueError):
-    """DeepSpeed itself says that a layout cannot be described; the argument is its reason."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SubParams:
     """An entry of `parameter_with_sub_params` (`SubparamShape`, checkpoint/universal_checkpoint.py)."""
@@ -334,25 +342,3 @@ class _SubParams:
         spec = integer(own, where) if isinstance(own, int) else tuple(integer(n, where) for n in sequence(own, where))
         patterns = tuple(text(p, where) for p in sequence(get("patterns"), where))
         return cls(patterns=patterns, dim=dim, spec=spec, shape=tuple(shape))
-
-    def sizes(self, total: int) -> tuple[int, ...]:
-        """Elements of each sub-parameter; `total`: of all."""
-        if isinstance(self.spec, tuple):
-            if sum(self.spec) != total:
-                raise MisfitError(f"sub-parameters of {list(self.spec)} elements do not add up to {total}")
-            return self.spec
-        if self.spec < 1 or total % self.spec:
-            raise MisfitError(f"{total} elements are not {self.spec} equal sub-parameters")
-        return (total // self.spec,) * self.spec
-
-
-def _check_one(matched: Mapping[str, Sequence[str]], subs: Sequence[tuple[_SubParams, str]]) -> None:
-    """Raise MisfitError when the categories that match do not all say the same."""
-    found = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
-    agree = len(found) < 2 or (found.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs))
-    specs = {(sub.dim, sub.spec) for sub, _ in subs}
-    if not agree:
-        shown = [f"{key} ({', '.join(map(repr, own))})" for key, own in found.items()]
-        raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(shown)}")
-    if len(specs) > 1:
-        raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {sorted(map(str, specs))}")

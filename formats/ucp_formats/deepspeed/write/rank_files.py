@@ -16,7 +16,7 @@ from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import Numbered, holders
 from ucp_formats.deepspeed.extras import UNSTEPPED
-from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
+from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.model_states import (
     Module,
     frozen_fragments,

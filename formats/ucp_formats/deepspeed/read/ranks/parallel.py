@@ -24,8 +24,7 @@ from ucp.io.pickle.fields import Shape, mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts
 from ucp_formats.deepspeed.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.module import module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
 from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ucp.core.tensor import TensorRef
 from ucp.errors import UnsupportedError
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 
 

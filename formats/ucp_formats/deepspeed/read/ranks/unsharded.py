@@ -21,8 +21,7 @@ from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered, ranks_joined
 from ucp_formats.deepspeed.extras import unsharded_extras
-from ucp_formats.deepspeed.read.model_states import ModelStates
-from ucp_formats.deepspeed.read.module import ModulePart, module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, ModulePart, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.optimizer.zero0 import INFERRED, REMEDY, names_by_shape, read_optimizer, slots_of

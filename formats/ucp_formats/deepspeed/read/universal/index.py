@@ -41,8 +41,7 @@ from ucp_formats.deepspeed.read.files import (
     try_read,
 )
 from ucp_formats.deepspeed.read.index import atoms_of, folder_notes, producer_of
-from ucp_formats.deepspeed.read.model_states import ModelStates
-from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, ModuleEntry, ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
