@@ -73,13 +73,29 @@ def change_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part
     hyper = [change for change in changes if change.what == "group"]
     extras = [(c.param.removeprefix("extra/"), c.state, c.a, c.b) for c in changes if c.what == "extra"]
     others = [change for change in changes if change.what not in {"values", "group", "extra"}]
+    structure = [
+        (row.label, row.times, row.first.state, row.first.what, row.first.a, row.first.b)
+        for row in _grouped(others, lambda change: (*_alike(change), change.a, change.b))
+    ]
+    settings = [
+        (row.first.state or row.label, row.first.a, row.first.b, counted(row.changes, "parameter"))
+        for row in _grouped(hyper, lambda change: (change.state or _alike(change), change.a, change.b))
+    ]
+    by_state = [
+        (row.first.state, count_text(row.changes), count_text(row.numel), f"{row.largest:.3g}")
+        for row in _grouped(values, lambda change: change.state)
+    ]
+    by_parameter = [
+        (row.label, row.times, row.first.state, count_text(row.numel), f"{row.largest:.3g}")
+        for row in _grouped(values, _alike)
+    ]
     yield ""
     yield facts([("a", a), ("b", b)])
-    yield _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), _structure(others))
-    yield _short("Hyper-parameters", ("name", "a", "b", "of"), _hyper(hyper))
+    yield _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), structure)
+    yield _short("Hyper-parameters", ("name", "a", "b", "of"), settings)
     yield _short("Extras", ("extra", "entry", "a", "b"), extras)
-    yield _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), _by_state(values))
-    yield _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), _by_parameter(values))
+    yield _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), by_state)
+    yield _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), by_parameter)
 
 
 def _grouped(changes: Iterable[Change], key: Callable[[Change], object]) -> list[_Row]:
@@ -92,23 +108,3 @@ def _grouped(changes: Iterable[Change], key: Callable[[Change], object]) -> list
 def _alike(change: Change) -> tuple[str, str, str]:
     """What changes of one layer after another have in common."""
     return _NUMBER.sub("#", change.param), change.state, change.what
-
-
-def _structure(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    rows = _grouped(changes, lambda change: (*_alike(change), change.a, change.b))
-    return [(r.label, r.times, r.first.state, r.first.what, r.first.a, r.first.b) for r in rows]
-
-
-def _hyper(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    rows = _grouped(changes, lambda change: (change.state or _alike(change), change.a, change.b))
-    return [(r.first.state or r.label, r.first.a, r.first.b, counted(r.changes, "parameter")) for r in rows]
-
-
-def _by_state(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    rows = _grouped(changes, lambda change: change.state)
-    return [(r.first.state, count_text(r.changes), count_text(r.numel), f"{r.largest:.3g}") for r in rows]
-
-
-def _by_parameter(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    rows = _grouped(changes, _alike)
-    return [(r.label, r.times, r.first.state, count_text(r.numel), f"{r.largest:.3g}") for r in rows]

@@ -32,19 +32,19 @@ class Explained:
     """Name in the checkpoint."""
     global_shape: tuple[int, ...]
     """Elements per dim."""
-    canonical: str
+    canonical: str = ""
     """Canonical name, numbers that the name lacks left open; empty without a rule."""
-    style: str
+    style: str = ""
     """Naming style of the name; empty without a rule."""
-    template: str
+    template: str = ""
     """Template of that style that the name falls under; empty without a rule."""
-    part: int | None
+    part: int | None = None
     """Which of the tensors that join to the canonical one it is; None when it is all of it."""
-    rule: Rule | None
+    rule: Rule | None = None
     """Its rule."""
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
     """How it lies over each axis at the degrees of the checkpoint, e.g. "tp: shard(dim=0)"."""
-    problem: str
+    problem: str = ""
     """What is wrong; empty when nothing is."""
     order: tuple[int, ...] = ()
     """Dims of the stored tensor in the order of the rule's; empty when they agree."""
@@ -58,13 +58,13 @@ class FamilyReport:
     """Checkpoint."""
     format: str
     """Format that read it."""
-    family: Family | None
+    family: Family | None = None
     """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Why it is this one."""
     parameters: tuple[Explained, ...]
     """Every parameter, in the order of the checkpoint."""
-    unused: tuple[Rule, ...]
+    unused: tuple[Rule, ...] = ()
     """Rules that hold for the model, and no name falls under."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
     """Mesh axis to where the checkpoint says how tensors lie over it, where no family does."""
@@ -98,7 +98,20 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
     except UnknownFamilyError:
         if not index.recorded_in:
             raise
-        return _recorded(index)
+        return FamilyReport(
+            path=index.path,
+            format=index.format,
+            parameters=tuple(
+                Explained(
+                    name=atom.name,
+                    global_shape=atom.global_shape,
+                    template=kind(f".{atom.name}").removeprefix("."),
+                    patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
+                )
+                for atom in index.atoms.values()
+            ),
+            recorded_in=index.recorded_in,
+        )
     topology = index.topology
     axes = {"tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
     explained = tuple(_explained(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name))
@@ -110,32 +123,6 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         reasons=reasons,
         parameters=explained,
         unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
-    )
-
-
-def _recorded(index: Index) -> FamilyReport:
-    """What the checkpoint itself says, by axis and parameter."""
-    return FamilyReport(
-        path=index.path,
-        format=index.format,
-        family=None,
-        reasons=(),
-        parameters=tuple(
-            Explained(
-                name=atom.name,
-                global_shape=atom.global_shape,
-                canonical="",
-                style="",
-                template=kind(f".{atom.name}").removeprefix("."),
-                part=None,
-                rule=None,
-                patterns=tuple(f"{axis}: {pattern}" for axis, pattern in atom.patterns.items()),
-                problem="",
-            )
-            for atom in index.atoms.values()
-        ),
-        unused=(),
-        recorded_in=index.recorded_in,
     )
 
 
@@ -156,19 +143,16 @@ def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Expl
                 patterns = tuple(f"{own.axis}: {own.pattern.name}" for layout in layouts for own in layout.axes)
     except FamilyError as error:
         problem = str(error)
+    template = "" if named is None else named.alias.names[named.part] if named.alias else named.rule.name.text
     return Explained(
         name=atom.name,
         global_shape=atom.global_shape,
         canonical=named.canonical if named else "",
         style=named.style if named else "",
-        template=_template(named) if named else "",
+        template=template,
         part=named.part if named and named.alias and len(named.alias.names) > 1 else None,
         rule=rule,
         patterns=patterns or (tuple(map(str, rule.axes)) if rule else ()),
         problem=problem,
         order=named.alias.order if named and named.alias else (),
     )
-
-
-def _template(named: Named) -> str:
-    return named.rule.name.text if named.alias is None else named.alias.names[named.part]

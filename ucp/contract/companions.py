@@ -8,30 +8,36 @@ writes it beside its own files.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
 from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Index
+from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, counted
+from ucp.io.destination.mark import MARK
+from ucp.io.destination.staging import PARTIAL
+from ucp.io.folder import absolute, names_of_folder, path_of
+from ucp.io.identity import source_file
 
 __all__ = [
     "MOST_SMALL",
     "Companion",
     "Companions",
-    "adapter_text",
+    "SaveFolder",
     "chosen_companions",
     "companion_extra",
     "companions_of",
     "is_adapter",
     "is_companion",
-    "is_plain_name",
     "left_text",
     "place_companions",
+    "with_companions",
 ]
 
 MOST_SMALL = 64 << 20
@@ -88,7 +94,7 @@ def is_companion(extra: Extra) -> bool:
     return extra.name.startswith(_PREFIX)
 
 
-def is_plain_name(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     """Whether `name` can be that of a file in a folder, and be shown in a line of text."""
     return name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
@@ -98,7 +104,7 @@ def companions_of(index: Index) -> Iterator[Companion]:
     for extra in filter(is_companion, index.extras):
         name, ref = extra.name.removeprefix(_PREFIX), extra.value
         is_whole = isinstance(ref, TensorRef) and ref.dtype is DType.UINT8 and len(ref.shape) == 1 and ref.is_contiguous
-        if not isinstance(ref, TensorRef) or not is_whole or not is_plain_name(name):
+        if not isinstance(ref, TensorRef) or not is_whole or not _is_plain_name(name):
             raise MalformedError(
                 f"expected the bytes of a file of a name without a path as the extra {extra.name!r} of {index.path}; "
                 "got something else. The store is damaged: make it again"
@@ -169,7 +175,7 @@ def is_adapter(name: str) -> bool:
     return _ADAPTER.fullmatch(name) is not None
 
 
-def adapter_text(names: Iterable[str]) -> str:
+def _adapter_text(names: Iterable[str]) -> str:
     """That the adapter in files of such names is not part of the result."""
     return (
         f"{_names_text(sorted(names))}: a LoRA adapter beside the model, which is not read or merged: the result is "
@@ -187,3 +193,60 @@ def _names_text(names: Iterable[str]) -> str:
     every = list(names)
     rest = f" and {len(every) - _MOST_SHOWN:,} more" if len(every) > _MOST_SHOWN else ""
     return ", ".join(every[:_MOST_SHOWN]) + rest
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFolder:
+    """A folder that checkpoints were saved in."""
+
+    path: Path
+    """The folder."""
+    newest: str = ""
+    """Name of the one saved last, where it is another than the one read: what lies beside belongs to it."""
+
+
+def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:
+    """`index`, with the files of `folder` as extras, and a line for whatever else lies there.
+
+    Links are never followed, folders not entered. `is_own`: whether an entry is the format's: a checkpoint, or the file
+    that names one. Without a `folder` there is nothing beside the checkpoint.
+    """
+    if folder is None:
+        return index
+    files: list[SourceFile] = []
+    left: dict[str, list[str]] = {}
+    adapter: list[str] = []
+    try:
+        for name in sorted(names_of_folder(root := path_of(absolute(folder.path)))):
+            entry = root / name
+            made_here = name == MARK or name.endswith(PARTIAL) or (entry / MARK).is_file()
+            if made_here or is_own(entry):
+                continue
+            if is_adapter(entry.name):
+                adapter.append(entry.name)
+            reason = _reason(entry) or (f"of {folder.newest}, which was saved last" if folder.newest else "")
+            if reason:
+                left.setdefault(reason, []).append(ascii(entry.name)[1:-1])
+            else:
+                files.append(source_file(str(entry), "companion file"))
+    except OSError as error:
+        left = {f"cannot be read ({error.strerror})": [str(error.filename or folder.path)]}
+    unmerged = (_adapter_text(adapter),) if adapter else ()
+    return replace(
+        index,
+        notes=(*index.notes, *unmerged),
+        extras=(*index.extras, *(companion_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
+        files=(*index.files, *files),
+        dropped=(*index.dropped, *(left_text(names, reason) for reason, names in left.items()), *unmerged),
+    )
+
+
+def _reason(entry: Path) -> str:
+    """Why an entry is not carried along; empty where it is."""
+    if entry.is_symlink():
+        return "links are not followed"
+    if entry.is_dir():
+        return "folders are not carried along"
+    if not entry.is_file():
+        return "no regular files"
+    return "" if _is_plain_name(entry.name) else "names that are no plain text"

@@ -73,11 +73,9 @@ class ExtraValues:
     def without_rank(self, stage: int) -> list[str]:
         """Names of which ranks above 0 have values that files of a ZeRO `stage` have no room for, sorted."""
         lost = {name for name, rank in self._of_ranks if rank > 0}
-        return sorted(name for name in lost if not (self._same_ranks and stage >= self._rank_stage(name)))
-
-    def _rank_stage(self, name: str) -> int:
-        row = self._row(name)
-        return max(row.rank_stage for row in self._table.values()) if row is None else row.rank_stage
+        last = max((row.rank_stage for row in self._table.values()), default=0)
+        stages = {name: row.rank_stage if (row := self._row(name)) else last for name in lost}
+        return sorted(name for name in lost if not (self._same_ranks and stage >= stages[name]))
 
     def _row(self, name: str) -> ExtraRow | None:
         starts = (row for start, row in self._table.items() if start.endswith("/") and name.startswith(start))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.companion_files import SaveFolder
+from ucp.contract.companions import SaveFolder
 from ucp.contract.protocols import Evidence, Strength
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import absolute, is_there, names_in, path_of, short_text

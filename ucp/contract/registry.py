@@ -75,17 +75,12 @@ def _loaded(group: str, name: str) -> object:
     points = _found(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        near = _called(name) if group == "ucp.targets" else None
-        near = near or nearest(name, points)
+        called = (own for own in points if group == "ucp.targets" and name.lower() in target(own).also_called)
+        near = next(called, None) or nearest(name, points)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
     module, _, attributes = points[name].partition(":")
     return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
-
-
-def _called(name: str) -> str | None:
-    """The target that users may mean by a name that is none."""
-    return next((known for known in names("ucp.targets") if name.lower() in target(known).also_called), None)
 
 
 @cache
@@ -264,7 +259,11 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         refuse_partial(path.resolve())
     formats = _formats()
     claims = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
-    strongest = [claim for claim in claims if not _yields(path, claim[1], [other for _, other in claims])]
+    strongest = [  # of what `path` is itself, or of what a run saved in it; not of a folder there
+        claim
+        for claim in claims
+        if not any(other.strength > claim[1].strength and not _is_below(path, other) for _, other in claims)
+    ]
     if len(strongest) == 1:
         ((fmt, evidence),) = strongest
         _check_only(path, fmt, evidence, formats)
@@ -279,11 +278,6 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
         f"{_advice(path, formats)}"
     )
-
-
-def _yields(path: Path, evidence: Evidence, others: Iterable[Evidence]) -> bool:
-    """Whether one of `others` is stronger: of `path` itself, or of what a run saved in it; not of a folder there."""
-    return any(other.strength > evidence.strength and not _is_below(path, other) for other in others)
 
 
 def _is_below(path: Path, evidence: Evidence) -> bool:
@@ -325,12 +319,6 @@ def _absent(path: Path) -> str:
     return why_absent(str(path))
 
 
-def _remedy(path: Path) -> str | None:
-    """What a path is that no format reads, and what to do about it, as far as anyone knows."""
-    known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
-    return next((said for remedy in known if (said := remedy(path))), None)
-
-
 def _advice(path: Path, formats: Sequence[Format]) -> str:
     """What to pass instead: a checkpoint in `path`; else what is known of its names; else what it is a part of."""
     inside = [str(folder) for folder in _folders(path) if any(fmt.detect(folder) for fmt in formats)]
@@ -342,7 +330,9 @@ def _advice(path: Path, formats: Sequence[Format]) -> str:
     around = [evidence.strength for fmt in formats if (evidence := fmt.detect(parent)) is not None]
     is_empty = path.is_dir() and not any(path.iterdir())
     is_part = not is_empty and max(around, default=Strength.SUFFIX) > Strength.SUFFIX
-    return _remedy(path) or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
+    known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
+    remedy = next((said for tell in known if (said := tell(path))), None)
+    return remedy or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
 
 
 def _contents(path: Path) -> str:

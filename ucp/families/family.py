@@ -18,9 +18,19 @@ from itertools import product
 from ucp.errors import FamilyError, UsageError, counted, listed
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.match import Match
-from ucp.families.naming import CANONICAL, Evidence, Named, Stored, Style, Tied, order_key, positions_of, undecided
+from ucp.families.naming import (
+    CANONICAL,
+    Evidence,
+    Named,
+    Stored,
+    Style,
+    Tables,
+    Tied,
+    order_key,
+    positions_of,
+    undecided,
+)
 from ucp.families.rule import Alias, Rule
-from ucp.families.tables import Tables
 from ucp.families.template import MOST_SHIFT, Template, kind, outline
 from ucp.families.toml.config import ConfigPart
 
@@ -231,7 +241,7 @@ class Family:
         """All that a stored name can stand for in that style (None: in any)."""
         for entry in self._stored_as(name, style):
             fields = entry.template.fields_in(name)
-            if fields is not None and self._within(fields):
+            if fields is not None and all(fields.get(own, -1) < limit for own, limit in self._limits.items()):
                 rule = entry.rule
                 stacked = tuple(own for own in rule.name.fields if own not in fields)
                 yield Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
@@ -264,9 +274,6 @@ class Family:
         ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
         missing = [[f"no {own}" for own in names if Template(own).outline not in outlines] for names in ways]
         return min(missing, key=len, default=[])
-
-    def _within(self, fields: Mapping[str, int]) -> bool:
-        return all(fields.get(own, -1) < limit for own, limit in self._limits.items())
 
     def canonical(self, name: str, style: str | None = None) -> str | None:
         """Canonical name of a stored name, with `{field}` for a number that it lacks; None when it is of no rule."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from ucp.errors import UnknownFamilyError, UsageError
@@ -39,10 +38,14 @@ class Library:
     def of_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
         """Families of the TOML files in these packages. Raises UsageError when two have one name."""
         texts: dict[str, tuple[str, str]] = {}
-        for package in packages:
-            for entry in sorted(files(package).iterdir(), key=lambda own: own.name):
-                if entry.name.endswith(".toml"):
-                    _add(texts, entry.read_text(encoding="utf-8"), _place(entry, package))
+        found = ((package, entry) for package in packages for entry in files(package).iterdir())
+        for package, entry in sorted(found, key=lambda item: item[1].name):
+            if entry.name.endswith(".toml"):
+                text, source = entry.read_text(encoding="utf-8"), f"{package.replace('.', '/')}/{entry.name}"
+                name = header(text, source).name
+                if name in texts:
+                    raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
+                texts[name] = (source, text)
         return cls(pattern, texts)
 
     def with_file(self, path: Path) -> tuple[Library, str]:
@@ -83,20 +86,17 @@ class Library:
     def _family(self, name: str, below: tuple[str, ...]) -> Family:
         if name in below:
             raise UsageError(f"families extend one another in a circle: {' -> '.join((*below, name))}")
+        if name not in self.texts:
+            choices = self.names() if below else self._choices()
+            near = get_close_matches(name.lower(), choices, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            where = f" (extended by {below[-1]!r})" if below else ""
+            raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
         if name not in self._read:
-            source, text = self._text(name, below)
+            source, text = self.texts[name]
             extended = [self._family(own, (*below, name)) for own in header(text, source).extends]
             self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
         return self._read[name]
-
-    def _text(self, name: str, below: tuple[str, ...]) -> tuple[str, str]:
-        if name in self.texts:
-            return self.texts[name]
-        choices = self.names() if below else self._choices()
-        near = get_close_matches(name.lower(), choices, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        where = f" (extended by {below[-1]!r})" if below else ""
-        raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
 
     def _choices(self) -> tuple[str, ...]:
         return tuple(own.name for own in self.concrete())
@@ -119,17 +119,6 @@ def _by_template(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
     for rule in rules:
         found.setdefault(rule.name.text, []).append(rule)
     return found
-
-
-def _place(entry: Traversable, package: str) -> str:
-    return f"{package.replace('.', '/')}/{entry.name}"
-
-
-def _add(texts: dict[str, tuple[str, str]], text: str, source: str) -> None:
-    name = header(text, source).name
-    if name in texts:
-        raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
-    texts[name] = (source, text)
 
 
 def choose(
@@ -169,7 +158,9 @@ def choose(
     general = _more_general(fitting, more)
     best = [family for name, family in fitting.items() if name not in general]
     if len(best) == 1:
-        return best[0].among(names), _reasons(best[0], arguments)
+        evidence = best[0].evidence
+        said = [f"{key} = {value!r}" for key, value in evidence.arguments.items() if key in arguments]
+        return best[0].among(names), (*(f"has {name}" for name in evidence.names), *said)
     nearest = min(doubts, key=lambda own: (unread[own], len(doubts[own])), default="")
     is_near = bool(doubts) and unread[nearest] < len(kinds)
     raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
@@ -251,11 +242,6 @@ def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> s
             found.add(name)
             waiting.extend(kinds.get(name, ()))
     return found
-
-
-def _reasons(family: Family, arguments: Mapping[str, object]) -> tuple[str, ...]:
-    told = [f"{key} = {value!r}" for key, value in family.evidence.arguments.items() if key in arguments]
-    return (*(f"has {name}" for name in family.evidence.names), *told)
 
 
 def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:

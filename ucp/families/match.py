@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 from ucp.core.layout import AxisLayout, Layout, Pattern, local_shape, whole_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
 
-__all__ = ["Match"]
+if TYPE_CHECKING:
+    from ucp.families.family import Family
+
+__all__ = ["Match", "cut_dim"]
 
 _MOST_PIECES = 1 << 16
 """Pieces that the axes of a rule may cut a tensor into: they are composed one with another."""
@@ -152,3 +156,14 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
 def _pattern_of(axis: AxisRule, values: Mapping[str, object], group: Sequence[tuple[int, ...]]) -> Pattern:
     length = sum(shape[axis.dim] for shape in group if axis.dim < len(shape)) if axis.needs_length else 0
     return axis.made({**values, DIM: length})
+
+
+def cut_dim(family: Family, name: str) -> int | None:
+    """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
+    named = family.read(name)
+    if named is None or named.stacked or (named.alias is not None and named.alias.view):
+        return None
+    axes = family.match([named.canonical])[named.canonical].rule.axes
+    dim = next((axis.dim for axis in axes if axis.axis == "tp" and DIM in axis.options), None)
+    order = named.alias.order if named.alias is not None else ()
+    return order[dim] if order and dim is not None else dim

@@ -18,7 +18,6 @@ from types import EllipsisType
 from typing import TYPE_CHECKING
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair
@@ -214,14 +213,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         """
         if not isinstance(ref, TensorRef | InlineTensor):
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
-        whole = Box.whole(ref.shape)
-        fragment = Fragment(box=whole, ref=ref)
-        return _read(
-            StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)),
-            whole,
-            "an extra",
-            self.index.files,
-        )
+        return _read(StateIndex.whole(ref), Box.whole(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises KeyError with what there is instead."""

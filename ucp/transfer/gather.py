@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of, starts_of
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides, starts_of
 from ucp.io.codec import Blocks
 from ucp.io.elements import add, assign, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
-from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.core.tensor import Tensor, TensorRef
 from ucp.transfer.gather import Gatherer, Sources
@@ -81,8 +79,7 @@ class Prober:
             nbytes = (stop - start) * item
             self._gatherer.nbytes_read += nbytes
             return self._gatherer.sources.get(tensor.path).read(tensor.offset + start * item, nbytes)
-        box = Box.whole(tensor.shape)
-        state = StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(Fragment(box=box, ref=tensor),))
+        state = StateIndex.whole(tensor)
         data = bytearray((stop - start) * item)
         pieces = resolve(whole_slice("", "", state), Locator(state), start, stop)
         self._gatherer.fill(memoryview(data), tensor.dtype, pieces)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
 from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
 from ucp.contract.model.transformers import by_number, in_model_order, tied_output

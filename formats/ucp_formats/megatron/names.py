@@ -25,19 +25,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 __all__ = [
     "COMMON",
     "DCP_METADATA",
     "DISTRIBUTED_OPTIMIZER",
+    "EMBEDDING",
     "METADATA",
     "MODEL",
     "MODEL_APART",
     "OPTIMIZER_APART",
+    "OUTPUT",
     "RELEASE",
     "TRACKER",
     "GridPlace",
     "RankFolder",
+    "SavedAs",
     "is_side_file",
     "parse_iteration",
     "parse_rank_folder",
@@ -63,9 +67,25 @@ DCP_METADATA = ".metadata"
 COMMON = "common.pt"
 """What all ranks have in common, in files of torch_dist up to 0.18."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
 _ITERATION = re.compile(r"iter_(?P<number>\d{7,})")
 _RANK_FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2,})(_(?P<first>\d{3,}))?(_(?P<second>\d{3,}))?")
 _SIDE_FILE = re.compile(r"layer_wise_optimizer_\d+\.pt|train_dataloader_dprank\d+\.pt")
+
+
+class SavedAs(StrEnum):
+    """How an iteration was saved (`--ckpt-format`)."""
+
+    TORCH = "torch"
+    """A folder per rank, files of torch.save."""
+    TORCH_DIST = "torch_dist"
+    """megatron-core over torch.distributed.checkpoint."""
+    ZARR = "zarr"
+    """megatron-core over zarr, up to 0.15."""
+    TORCH_DCP = "torch_dcp"
+    """Plain torch.distributed.checkpoint: torch_dcp, or the fsdp_dtensor of Megatron-FSDP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -21,7 +21,7 @@ from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UnknownFamilyError
-from ucp.families.cuts import cut_dim
+from ucp.families.match import cut_dim
 
 __all__ = ["Cuts"]
 

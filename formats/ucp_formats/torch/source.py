@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras

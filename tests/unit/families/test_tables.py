@@ -3,9 +3,8 @@ from __future__ import annotations
 import pickle
 
 from ucp.contract.registry import family
-from ucp.families.naming import CANONICAL, Stored
+from ucp.families.naming import CANONICAL, Stored, Tables
 from ucp.families.rule import Rule
-from ucp.families.tables import Tables
 from ucp.families.template import Template
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 
@@ -227,7 +227,7 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
     seen: Counter[Box] = Counter()
     numbered = []
     for own_pairs in held:
-        numbered.append(tuple(replace(pair, copy=seen[pair.whole]) for pair in own_pairs))
+        numbered.append(tuple(pair._replace(copy=seen[pair.whole]) for pair in own_pairs))
         seen.update(pair.whole for pair in own_pairs)
     layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
     try:

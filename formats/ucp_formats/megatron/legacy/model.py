@@ -1,4 +1,33 @@
-"""The model in the files of all ranks: every stored tensor, which parameter it is, and which part of it.
+"""Local numbers of layers and experts as global ones.
+
+A file numbers its layers from 0. Which they are in the model follows from the layers that are there: chunks of a
+virtual pipeline interleave, so chunk 0 of all stages comes before chunk 1 of any (transformer_layer.py:
+get_transformer_layer_offset). Counting is stronger than the formula: it holds for uneven stages, too.
+
+>>> names = {(0, 0): ["decoder.layers.0.norm.weight"], (1, 0): ["decoder.layers.0.norm.weight"]}
+>>> numbers = count_layers(names, num_layers=2)
+>>> numbers.renamed("decoder.layers.0.norm.weight", (1, 0), first_expert=0)
+'decoder.layers.1.norm.weight'
+
+A tensor of a rank's file seen as what the model means by it: other order of rows, several experts in one.
+
+A view says which elements of the stored tensor are which elements of the parameter as that rank holds it, as boxes with
+strides; nothing is moved. It is the same for the weight, the master and the moments, which are all stored alike.
+
+The rows of a fused query-key-value projection had three orders over the years, by the version of the checkpoint
+(megatron/legacy checkpointing.py: fix_query_key_value_ordering):
+
+| version | rows |
+|---|---|
+| 0 | [3, heads, head_dim] |
+| 1.0 | [heads, head_dim, 3] |
+| 2.0 and later | [heads, 3, head_dim], which is what a parameter has here |
+
+>>> view = old_attention_rows((6, 5), heads=2, parts=3, version=1.0)
+>>> [(str(piece.box), piece.offset, piece.strides) for piece in view.pieces[:2]]
+[('[0:1, 0:5]', 0, (15, 1)), ('[1:2, 0:5]', 5, (15, 1))]
+
+The model in the files of all ranks: every stored tensor, which parameter it is, and which part of it.
 
 1. Flatten what a file says of a chunk: older files nest dicts, newer ones are flat.
 2. Bring every key into the family's own style, then local numbers of layers and experts to global ones.
@@ -11,24 +40,191 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import prod
 from typing import NamedTuple
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
+from ucp.core.fragments import Stored
 from ucp.core.index import Extra
-from ucp.core.tensor import TensorRef
+from ucp.core.region import Box
+from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import CANONICAL, Family, Match, Named
 from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
-from ucp_formats.megatron.legacy.numbers import LayerNumbers, count_layers
-from ucp_formats.megatron.legacy.views import View, experts_in_one, old_attention_rows, plain
-from ucp_formats.megatron.run.modules import modules_shown
-from ucp_formats.megatron.run.stages import Chunk
+from ucp_formats.megatron.mesh import Chunk
+from ucp_formats.megatron.modules import modules_shown
 
-__all__ = ["Held", "LegacyModel", "Slot", "read_model"]
+__all__ = [
+    "Held",
+    "LayerNumbers",
+    "LegacyModel",
+    "Slot",
+    "View",
+    "ViewPiece",
+    "count_layers",
+    "experts_in_one",
+    "old_attention_rows",
+    "plain",
+    "read_model",
+]
+
+
+_STACK_LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
+"""Example: decoder.layers.12."""
+_EXPERT = re.compile(r"\.local_experts\.(?P<number>\d+)\.")
+"""Example: .local_experts.3."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """The first layer of every chunk of every stack of layers."""
+
+    firsts: Mapping[tuple[str, Chunk], int]
+    """Stack ("decoder") and chunk to the global number of its layer 0."""
+
+    def renamed(self, name: str, chunk: Chunk, *, first_expert: int) -> str:
+        """A canonical name with global numbers. `first_expert`: global number of expert 0 of the file."""
+        layer = _STACK_LAYER.match(name)
+        if layer is not None:
+            number = int(layer["number"]) + self.firsts[layer["stack"], chunk]
+            name = f"{layer['stack']}.layers.{number}.{name[layer.end() :]}"
+        return _EXPERT.sub(lambda found: f".local_experts.{int(found['number']) + first_expert}.", name)
+
+
+def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None) -> LayerNumbers:
+    """Numbers that follow from the canonical local names of every chunk.
+
+    `num_layers`: layers of the model, where the arguments say so.
+
+    Raises
+    ------
+    MalformedError
+        A chunk lacks a layer in between, or there are more or fewer layers than the model has.
+    """
+    there: dict[str, dict[Chunk, set[int]]] = {}
+    for chunk, own in names.items():
+        for name in own:
+            found = _STACK_LAYER.match(name)
+            if found is not None:
+                there.setdefault(found["stack"], {}).setdefault(chunk, set()).add(int(found["number"]))
+    order = sorted(names, key=lambda chunk: (chunk[1], chunk[0]))
+    firsts: dict[tuple[str, Chunk], int] = {}
+    for stack, by_chunk in there.items():
+        counts = [1 + max(by_chunk.get(chunk, {-1})) for chunk in order]
+        _check_dense(stack, by_chunk)
+        if len(there) == 1 and num_layers not in (None, sum(counts)):
+            lines = (f"{_chunk_label(chunk)}: {count} layers" for chunk, count in zip(order, counts, strict=True))
+            raise MalformedError(
+                f"expected {num_layers} layers, as the arguments say; there are {sum(counts)} in {stack}.layers:\n"
+                f"{listed(lines)}\nFiles of this checkpoint are missing, or are from different runs"
+            )
+        begins = accumulate(counts, initial=0)
+        firsts |= {(stack, chunk): first for chunk, first in zip(order, begins, strict=False)}
+    return LayerNumbers(firsts)
+
+
+def _chunk_label(chunk: Chunk) -> str:
+    return f"stage {chunk[0]}, chunk {chunk[1]}"
+
+
+def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:
+    lacking = [
+        f"{_chunk_label(chunk)}: {stack}.layers.{number}"
+        for chunk, own in by_chunk.items()
+        for number in range(max(own))
+        if number not in own
+    ]
+    if lacking:
+        raise MalformedError(
+            f"expected layers without a gap in every file; {len(lacking)} have no parameter:\n{listed(lacking)}\n"
+            "Copy the files again; where the model has layers without parameters, their numbers are not known"
+        )
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewPiece:
+    """A box of the parameter, and where it lies in the stored tensor."""
+
+    box: Box
+    """Elements of the parameter, as the rank holds it."""
+    offset: int
+    """Element of the stored tensor, row-major, where the box starts."""
+    strides: Shape
+    """Elements to step in the stored tensor, per dim of the box."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A stored tensor as a parameter."""
+
+    shape: Shape
+    """Elements per dim of the parameter, as the rank holds it."""
+    pieces: tuple[ViewPiece, ...]
+    """Where they lie."""
+
+    def of(self, ref: TensorRef, coords: Mapping[str, int]) -> Stored:
+        """What the rank at `coords` stored of the parameter; `ref`: the stored tensor, consecutive."""
+        boxes = tuple((own.box, ref.strided(own.offset, own.box.sizes, own.strides)) for own in self.pieces)
+        return Stored(coords, boxes[0][1]) if len(boxes) == 1 else Stored(coords, ref, boxes=boxes)
+
+
+def plain(shape: Shape) -> View:
+    """The stored tensor is the parameter."""
+    piece = ViewPiece(box=Box.whole(shape), offset=0, strides=contiguous_strides(shape))
+    return View(shape=shape, pieces=(piece,))
+
+
+def old_attention_rows(shape: Shape, *, heads: int, parts: int, version: float) -> View:
+    """The view of a fused projection of a checkpoint before version 2.0.
+
+    Parameters
+    ----------
+    shape
+        Of the stored tensor: [heads * parts * head_dim, hidden], or of a bias without the last.
+    heads
+        Heads on this rank.
+    parts
+        3 for query, key and value; 2 for key and value.
+    version
+        Version of the checkpoint.
+
+    Raises ValueError when the rows do not divide.
+    """
+    if version >= 2.0:
+        return plain(shape)
+    if not shape or shape[0] % (heads * parts):
+        raise ValueError(f"{list(shape)} has no rows for {parts} parts of {heads} heads")
+    dim = shape[0] // (heads * parts)
+    row = prod(shape[1:])
+    rest = contiguous_strides(shape)[1:]
+    pieces = []
+    for head, part in product(range(heads), range(parts)):
+        first, step = ((part * heads + head) * dim, 1) if version < 1.0 else (head * dim * parts + part, parts)
+        box = Box(((head * parts + part) * dim, *(0 for _ in rest)), (dim, *shape[1:]))
+        pieces.append(ViewPiece(box=box, offset=first * row, strides=(step * row, *rest)))
+    return View(shape=shape, pieces=tuple(pieces))
+
+
+def experts_in_one(shape: Shape, strides: Shape) -> tuple[View, ...]:
+    """A view per expert of a tensor that holds several. `shape`, `strides`: of it, the dim of the experts first.
+
+    >>> experts_in_one((2, 3, 4), (12, 1, 3))[1].pieces[0]
+    ViewPiece(box=Box(offsets=(0, 0), sizes=(3, 4)), offset=12, strides=(1, 3))
+    """
+    box = Box.whole(shape[1:])
+    return tuple(
+        View(shape=shape[1:], pieces=(ViewPiece(box=box, offset=at * strides[0], strides=strides[1:]),))
+        for at in range(shape[0])
+    )
+
 
 _EXTRA_STATE = "_extra_state"
 """Last part of a key under which a module keeps what it likes (torch.nn.Module.get_extra_state)."""
@@ -167,7 +363,7 @@ def _held(
     slot, ref = stored
     chunk = _chunk(run, slot)
     if named is None:
-        yield Held(slot=slot, name=_told(slot.key, chunk, numbers), ref=ref, view=plain(ref.shape))
+        yield Held(slot=slot, name=_global_key(slot.key, chunk, numbers), ref=ref, view=plain(ref.shape))
         return
     views = _views(slot.key, ref, named, run, family)
     first = run.ranks[slot.rank].place.ep * _experts_per_rank(run, len(views) if named.stacked else None)
@@ -177,7 +373,7 @@ def _held(
         yield Held(slot=slot, name=family.tied_to(name) or name, ref=ref, view=view)
 
 
-def _told(key: str, chunk: Chunk, numbers: LayerNumbers) -> str:
+def _global_key(key: str, chunk: Chunk, numbers: LayerNumbers) -> str:
     """A key without a rule, with the number its layer has in the model where that is known: stages have keys alike."""
     firsts = [first for (_, own), first in numbers.firsts.items() if own == chunk]
     if len(firsts) != 1:

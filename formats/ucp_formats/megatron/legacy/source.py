@@ -1,4 +1,9 @@
-"""Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
+"""The optimizer of every rank, in whichever form: whole, distributed, or a chain of either.
+
+Where experts are parallel there are two optimizers on every rank, one of dense parameters and one of experts; else
+there is one of all.
+
+Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
 
 1. Read the files of all ranks and check that they belong together (`files`, `grid`).
 2. Read the model: names, layers, experts, rules (`model`).
@@ -8,7 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
@@ -16,19 +22,150 @@ from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, ParamGroup
 from ucp.core.names import STEP
-from ucp.errors import MalformedError, counted, listed
-from ucp.io.pickle.fields import shown
-from ucp_formats.megatron.legacy.atoms import atoms_of
-from ucp_formats.megatron.legacy.files import LegacyRun, read_run, run_extras, source_files
-from ucp_formats.megatron.legacy.model import LegacyModel, read_model
-from ucp_formats.megatron.legacy.optimizer.forms import read_optimizer
-from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
-from ucp_formats.megatron.locate import SavedAs
-from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer, rank_free
-from ucp_formats.megatron.run.modules import modules_extra
-from ucp_formats.megatron.run.recorded_sizes import check_gaps, check_recorded
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import described, mapping, shown
+from ucp.transfer.probe import Prober
+from ucp_formats.megatron.arguments import check_gaps, check_recorded
+from ucp_formats.megatron.groups import deal, is_by_named_optimizer, is_expert, rank_free
+from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, atoms_of
+from ucp_formats.megatron.legacy.distributed import Buffer, add_buffers, read_buffers
+from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras, read_run, run_extras, source_files
+from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot, read_model
+from ucp_formats.megatron.legacy.whole import add_whole_optimizer
+from ucp_formats.megatron.mesh import data_parallel
+from ucp_formats.megatron.modules import modules_extra, with_modules
+from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, SavedAs
 
-__all__ = ["read_legacy"]
+__all__ = [
+    "read_legacy",
+    "read_optimizer",
+]
+
+
+_KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
+
+
+def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> LegacyStates:
+    """States of all parameters. Raises MalformedError, MissingFileError, UnsupportedError."""
+    states = LegacyStates()
+    trainable = _trainable(model)
+    rest: dict[str, dict[int, object]] = {}
+    arguments = with_modules(run.arguments.raw, model.modules)
+    optimizers = [_members(run, rank, trainable.get(number, []), arguments) for number, rank in enumerate(run.ranks)]
+    _check_buffers(run, optimizers)
+    with Prober() as prober:
+        for number, (rank, members) in enumerate(zip(run.ranks, optimizers, strict=True)):
+            for own, buffers in zip(members, _buffers_of(rank, members), strict=True):
+                if own.is_whole:
+                    add_whole_optimizer(own, states, prober)
+                elif buffers is not None:
+                    add_buffers(buffers, own, _ranks(run, own), states, prober)
+                    _add_groups(own, states)
+                for name, value in _rest(own).items():
+                    rest.setdefault(name, {})[number] = value
+    for name, values in rest.items():
+        states.extras += ranks_extras(run, name, values, checksums)
+    states.notes = list(dict.fromkeys(states.notes))
+    states.dropped = list(dict.fromkeys(states.dropped))
+    return states
+
+
+def _trainable(model: LegacyModel) -> dict[int, list[Held]]:
+    """Trainable tensors of every rank, each once, in registration order."""
+    found: dict[Slot, Held] = {}
+    for own in model.held:
+        match = model.matches.get(own.name)
+        if match is not None and not match.buffer:
+            found.setdefault(own.slot, own)
+    by_rank: dict[int, list[Held]] = {}
+    for own in found.values():
+        by_rank.setdefault(own.slot.rank, []).append(own)
+    return by_rank
+
+
+def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held], arguments: Mapping[str, object]) -> list[Optimizer]:
+    """Optimizers of a rank, which trains `held`; `arguments`: those of the run, with what its keys show."""
+    found = rank.root.get("optimizer")
+    where = f"the optimizer of {rank.name}"
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        return [Optimizer(where=where, chain=None, saved=mapping(found, where), held=tuple(held), arguments=arguments)]
+    members = []
+    for chain, saved in enumerate(found):
+        own = mapping({} if saved is None else saved, where)
+        whole = Optimizer(where=where, chain=chain, saved=own, held=tuple(held), arguments=arguments)
+        experts = _is_of_experts(whole, last=chain == len(found) - 1, ep=run.grid.ep)
+        chosen = tuple(one for one in held if len(found) == 1 or is_expert(one.name) == experts)
+        label = f"{where} ({'experts' if experts else 'dense parameters'})"
+        members.append(replace(whole, where=label, held=chosen))
+    return members
+
+
+def _is_of_experts(own: Optimizer, *, last: bool, ep: int) -> bool:
+    """Whether an optimizer of a chain is that of the experts: its groups say so, else it is the last one."""
+    groups = own.inner.get("param_groups")
+    every = [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+    flags = [one["is_expert_parallel"] for one in every if one.get("is_expert_parallel") is not None]
+    return any(flags) if flags else ep > 1 and last
+
+
+def _check_buffers(run: LegacyRun, optimizers: Sequence[Sequence[Optimizer]]) -> None:
+    """Every rank that saved a distributed optimizer has a file of it."""
+    lacking = [
+        f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+        for rank, members in zip(run.ranks, optimizers, strict=True)
+        if rank.buffers is None and any(own.saved and not own.is_whole for own in members)
+    ]
+    if lacking:
+        raise MissingFileError(
+            f"{run.folder} was saved with a distributed optimizer; {counted(len(lacking), 'file')} of it missing:\n"
+            f"{listed(lacking)}\nCopy them from where they were saved"
+        )
+
+
+def _buffers_of(rank: SavedRank, members: Sequence[Optimizer]) -> list[list[Buffer] | None]:
+    """Buffers of every optimizer of a rank."""
+    if rank.buffers is None:
+        return [None] * len(members)
+    where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+    found = read_buffers(rank.buffers.root, where)
+    if len(found) != len(members):
+        raise MalformedError(f"expected buffers of {counted(len(members), 'optimizer')} in {where}; got {len(found)}")
+    return found
+
+
+def _ranks(run: LegacyRun, own: Optimizer) -> int:
+    """Ranks that a buffer was cut over."""
+    experts = own.chain is not None and bool(own.held) and is_expert(own.held[0].name)
+    return data_parallel(run.arguments.topology(), expert=experts)
+
+
+def _add_groups(own: Optimizer, states: LegacyStates) -> None:
+    """Deal out the groups of a distributed optimizer, which has no numbers of parameters."""
+    if own.inner.get("param_groups") is None:
+        raise UnsupportedError(f"expected param_groups in {own.where}; got {described(own.saved.get('optimizer'))}")
+    groups = [group for group, _ in own.groups()]
+    placed = {held.name: held for held in own.held if held.slot in states.tensors}
+    dealt = deal(groups, {name: held.ref.shape for name, held in placed.items()}, own.arguments)
+    steps = dict.fromkeys(dealt.lost, dealt.step)
+    for group, params in zip(groups, dealt.groups, strict=True):
+        number = states.group(group)
+        states.group_of |= {placed[name].slot: number for name in params.params}
+        steps |= dict.fromkeys(params.params, group.hyper.get(STEP))
+    states.numbers |= {placed[name].slot: {STEP: step} for name, step in steps.items() if step is not None}
+    states.notes.append(dealt.note)
+    states.dropped += dealt.dropped
+    states.lost |= dealt.lost
+
+
+def _rest(own: Optimizer) -> dict[str, object]:
+    """What an optimizer has besides states and groups: the scale of the loss, above all."""
+    chain = "" if own.chain is None else f"{own.chain}/"
+    rest = {str(key): value for key, value in own.saved.items() if key not in _KNOWN and value is not None}
+    if own.inner is not own.saved:
+        rest |= {str(key): value for key, value in own.inner.items() if key not in _KNOWN}
+    return {f"optimizer/{chain}{key}": value for key, value in rest.items()}
 
 
 def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:

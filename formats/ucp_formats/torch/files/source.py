@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companion_files import SaveFolder, with_companions
+from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
 from ucp.contract.model.transformers import in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format, SourceOptions

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.locate import SavedAs, locate, the_folder
+from ucp_formats.megatron.names import SavedAs
+from ucp_formats.megatron.source import locate, the_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ucp_formats.megatron.legacy.source import read_legacy
-from ucp_formats.megatron.locate import locate
-from ucp_formats.megatron.source import MegatronFormat
+from ucp_formats.megatron.source import MegatronFormat, locate
 
 from ucp.api import convert
 from ucp.contract.protocols import SourceOptions

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.legacy.views import View, experts_in_one, old_attention_rows, plain
+from ucp_formats.megatron.legacy.model import View, experts_in_one, old_attention_rows, plain
 from ucp_patterns.shard import Shard
 
 from ucp.core.dtypes import DType
