@@ -16,10 +16,8 @@ from pathlib import Path
 from ucp.contract.output_names import check_named
 from ucp.contract.problems import Problems
 from ucp.contract.scalars import scalar_state
-from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.errors import CorruptError, SourceError
 from ucp.io.folder import is_url, names_of_folder
@@ -221,7 +219,7 @@ def _state(name: str, value: object, shape: Shape | None) -> StateIndex | None:
         if shaped is None and len(ref.shape) < 2:
             return None
         ref = shaped or ref
-    return StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=Box.whole(ref.shape), ref=ref),))
+    return StateIndex.whole(ref)
 
 
 def _reshaped(ref: TensorRef, shape: Shape) -> TensorRef | None:
