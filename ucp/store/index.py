@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from zlib_ng import zlib_ng
@@ -99,16 +98,8 @@ def _difference(stored: StoredFile, file: SourceFile) -> str:
     if stored.nbytes != file.nbytes:
         return f"{stored.nbytes} bytes then, {file.nbytes} now"
     if stored.mtime_ns != file.mtime_ns:
-        then = "unknown" if stored.mtime_ns is None else _when(stored.mtime_ns)
-        return f"last written {then} then, {_when(file.mtime_ns)} now (copying with `cp -p` keeps the time)"
+        return f"last written {stored.mtime_ns} ns after 1970 then, {file.mtime_ns} now (`cp -p` keeps the time)"
     return "" if identity_of(file.path) == stored.identity else "its first or last 64 KiB differ"
-
-
-def _when(mtime_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")
-    except (ValueError, OverflowError, OSError):  # a damaged manifest may say any number
-        return f"{mtime_ns} ns after 1970"
 
 
 def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, ...]]:
