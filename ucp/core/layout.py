@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import contiguous_strides
 
 __all__ = [
@@ -282,8 +282,8 @@ class Held:
         overlap = axis.pattern.overlap
         replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
         term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
-        pairs = ((near,) if near.whole.numel else ()) if is_whole else compose((self.pair,), (near,))
-        return [Held(pair, replica, term) for pair in pairs]
+        pair = (near if near.whole.numel else None) if is_whole else near.after(self.pair)
+        return [] if pair is None else [Held(pair, replica, term)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import Tensor, contiguous_strides
 from ucp.errors import CoverError
 
@@ -31,7 +31,6 @@ __all__ = [
     "resolve",
     "resolve_copies",
     "runs_of",
-    "starts_of",
     "whole_slice",
 ]
 
@@ -310,7 +309,8 @@ def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
     for run, position in local_flat_pairs(target.local_shape, start, stop):
-        for pair in compose(target.pairs, (RegionPair(run, Box.whole(run.sizes)),)):
+        near = RegionPair(run, Box.whole(run.sizes))
+        for pair in filter(None, map(near.after, target.pairs)):
             at = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
             for fragment in source.near(pair.whole, replica):
                 shared = intersect(pair.whole, fragment.box)
@@ -381,18 +381,6 @@ def runs_of(piece: Piece) -> tuple[int, int]:
             lead, run = dim + 1, reach
         reach += (piece.sizes[dim] - 1) * piece.src_strides[dim]
     return lead, run or reach
-
-
-def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
-    """Places of all elements of some dims, in row-major order.
-
-    >>> starts_of((2, 3), (100, 10), first=5)
-    [5, 15, 25, 105, 115, 125]
-    """
-    starts = [first]
-    for count, step in zip(sizes, strides, strict=True):
-        starts = [start + number * step for start in starts for number in range(count)]
-    return starts
 
 
 def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

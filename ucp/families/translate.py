@@ -15,8 +15,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.patches import Made, Patch
-from ucp.core.region import Box
+from ucp.core.patches import Made
+from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import CANONICAL, Family, Named
@@ -159,7 +159,7 @@ def _joined(
     shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
     dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
     for index in product(*map(range, seen[0].shape[:depth])):
-        wanted = [Patch(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+        wanted = [RegionPair.strided(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
         patches = tuple(
             found._replace(source=unit.names[pair.tensor])
             for pair, patch in zip(pairs, wanted, strict=True)
@@ -240,7 +240,7 @@ def _stored(
     found = {}
     for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
         seen = [
-            Patch(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
+            RegionPair.strided(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
             for index, member in sorted(members.items())
             for pair in pairs
             if pair.tensor == number
@@ -249,7 +249,9 @@ def _stored(
     return found
 
 
-def _followed(outer: Iterable[Patch], seen: Sequence[Patch], whole: Mapping[str, Made]) -> Iterator[Patch]:
+def _followed(
+    outer: Iterable[RegionPair], seen: Sequence[RegionPair], whole: Mapping[str, Made]
+) -> Iterator[RegionPair]:
     """Patches of a stored tensor, down to the tensors of the source."""
     for patch in outer:
         for inner in seen:

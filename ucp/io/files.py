@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = ["LocalFile", "SourceFile", "Sources", "join_ranges", "let_go", "open_source", "split_parts"]
+__all__ = ["LocalFile", "SourceFile", "Sources", "join_ranges", "let_go", "open_source", "parts_of", "split_parts"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
@@ -203,7 +203,8 @@ class Sources:
         """The file at `path`, opened if it is not open."""
         file = self._open.get(path)
         if file is None:
-            file = self._open[path] = self._remote(path) if is_url(path) else open_source(path)
+            ahead, version = (self._announced(), self._versions.get(path, "")) if is_url(path) else (None, "")
+            file = self._open[path] = open_source(path, version=version, ahead=ahead)
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(path)
@@ -234,14 +235,11 @@ class Sources:
             self._ahead = Ahead(lambda path: cast("RemoteFile", self.get(path)))  # only URLs are announced
         return self._ahead
 
-    def _remote(self, path: str) -> RemoteFile:
-        from ucp.io.remote.file import RemoteFile
 
-        return RemoteFile(path, _parts(path), version=self._versions.get(path, ""), ahead=self._announced())
-
-
-def open_source(path: str) -> SourceFile:
+def open_source(path: str, *, version: str = "", ahead: Ahead | None = None) -> SourceFile:
     """The file at `path`, or the concatenation of its parts when only those are there.
+
+    `version`, `ahead`: of an object of a store, what it is expected to be, and who has it read ahead.
 
     Raises
     ------
@@ -251,11 +249,12 @@ def open_source(path: str) -> SourceFile:
     if is_url(path):
         from ucp.io.remote.file import RemoteFile
 
-        return RemoteFile(path, _parts(path))
-    return LocalFile(path, _parts(path))
+        return RemoteFile(path, parts_of(path), version=version, ahead=ahead)
+    return LocalFile(path, parts_of(path))
 
 
-def _parts(path: str) -> tuple[str, ...]:
+def parts_of(path: str) -> tuple[str, ...]:
+    """The file itself, or the parts that it is split into."""
     return (path,) if is_there(path) else split_parts(path) or (path,)
 
 
@@ -296,19 +295,16 @@ def split_parts(path: str) -> tuple[str, ...]:
             f"expected one set of parts of {path}; got sets of {sorted(found)} parts. Remove those of the other run"
         )
     ((count, indices),) = found.items()
-    _check_parts(path, count, indices)
-    return tuple(f"{path}-{index}.{count}" for index in range(count))
-
-
-def _check_parts(path: str, count: int, indices: set[int]) -> None:
     surplus = sorted(index for index in indices if index >= count)
     if surplus:
         raise MalformedError(f"expected parts 0 to {count - 1} of {path}; got also part {surplus[0]} of {count}")
-    missing = [f"{path}-{index}.{count}" for index in range(count) if index not in indices]
+    parts = [f"{path}-{index}.{count}" for index in range(count)]
+    missing = [part for index, part in enumerate(parts) if index not in indices]
     if missing:
         raise MissingFileError(
             f"{path} is split into {count} parts and {len(missing)} are not there; copy them:\n{listed(missing)}"
         )
+    return tuple(parts)
 
 
 def _open(path: str) -> tuple[int, int]:
@@ -316,17 +312,14 @@ def _open(path: str) -> tuple[int, int]:
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
-            raise MalformedError(f"expected a regular file; got {_kind(mode)} at {path}")
+            kind = "a folder" if stat.S_ISDIR(mode) else "a special file"
+            raise MalformedError(f"expected a regular file; got {kind} at {path}")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise MissingFileError(f"expected a file at {path}; nothing is there. Check the path, or copy it") from error
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return os.fstat(descriptor).st_size, descriptor
-
-
-def _kind(mode: int) -> str:
-    return "a folder" if stat.S_ISDIR(mode) else "a special file"
 
 
 def _unreadable(path: str, error: Exception) -> SourceError:
