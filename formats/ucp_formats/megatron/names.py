@@ -7,8 +7,6 @@
 | iteration, `torch` | a rank of the model-parallel grid | mp_rank_03, mp_rank_03_001, mp_rank_03_001_007 |
 | rank | model, optimizer, random states | model_optim_rng.pt |
 | rank | distributed optimizer (since 2023-05) | distrib_optim.pt |
-| rank, 2022-03 to 2023-05 | model without the optimizer | model_rng.pt |
-| rank and data-parallel rank, then | optimizer of that rank | mp_rank_03_001_007/optim.pt |
 | rank | Muon: optimizer of a data-parallel rank | layer_wise_optimizer_3.pt |
 | rank | where a data loader stands | train_dataloader_dprank007.pt |
 | iteration, others | how it was saved | metadata.json, .metadata, common.pt, __3_0.distcp |
@@ -34,8 +32,6 @@ __all__ = [
     "EMBEDDING",
     "METADATA",
     "MODEL",
-    "MODEL_APART",
-    "OPTIMIZER_APART",
     "OUTPUT",
     "RELEASE",
     "TRACKER",
@@ -56,10 +52,6 @@ MODEL = "model_optim_rng.pt"
 """Model, optimizer, scheduler, random states and arguments of one rank."""
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 """The masters and moments of one rank's data-parallel group, gathered."""
-MODEL_APART = "model_rng.pt"
-"""The model where the optimizer lies in files of its own, one per data-parallel rank (2022-03 to 2023-05)."""
-OPTIMIZER_APART = "optim.pt"
-"""Those files."""
 METADATA = "metadata.json"
 """Says which backend of megatron-core wrote the folder."""
 DCP_METADATA = ".metadata"
@@ -98,6 +90,10 @@ class GridPlace:
     """Pipeline stage."""
     ep: int
     """Expert-parallel rank."""
+
+    def __str__(self) -> str:
+        """Its three ranks, for messages."""
+        return f"tp rank {self.tp}, stage {self.pp}, expert rank {self.ep}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,6 @@ from ucp_formats.megatron.names import (
     DISTRIBUTED_OPTIMIZER,
     METADATA,
     MODEL,
-    MODEL_APART,
     RELEASE,
     TRACKER,
     SavedAs,
@@ -131,7 +130,7 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
 
 
 def _has_model(path: Path) -> bool:
-    return (path / MODEL).is_file() or (path / MODEL_APART).is_file()
+    return (path / MODEL).is_file()
 
 
 def _read_backend(folder: Path) -> Mapping[str, object]:
@@ -250,7 +249,7 @@ class MegatronFormat(Format):
 
     def owns(self, name: str) -> bool:
         """Whether it is a file of a rank, or says how an iteration was saved."""
-        return name in (MODEL, MODEL_APART, DISTRIBUTED_OPTIMIZER, METADATA)
+        return name in (MODEL, DISTRIBUTED_OPTIMIZER, METADATA)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""

@@ -1,4 +1,11 @@
-"""The grid of ranks of a legacy checkpoint: which folders must be there, and what part of an expert each holds.
+"""The files of one legacy checkpoint, read and checked to belong together.
+
+1. Read the file of every rank's folder; one that cannot be read is a problem, not the end.
+2. What the run was: its arguments, from the first file that was read.
+3. The grid: every rank that must have saved did, and no rank is there that cannot be.
+4. The same run: iteration, version and degrees of parallelism are equal everywhere.
+5. The right places: no file was saved by another rank than its folder says.
+6. Raise all problems together.
 
 The ranks of one pipeline stage are numbered twice (parallel_state.py, order tp-cp-ep-dp-pp): as `tp + TP * d` for the
 dense layers, and as `etp + ETP * (ep + EP * copy)` for the experts. A rank saves when it is the first of its dense or
@@ -11,22 +18,12 @@ ranks the grid is sparse:
 >>> grid.expert_part(GridPlace(tp=1, pp=0, ep=1))
 ExpertPart(etp=0, copy=0)
 
-Every rank saves its own arguments, `rank` and `world_size` among them, which tell whether files lie under their own
-name. Ranks are numbered in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under `--use-tp-pp-dp-mapping`
-(parallel_state.py: initialize_model_parallel); which of the data-parallel ranks wrote a folder differs, so only the
-tensor-parallel rank, the stage and the expert-parallel rank are compared.
+Every rank saves `rank` and `world_size` among its arguments, which tell whether files lie under their own name. Which
+of the data-parallel ranks wrote a folder differs, so only the tensor-parallel rank, the stage and the expert-parallel
+rank are compared.
 
->>> placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5)
-GridPlace(tp=1, pp=1, ep=0)
-
-The files of one legacy checkpoint, read and found to belong together.
-
-1. Read the file of every rank's folder; one that cannot be read is a problem, not the end.
-2. What the run was: its arguments, from the first file that was read.
-3. The grid: every rank that must have saved did, and no rank is there that cannot be.
-4. The same run: iteration, version and degrees of parallelism are equal everywhere.
-5. The right places: no file was saved by another rank than its folder says.
-6. Raise all problems together.
+>>> print(placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5))
+tp rank 1, stage 1, expert rank 0
 """
 
 from __future__ import annotations
@@ -48,8 +45,6 @@ from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
-    MODEL_APART,
-    OPTIMIZER_APART,
     GridPlace,
     RankFolder,
     is_side_file,
@@ -124,14 +119,6 @@ class Grid:
         """Tp and ep of so many ranks of a stage."""
         return dict.fromkeys((rank % self.tp, rank // self.etp % self.ep) for rank in range(ranks))
 
-    def unsaved(self) -> tuple[GridPlace, ...]:
-        """Ranks that saved nothing while Megatron let only the first of an expert data-parallel group save.
-
-        Newer versions let the first of a dense one save as well (checkpointing.py: save_checkpoint).
-        """
-        saved = self._named(self.etp * self.ep)
-        return tuple(place for place in self.places() if (place.tp, place.ep) not in saved)
-
     def contains(self, place: GridPlace) -> bool:
         """Whether a rank lies in the grid at all."""
         return place.tp < self.tp and place.pp < self.pp and place.ep < self.ep
@@ -156,7 +143,11 @@ class Grid:
 
 
 def placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
-    """Where the ranks of a run are in the grid; None where its arguments do not say it, or contradict one another."""
+    """Where the ranks of a run are in the grid; None where its arguments do not say it, or contradict one another.
+
+    Ranks are numbered in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under `--use-tp-pp-dp-mapping`
+    (parallel_state.py: initialize_model_parallel).
+    """
     cp, world = arguments.cp or 1, arguments.world or 0
     dense, experts = grid.tp * cp, grid.etp * grid.ep
     per_stage = world // grid.pp
@@ -184,27 +175,18 @@ def misplaced(
     """
     placed = placing(grid, arguments)
     known = {name: rank for name, rank in ranks.items() if type(rank) is int}
-    if (
-        placed is None
-        or len(known) < len(ranks)
-        or any(not 0 <= own < (arguments.world or 0) for own in known.values())
-    ):
-        return
-    if len(known) > 1 and len(set(known.values())) == 1:
+    is_recorded = len(known) == len(ranks) and all(0 <= rank < (arguments.world or 0) for rank in known.values())
+    if placed is None or not is_recorded or (len(known) > 1 and len(set(known.values())) == 1):
         return
     for folder in folders:
-        own = folder.place(pipelined=grid.pp > 1)
-        found = placed(known[folder.name]) if folder.name in known and grid.contains(own) else own
-        if found != own:
-            home = rank_folder_name(found, pipelined=grid.pp > 1, experts=grid.ep > 1)
+        named = folder.place(pipelined=grid.pp > 1)
+        writer = placed(known[folder.name]) if folder.name in known and grid.contains(named) else named
+        if writer != named:
+            home = rank_folder_name(writer, pipelined=grid.pp > 1, experts=grid.ep > 1)
             yield (
-                f"{folder.name}: expected files of {_position(own)}; got those that rank {known[folder.name]} of "
-                f"{arguments.world} saved, {_position(found)}: they belong in {home}"
+                f"{folder.name}: expected files of {named}; got those that rank {known[folder.name]} of "
+                f"{arguments.world} saved, {writer}: they belong in {home}"
             )
-
-
-def _position(place: GridPlace) -> str:
-    return f"tp rank {place.tp}, stage {place.pp}, expert rank {place.ep}"
 
 
 _SAME_ARGUMENTS = (
@@ -246,7 +228,7 @@ class SavedRank:
     @property
     def root(self) -> Mapping[object, object]:
         """What that says."""
-        return _root(self.model)
+        return mapping(self.model.root, self.model.path)
 
     @property
     def chunks(self) -> tuple[tuple[int, object], ...]:
@@ -300,15 +282,21 @@ def read_run(folder: Path) -> LegacyRun:
     folder = folder.absolute()
     folders = _rank_folders(folder)
     problems = Problems()
-    read = {own.name: found for own in folders if (found := _read(folder / own.name, problems)) is not None}
-    roots = {name: _root(model) for name, (model, _) in read.items()}
-    saved = _arguments(roots, problems)
+    read = {own.name: pair for own in folders if (pair := _read(folder / own.name, problems)) is not None}
+    roots = {name: mapping(model.root, model.path) for name, (model, _) in read.items()}
+    saved: dict[str, Arguments] = {}
+    for name, root in roots.items():
+        try:
+            saved[name] = read_arguments(root.get("args"), name)
+        except MalformedError as error:
+            problems.wrong.append(str(error))
     arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
     grid = Grid.of(arguments, folders)
-    _check_grid(grid, folders, problems)
-    _explain_unsaved(grid, problems)
-    if read and all((folder / name / DISTRIBUTED_OPTIMIZER).is_file() for name in read):
-        problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
+    has_buffers = bool(read) and all(buffers is not None for _, buffers in read.values())
+    _check_grid(grid, folders, (MODEL, DISTRIBUTED_OPTIMIZER) if has_buffers else (MODEL,), problems)
+    if has_buffers:
+        lacking = (f"{own.name}/{DISTRIBUTED_OPTIMIZER}" for own in folders if own.name not in read)
+        problems.missing += [name for name in lacking if not (folder / name).is_file()]
     _check_same_run(roots, saved, problems)
     if len(saved) == len(roots):
         numbers = {name: own.raw.get("rank") for name, own in saved.items()}
@@ -342,7 +330,7 @@ def source_files(run: LegacyRun) -> Iterator[SourceFile]:
 
 
 def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
-    """Folders of ranks. Refuses those of 2022-03 to 2023-05, when every data-parallel rank saved its own part."""
+    """Folders of ranks."""
     try:
         entries = sorted(names_of_folder(folder))
     except OSError as error:
@@ -350,12 +338,6 @@ def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
     found = tuple(own for own in map(parse_rank_folder, entries) if own is not None)
     if not found:
         raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
-    if any((folder / own.name / apart).is_file() for own in found for apart in (OPTIMIZER_APART, MODEL_APART)):
-        raise UnsupportedError(
-            f"{folder} keeps the optimizer of every data-parallel rank in a file of its own ({OPTIMIZER_APART}, "
-            f"{MODEL_APART}), as Megatron-LM did from 2022-03 to 2023-05. Load and save it once with Megatron-LM of "
-            "2023-06 (commit 49e4bd6857 or later), which gathers them"
-        )
     return found
 
 
@@ -370,10 +352,6 @@ def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | 
     return None if model is None else (model, buffers)
 
 
-def _root(model: Archive) -> Mapping[object, object]:
-    return mapping(model.root, model.path)
-
-
 def _try_read(path: Path, problems: Problems) -> Archive | None:
     try:
         return read_archive(str(path))
@@ -386,7 +364,8 @@ def _try_read(path: Path, problems: Problems) -> Archive | None:
     return None
 
 
-def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems) -> None:
+def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], files: tuple[str, ...], problems: Problems) -> None:
+    """Check that every rank that must have saved did; each saves `files`."""
     if grid.collides:
         problems.unsupported.append(
             f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert have one folder "
@@ -396,43 +375,10 @@ def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems)
     for place in grid.places():
         if place not in there:
             name = rank_folder_name(place, pipelined=grid.pp > 1, experts=grid.ep > 1)
-            problems.missing.append(f"{name}/{MODEL} (tp rank {place.tp}, stage {place.pp}, expert rank {place.ep})")
+            problems.missing += [f"{name}/{file} ({place})" for file in files]
     problems.wrong += [
         f"extra: {name} lies outside the grid of {grid}" for place, name in there.items() if not grid.contains(place)
     ]
-
-
-def _explain_unsaved(grid: Grid, problems: Problems) -> None:
-    """Say of files that no rank ever saved that they are not lost copies."""
-    names = [rank_folder_name(own, pipelined=grid.pp > 1, experts=grid.ep > 1) for own in grid.unsaved()]
-    lines = [line for line in problems.missing if line.startswith(tuple(f"{name}/{MODEL}" for name in names))]
-    if lines and len(lines) == len(names):
-        problems.missing = [line for line in problems.missing if line not in lines]
-        problems.unsupported.append(
-            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: no {MODEL} in {', '.join(names)}. Megatron let only the "
-            "first rank of every data-parallel group of experts save its model, and these are others: unless a newer "
-            "version saved them and they were lost since, their parts of the model were never written. Save once "
-            "more with --ckpt-format torch_dist, or with a version that saves the first rank of every dense group, too"
-        )
-
-
-def _with_buffers(folder: Path, line: str) -> Iterator[str]:
-    """A line of a missing file, and one of the distributed optimizer's where it is that of a model and lacks, too."""
-    yield line
-    name, _, rest = line.partition("/")
-    if rest.startswith(MODEL) and not (folder / name / DISTRIBUTED_OPTIMIZER).is_file():
-        yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
-
-
-def _arguments(roots: _Roots, problems: Problems) -> dict[str, Arguments]:
-    """Folder to the arguments in it, without those that cannot be read."""
-    found = {}
-    for name, root in roots.items():
-        try:
-            found[name] = read_arguments(root.get("args"), name)
-        except MalformedError as error:
-            problems.wrong.append(str(error))
-    return found
 
 
 def _check_same_run(roots: _Roots, saved: Mapping[str, Arguments], problems: Problems) -> None:

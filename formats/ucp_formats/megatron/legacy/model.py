@@ -1,4 +1,9 @@
-"""Local numbers of layers and experts as global ones.
+"""The model in the files of all ranks: every stored tensor, which parameter it is, and which part of it.
+
+1. Flatten what a file says of a chunk: older files nest dicts, newer ones are flat.
+2. Bring every key into the family's own style, then local numbers of layers and experts to global ones.
+3. Take experts apart that are packed into one tensor.
+4. Match every name with its rule; all names without one, or with two, are told together.
 
 A file numbers its layers from 0. Which they are in the model follows from the layers that are there: chunks of a
 virtual pipeline interleave, so chunk 0 of all stages comes before chunk 1 of any (transformer_layer.py:
@@ -8,31 +13,6 @@ get_transformer_layer_offset). Counting is stronger than the formula: it holds f
 >>> numbers = count_layers(names, num_layers=2)
 >>> numbers.renamed("decoder.layers.0.norm.weight", (1, 0), first_expert=0)
 'decoder.layers.1.norm.weight'
-
-A tensor of a rank's file seen as what the model means by it: other order of rows, several experts in one.
-
-A view says which elements of the stored tensor are which elements of the parameter as that rank holds it, as boxes with
-strides; nothing is moved. It is the same for the weight, the master and the moments, which are all stored alike.
-
-The rows of a fused query-key-value projection had three orders over the years, by the version of the checkpoint
-(megatron/legacy checkpointing.py: fix_query_key_value_ordering):
-
-| version | rows |
-|---|---|
-| 0 | [3, heads, head_dim] |
-| 1.0 | [heads, head_dim, 3] |
-| 2.0 and later | [heads, 3, head_dim], which is what a parameter has here |
-
->>> view = old_attention_rows((6, 5), heads=2, parts=3, version=1.0)
->>> [(str(piece.box), piece.offset, piece.strides) for piece in view.pieces[:2]]
-[('[0:1, 0:5]', 0, (15, 1)), ('[1:2, 0:5]', 5, (15, 1))]
-
-The model in the files of all ranks: every stored tensor, which parameter it is, and which part of it.
-
-1. Flatten what a file says of a chunk: older files nest dicts, newer ones are flat.
-2. Bring every key into the family's own style, then local numbers of layers and experts to global ones.
-3. See what is stored otherwise as what it means: old orders of attention rows, experts packed into one tensor.
-4. Match every name with its rule; all names without one, or with two, are told together.
 """
 
 from __future__ import annotations
@@ -40,15 +20,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, product
-from math import prod
+from itertools import accumulate
 from typing import NamedTuple
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.fragments import Stored
 from ucp.core.index import Extra
-from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
@@ -65,11 +43,7 @@ __all__ = [
     "LegacyModel",
     "Slot",
     "View",
-    "ViewPiece",
     "count_layers",
-    "experts_in_one",
-    "old_attention_rows",
-    "plain",
     "read_model",
 ]
 
@@ -116,7 +90,17 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
     firsts: dict[tuple[str, Chunk], int] = {}
     for stack, by_chunk in there.items():
         counts = [1 + max(by_chunk.get(chunk, {-1})) for chunk in order]
-        _check_dense(stack, by_chunk)
+        lacking = [
+            f"{_chunk_label(chunk)}: {stack}.layers.{number}"
+            for chunk, numbers in by_chunk.items()
+            for number in range(max(numbers))
+            if number not in numbers
+        ]
+        if lacking:
+            raise MalformedError(
+                f"expected layers without a gap in every file; {len(lacking)} have no parameter:\n{listed(lacking)}\n"
+                "Copy the files again; where the model has layers without parameters, their numbers are not known"
+            )
         if len(there) == 1 and num_layers not in (None, sum(counts)):
             lines = (f"{_chunk_label(chunk)}: {count} layers" for chunk, count in zip(order, counts, strict=True))
             raise MalformedError(
@@ -132,106 +116,39 @@ def _chunk_label(chunk: Chunk) -> str:
     return f"stage {chunk[0]}, chunk {chunk[1]}"
 
 
-def _check_dense(stack: str, by_chunk: Mapping[Chunk, set[int]]) -> None:
-    lacking = [
-        f"{_chunk_label(chunk)}: {stack}.layers.{number}"
-        for chunk, own in by_chunk.items()
-        for number in range(max(own))
-        if number not in own
-    ]
-    if lacking:
-        raise MalformedError(
-            f"expected layers without a gap in every file; {len(lacking)} have no parameter:\n{listed(lacking)}\n"
-            "Copy the files again; where the model has layers without parameters, their numbers are not known"
-        )
-
-
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ViewPiece:
-    """A box of the parameter, and where it lies in the stored tensor."""
-
-    box: Box
-    """Elements of the parameter, as the rank holds it."""
-    offset: int
-    """Element of the stored tensor, row-major, where the box starts."""
-    strides: Shape
-    """Elements to step in the stored tensor, per dim of the box."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A stored tensor as a parameter."""
+    """A tensor of a rank's file as a parameter: all of it, or one of several experts in it; nothing is moved."""
 
     shape: Shape
     """Elements per dim of the parameter, as the rank holds it."""
-    pieces: tuple[ViewPiece, ...]
-    """Where they lie."""
+    offset: int
+    """Element of the stored tensor, row-major, where it starts."""
+    strides: Shape
+    """Elements to step in the stored tensor, per dim."""
+
+    @classmethod
+    def plain(cls, shape: Shape) -> View:
+        """The stored tensor is the parameter."""
+        return cls(shape=shape, offset=0, strides=contiguous_strides(shape))
 
     def of(self, ref: TensorRef, coords: Mapping[str, int]) -> Stored:
         """What the rank at `coords` stored of the parameter; `ref`: the stored tensor, consecutive."""
-        boxes = tuple((own.box, ref.strided(own.offset, own.box.sizes, own.strides)) for own in self.pieces)
-        return Stored(coords, boxes[0][1]) if len(boxes) == 1 else Stored(coords, ref, boxes=boxes)
-
-
-def plain(shape: Shape) -> View:
-    """The stored tensor is the parameter."""
-    piece = ViewPiece(box=Box.whole(shape), offset=0, strides=contiguous_strides(shape))
-    return View(shape=shape, pieces=(piece,))
-
-
-def old_attention_rows(shape: Shape, *, heads: int, parts: int, version: float) -> View:
-    """The view of a fused projection of a checkpoint before version 2.0.
-
-    Parameters
-    ----------
-    shape
-        Of the stored tensor: [heads * parts * head_dim, hidden], or of a bias without the last.
-    heads
-        Heads on this rank.
-    parts
-        3 for query, key and value; 2 for key and value.
-    version
-        Version of the checkpoint.
-
-    Raises ValueError when the rows do not divide.
-    """
-    if version >= 2.0:
-        return plain(shape)
-    if not shape or shape[0] % (heads * parts):
-        raise ValueError(f"{list(shape)} has no rows for {parts} parts of {heads} heads")
-    dim = shape[0] // (heads * parts)
-    row = prod(shape[1:])
-    rest = contiguous_strides(shape)[1:]
-    pieces = []
-    for head, part in product(range(heads), range(parts)):
-        first, step = ((part * heads + head) * dim, 1) if version < 1.0 else (head * dim * parts + part, parts)
-        box = Box(((head * parts + part) * dim, *(0 for _ in rest)), (dim, *shape[1:]))
-        pieces.append(ViewPiece(box=box, offset=first * row, strides=(step * row, *rest)))
-    return View(shape=shape, pieces=tuple(pieces))
-
-
-def experts_in_one(shape: Shape, strides: Shape) -> tuple[View, ...]:
-    """A view per expert of a tensor that holds several. `shape`, `strides`: of it, the dim of the experts first.
-
-    >>> experts_in_one((2, 3, 4), (12, 1, 3))[1].pieces[0]
-    ViewPiece(box=Box(offsets=(0, 0), sizes=(3, 4)), offset=12, strides=(1, 3))
-    """
-    box = Box.whole(shape[1:])
-    return tuple(
-        View(shape=shape[1:], pieces=(ViewPiece(box=box, offset=at * strides[0], strides=strides[1:]),))
-        for at in range(shape[0])
-    )
+        return Stored(coords, ref.strided(self.offset, self.shape, self.strides))
 
 
 _EXTRA_STATE = "_extra_state"
 """Last part of a key under which a module keeps what it likes (torch.nn.Module.get_extra_state)."""
 _STYLES = ("te", "grouped", "legacy")
 """Naming styles of modules, besides the canonical one."""
-_ATTENTION = {"query_key_value": 3, "key_value": 2}
-"""Fused projections whose rows had other orders, and the parts they fuse."""
+_FUSED = re.compile(r"\b(query_)?key_value\.(weight|bias)\Z")
+"""Example: self_attention.query_key_value.weight."""
+_FIRST_VERSION = 2.0
+"""Version of the checkpoint since which rows are [heads, 3, head_dim] (checkpointing.py:
+fix_query_key_value_ordering)."""
 _LAYER = re.compile(r"\blayers\.(?P<number>\d+)\.")
 """Example: layers.12."""
 
@@ -294,6 +211,12 @@ def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
     )
     model = LegacyModel(family=family, reasons=reasons, extras=extras)
     keys = dict.fromkeys(slot.key for slot in stored if not family.ignores(slot.key))
+    if run.version < _FIRST_VERSION and any(_FUSED.search(key) for key in keys):
+        raise UnsupportedError(
+            f"expected the rows of fused attention in the order of checkpoint version {_FIRST_VERSION} or later; those "
+            f"of {run.folder} have that of {run.version:g}, which Megatron-LM wrote up to 2020. Load it with "
+            "Megatron-LM and save it again"
+        )
     named = {key: _named(family, key) for key in keys}
     numbers = _layer_numbers(run, stored, named)
     for own in stored.items():
@@ -317,7 +240,8 @@ def _add(stored: dict[Slot, TensorRef], rank: SavedRank, number: int, chunk: int
     strided = []
     for key, value in flattened(saved):
         if key.rpartition(".")[2] == _EXTRA_STATE:
-            if not _is_empty(value):
+            is_empty = value is None or (isinstance(value, TensorRef) and value.numel == 0) or value in (b"", "")
+            if not is_empty:
                 yield Extra(name=f"extra_state/{rank.name}/{chunk}/{key}", value=value)
         elif isinstance(value, TensorRef):
             stored[Slot(number, chunk, key)] = value
@@ -327,11 +251,6 @@ def _add(stored: dict[Slot, TensorRef], rank: SavedRank, number: int, chunk: int
             yield Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value)
     if strided:
         raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{listed(strided)}")
-
-
-def _is_empty(value: object) -> bool:
-    """Whether an extra state says nothing (`None`, or a tensor or buffer without bytes)."""
-    return value is None or (isinstance(value, TensorRef) and value.numel == 0) or value in (b"", "")
 
 
 def _named(family: Family, key: str) -> Named | None:
@@ -363,57 +282,41 @@ def _held(
     slot, ref = stored
     chunk = _chunk(run, slot)
     if named is None:
-        yield Held(slot=slot, name=_global_key(slot.key, chunk, numbers), ref=ref, view=plain(ref.shape))
+        firsts = [first for (_, own), first in numbers.firsts.items() if own == chunk]
+        key = slot.key
+        if len(firsts) == 1:  # stages have keys alike: with the number that its layer has in the model
+            key = _LAYER.sub(lambda layer: f"layers.{int(layer['number']) + firsts[0]}.", key, count=1)
+        yield Held(slot=slot, name=key, ref=ref, view=View.plain(ref.shape))
         return
-    views = _views(slot.key, ref, named, run, family)
-    first = run.ranks[slot.rank].place.ep * _experts_per_rank(run, len(views) if named.stacked else None)
+    views = _views(slot.key, ref, named, {**_degrees(run), **family.values})
+    first = 0
+    if run.grid.ep > 1:
+        count = run.arguments.num_experts
+        if count is None and not named.stacked:
+            raise MalformedError(
+                f"expected num_experts in the arguments of {run.ranks[0].path}, where experts lie on {run.grid.ep} "
+                "ranks"
+            )
+        first = run.ranks[slot.rank].place.ep * (len(views) if count is None else count // run.grid.ep)
     for number, view in enumerate(views):
         local = Template(named.canonical).filled({"expert": number}) if named.stacked else named.canonical
         name = numbers.renamed(local, chunk, first_expert=first)
         yield Held(slot=slot, name=family.tied_to(name) or name, ref=ref, view=view)
 
 
-def _global_key(key: str, chunk: Chunk, numbers: LayerNumbers) -> str:
-    """A key without a rule, with the number its layer has in the model where that is known: stages have keys alike."""
-    firsts = [first for (_, own), first in numbers.firsts.items() if own == chunk]
-    if len(firsts) != 1:
-        return key
-    return _LAYER.sub(lambda found: f"layers.{int(found['number']) + firsts[0]}.", key, count=1)
-
-
-def _experts_per_rank(run: LegacyRun, found: int | None) -> int:
-    """Experts of a layer on one expert-parallel rank."""
-    if run.grid.ep == 1:
-        return 0
-    count = run.arguments.num_experts
-    if count is None and found is None:
-        raise MalformedError(
-            f"expected num_experts in the arguments of {run.ranks[0].path}, where experts lie on {run.grid.ep} ranks"
-        )
-    return found if count is None else count // run.grid.ep  # type: ignore[return-value]  # one of them is no None
-
-
-def _views(key: str, ref: TensorRef, named: Named, run: LegacyRun, family: Family) -> tuple[View, ...]:
-    try:
-        if named.stacked or (named.alias is not None and len(named.alias.names) > 1):
-            return _packed(key, ref, named, {**_degrees(run), **family.values})
-        module = key.rpartition(".")[0].rpartition(".")[2]
-        if run.version < 2.0 and module in _ATTENTION:
-            if run.arguments.heads is None:
-                raise ValueError("the order of its rows depends on num_attention_heads, which the arguments do not say")
-            heads = run.arguments.heads // run.grid.tp
-            return (old_attention_rows(ref.shape, heads=heads, parts=_ATTENTION[module], version=run.version),)
-    except (ValueError, ExpressionError) as error:
-        raise MalformedError(f"{key} of {ref.path}: {error}") from error
-    return (plain(ref.shape),)
-
-
-def _packed(key: str, ref: TensorRef, named: Named, values: Mapping[str, object]) -> tuple[View, ...]:
-    """Views of a tensor that several experts share."""
+def _views(key: str, ref: TensorRef, named: Named, values: Mapping[str, object]) -> tuple[View, ...]:
+    """What a stored tensor holds: a parameter, or that of every expert of a layer. Raises MalformedError."""
     alias = named.alias
+    if not named.stacked and (alias is None or len(alias.names) == 1):
+        return (View.plain(ref.shape),)
     if alias is None or named.stacked != ("expert",) or len(alias.names) > 1:
         raise UnsupportedError(
             f"{key} of {ref.path} is {named.canonical} in a way that files of ranks are not known to have"
         )
-    elements = alias.elements(ref.shape, values)
-    return experts_in_one(elements.shape, elements.strides)
+    try:
+        elements = alias.elements(ref.shape, values)
+    except (ValueError, ExpressionError) as error:
+        raise MalformedError(f"{key} of {ref.path}: {error}") from error
+    each, *strides = elements.strides
+    shape = elements.shape[1:]
+    return tuple(View(shape=shape, offset=at * each, strides=tuple(strides)) for at in range(elements.shape[0]))
