@@ -5,9 +5,7 @@ from __future__ import annotations
 from struct import pack
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
-from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, TensorRef
 
 __all__ = ["number_state", "scalar_state"]
@@ -28,14 +26,11 @@ def number_state(number: float) -> StateIndex:
         ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
     else:
         ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
-    return StateIndex(dtype=ref.dtype, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
+    return StateIndex.whole(ref)
 
 
 def scalar_state(value: object) -> StateIndex | None:
     """A Python number as a 0-d state, a tensor of one element in its shape; None for anything else."""
     if isinstance(value, float) or (isinstance(value, int) and -_PAST_INT64 <= value < _PAST_INT64):
         return number_state(value)
-    if not isinstance(value, TensorRef) or value.numel != 1:
-        return None
-    piece = Fragment(box=Box.whole(value.shape), ref=value)
-    return StateIndex(dtype=value.dtype, global_shape=value.shape, fragments=(piece,))
+    return StateIndex.whole(value) if isinstance(value, TensorRef) and value.numel == 1 else None

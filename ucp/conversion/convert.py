@@ -21,8 +21,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.choice import destination_at
-from ucp.conversion.destination.place import Destination
-from ucp.conversion.destination.waiting import waiting_for
+from ucp.conversion.destination.place import Destination, waiting_for
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.finalize import check_begun, unfinished

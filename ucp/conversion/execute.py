@@ -109,16 +109,16 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
                 if not number:
                     observer.begin(title="convert", nbytes=todo_nbytes)
                     stack.callback(observer.end)
-                told: Counter[int] = Counter()  # of each task, bytes that were told on the way
+                reported: Counter[int] = Counter()  # bytes of each task that were reported on the way
                 for report in stream:
                     if isinstance(report, Step):
-                        told[report.task] += report.nbytes
+                        reported[report.task] += report.nbytes
                         observer.advance(report.nbytes)
                         continue
                     written.add(report)
                     written.nbytes += report.nbytes
                     place.note(report)
-                    observer.advance(report.nbytes - told[report.task])
+                    observer.advance(report.nbytes - reported[report.task])
     return written
 
 

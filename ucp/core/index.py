@@ -17,7 +17,7 @@ from ucp.core.fragments import Fragment
 from ucp.core.layout import Layout, Overlap
 from ucp.core.names import STEP, WEIGHT, StateDictKeys
 from ucp.core.region import Box, uncovered
-from ucp.core.tensor import Record
+from ucp.core.tensor import Record, Tensor
 from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
@@ -75,6 +75,12 @@ class StateIndex:
     """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
     digest_nbytes: int = 0
     """Bytes under one digest; the last may be under fewer."""
+
+    @classmethod
+    def whole(cls, ref: Tensor) -> StateIndex:
+        """A tensor as a state of one piece."""
+        piece = Fragment(box=Box.whole(ref.shape), ref=ref)
+        return cls(dtype=ref.dtype, global_shape=ref.shape, fragments=(piece,))
 
     @property
     def numel(self) -> int:

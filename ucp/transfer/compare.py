@@ -283,14 +283,7 @@ def _differing(jobs: Sequence[_Compared], gatherer: Gatherer) -> Iterator[tuple[
 
 def _read(parts: Sequence[_Part], gatherer: Gatherer) -> list[memoryview]:
     """The bytes of parts in one buffer; they are read together where they are neighbours in a file."""
-    data = memoryview(bytearray(sum(part.nbytes for part in parts)))
-    views, wanted, at = [], [], 0
-    for own, locator in parts:
-        views.append(data[at : at + own.nbytes])
-        wanted.append((views[-1], own.dtype, resolve(own, locator, own.start, own.stop)))
-        at += own.nbytes
-    gatherer.fill_many(wanted)
-    return views
+    return gatherer.read([(p.stop - p.start, p.dtype, resolve(p, at, p.start, p.stop)) for p, at in parts])
 
 
 def _each(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby, islice, repeat
+from itertools import accumulate, chain, groupby, islice, repeat
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -92,9 +92,17 @@ class Gatherer:
     """Bytes read, of all files."""
     _blocks: Blocks = field(default_factory=Blocks)
 
-    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
-        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
-        self.fill_many([(buffer[at:], dtype, pieces)])
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`."""
+        self.fill_many([(buffer, dtype, pieces)])
+
+    def read(self, wanted: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
+        """So many elements of each kind, filled from pieces: views of one buffer, in order."""
+        data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in wanted)))
+        stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in wanted))
+        views = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+        self.fill_many([(view, dtype, pieces) for view, (_, dtype, pieces) in zip(views, wanted, strict=True)])
+        return views
 
     def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Read ranges (first byte, one past the last), in increasing order and near one another, to sum each."""

@@ -1,30 +1,196 @@
-"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
+"""Which folder holds the checkpoint, and how it was saved; from names, the tracker and metadata.json alone.
+
+A user may pass the save folder (with its tracker), an iteration folder, or the folder of one rank. What an iteration
+folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format): metadata.json, then folders of
+ranks, then the .metadata of torch.distributed.checkpoint.
+
+metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
+
+| written by | text |
+|---|---|
+| core 0.3 to 0.18 | {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", ...} |
+| core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
+
+Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
+
+Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
 
 They are told by names alone; the readers are imported by what needs them.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from ucp.contract import locating
 from ucp.contract.companions import with_companions
-from ucp.contract.locating import Located
+from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
-from ucp.errors import UnsupportedError
-from ucp_formats.megatron.locate import (
+from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
+from ucp.io.folder import is_there, names_in, short_text
+from ucp_formats.megatron.names import (
+    COMMON,
+    DCP_METADATA,
+    DISTRIBUTED_OPTIMIZER,
+    METADATA,
+    MODEL,
+    RELEASE,
+    TRACKER,
     SavedAs,
-    is_of_the_format,
-    locate,
-    lost_backend,
-    the_folder,
-    unknown_version,
+    parse_iteration,
+    parse_rank_folder,
 )
-from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, METADATA, MODEL, MODEL_APART
 
-__all__ = ["MegatronFormat"]
+__all__ = [
+    "MegatronFormat",
+    "is_of_the_format",
+    "locate",
+    "lost_backend",
+    "the_folder",
+    "unknown_version",
+]
+
+
+_INNER = ("", "weights", "model_weights")
+"""Folders of an iteration that may hold it: libraries built on megatron-core nest it."""
+_MOST_BYTES = 1 << 20
+_VERSION = 1
+"""The only version there is, of any backend; megatron-core up to 0.18 refuses others (strategies/base.py)."""
+_COMMON_STATE = "common_state/"
+_SHOWN = 40
+
+
+def _tracked_name(text: str) -> str | None:
+    return text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
+
+
+_TRACKER = Pointer(TRACKER, _tracked_name, is_binding=False)
+
+
+def locate(path: Path) -> Located[SavedAs] | None:
+    """Where the checkpoint at `path` lies, or None if there is none."""
+    located = locating.locate(path, _look, (_TRACKER,)) if path.is_dir() else None
+    if located is None or located.choices or located.saved_in is None or located.saved_in.path != path:
+        return located
+    if _TRACKER.read(path) is not None or not is_there(path / TRACKER):
+        return located
+    text = short_text(path / TRACKER, most_bytes=_MOST_BYTES)
+    shown = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
+    note = (
+        f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, the only one there. Megatron "
+        "stops at such a file. Whether it is the last one that was saved is not known"
+    )
+    return replace(located, notes=(note,))
+
+
+def the_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
+    """The iteration folder found.
+
+    Raises UnknownFormatError when there is none, MalformedError when the tracker names one that is not there, and
+    UsageError when there are several.
+    """
+    example = (
+        f"a folder with {TRACKER}, or an iteration folder such as iter_0001000 with {METADATA} or folders like "
+        "mp_rank_00"
+    )
+    return the_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
+
+
+def is_of_the_format(path: Path) -> bool:
+    """Whether an entry of a save folder is an iteration, or names one."""
+    return path.name == TRACKER or parse_iteration(path.name) is not None
+
+
+def _look(path: Path) -> Located[SavedAs] | None:
+    """The iteration folder that `path` is, that it has within, or that it is the folder of one rank of."""
+    if parse_rank_folder(path.name) is not None and _has_model(path):
+        return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it",))
+    return next(filter(None, (_look_at_iteration(path / name if name else path) for name in _INNER)), None)
+
+
+def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
+    backend = _read_backend(path)
+    if backend.get("sharded_backend") in (SavedAs.TORCH_DIST, SavedAs.ZARR):
+        saved_as = SavedAs(str(backend["sharded_backend"]))
+        return Located(root=path, content=saved_as, reasons=(f"{METADATA} of {saved_as}",))
+    ranks = sorted(name for name in names_in(path) if parse_rank_folder(name) is not None and _has_model(path / name))
+    if ranks:
+        reason = f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
+        return Located(root=path, content=SavedAs.TORCH, reasons=(reason,))
+    if parse_iteration(path.name) is not None and (path / DCP_METADATA).is_file():
+        beside = f"beside a {METADATA} that names no backend" if is_there(path / METADATA) else f"without {METADATA}"
+        return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {beside}",))
+    return None
+
+
+def _has_model(path: Path) -> bool:
+    return (path / MODEL).is_file()
+
+
+def _read_backend(folder: Path) -> Mapping[str, object]:
+    """What the file in `folder` says of the backend; nothing when there is none, or it is damaged."""
+    try:
+        values = json.loads(short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) and isinstance(values.get("sharded_backend"), str) else {}
+
+
+def unknown_version(folder: Path) -> UnsupportedError | None:
+    """Why a folder of a known backend is not read; None when it is of the version that is known."""
+    backend = _read_backend(folder)
+    version = backend.get("sharded_backend_version", _VERSION)
+    if version == _VERSION:
+        return None
+    return UnsupportedError(
+        f"expected version {_VERSION} of {backend['sharded_backend']} in {folder / METADATA}, which all "
+        f"megatron-core up to 0.19 writes; got {str(version)[:_SHOWN]!r}. Where the file is damaged, copy it "
+        "again; where a later megatron-core wrote it, save with one that is known"
+    )
+
+
+def lost_backend(folder: Path) -> SourceError | None:
+    """What is wrong with a folder that has a .metadata and no known backend; None when it is one of torch_dcp.
+
+    The folders of torch_dcp never have the file, and neither a common state.
+    """
+    file = folder / METADATA
+    remedy = "Copy it again from where it was saved; it is the same in all checkpoints of a run"
+    wanted = f'expected the backend that wrote the folder, as in {{"sharded_backend": "torch_dist"}}, in {file}'
+    backend = _read_backend(folder)
+    if backend:
+        return UnsupportedError(
+            f"{wanted}; got {str(backend['sharded_backend'])[:_SHOWN]!r}, which is not known here. {remedy}"
+        )
+    if is_there(file):
+        text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
+        shown = repr(text[:_SHOWN]) if text else "nothing"
+        if text is None:
+            shown = "what is no text, or too long" if file.is_file() else "what is no regular file"
+        return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
+    if _is_torch_dist(folder):
+        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+    return None
+
+
+def _is_torch_dist(folder: Path) -> bool:
+    """Whether a folder without the file has what only megatron-core writes: a common state."""
+    if is_there(folder / COMMON):
+        return True
+    try:
+        from ucp.io.dcp.metadata import read_metadata
+
+        objects = read_metadata(str(folder / DCP_METADATA)).objects
+    except SourceError:
+        return False
+    return any(key.startswith(_COMMON_STATE) for key in objects)
+
 
 _REMEDIES = {
     SavedAs.ZARR: (
@@ -83,7 +249,7 @@ class MegatronFormat(Format):
 
     def owns(self, name: str) -> bool:
         """Whether it is a file of a rank, or says how an iteration was saved."""
-        return name in (MODEL, MODEL_APART, DISTRIBUTED_OPTIMIZER, METADATA)
+        return name in (MODEL, DISTRIBUTED_OPTIMIZER, METADATA)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""

@@ -12,12 +12,12 @@ At any moment between, the destination is as it was, or is refused as unfinished
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ucp.contract.protocols import Observer
+from ucp.contract.protocols import WAITING, Observer
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError
 from ucp.io.destination.goal import Making
@@ -26,7 +26,7 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["Begun", "Destination"]
+__all__ = ["Begun", "Destination", "waiting_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +119,13 @@ class Destination(Protocol):
 
     def unwritable(self, error: OSError) -> DestinationError:
         """The error that a failure of the disk is."""
+
+
+@contextmanager
+def waiting_for(observer: Observer, holder: str) -> Iterator[None]:
+    """Say that `holder`, another process, is waited for, and that it no longer is: a stage of no bytes."""
+    observer.begin(title=f"{WAITING} {holder}", nbytes=0)
+    try:
+        yield
+    finally:
+        observer.end()

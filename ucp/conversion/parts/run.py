@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.disk import taken_up
-from ucp.conversion.destination.waiting import waiting_for
+from ucp.conversion.destination.place import waiting_for
 from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions

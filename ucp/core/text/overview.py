@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ucp.core.index import Index, Kind, check_cover
 from ucp.core.state_gaps import gap_text, state_gaps
@@ -18,7 +18,10 @@ __all__ = ["describe_missing", "overview", "remarks", "source_facts"]
 def overview(index: Index) -> Iterator[Section]:
     """The head of the page, up to the states."""
     missing = describe_missing(index)
-    yield facts([*source_facts(index), *_size_facts(index), _complete_fact(index, missing)])
+    pieces = sum(len(state.fragments) for _, _, state in index.states())
+    no = "Missing" if missing else "In doubt" if index.doubts else ""
+    complete = f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"
+    yield facts([*source_facts(index), *_size_facts(index), ("complete", complete)])
     yield lines("Missing", missing)
     yield lines("In doubt", [doubt.text for doubt in index.doubts])
     rows = [
@@ -70,9 +73,3 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
         "bytes",
         f"{nbytes_text(index.nbytes)} of tensors, in {counted(len(index.files), 'file')} of {nbytes_text(stored)}",
     )
-
-
-def _complete_fact(index: Index, missing: Sequence[str]) -> tuple[str, str]:
-    pieces = sum(len(state.fragments) for _, _, state in index.states())
-    no = "Missing" if missing else "In doubt" if index.doubts else ""
-    return "complete", f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"

@@ -45,32 +45,19 @@ class StateTally:
 
 def count_kinds(index: Index) -> tuple[KindTally, ...]:
     """One tally per kind, all kinds, in the order of `Kind`."""
-    tensors: Counter[Kind] = Counter()
-    numel: Counter[Kind] = Counter()
-    for atom in index.atoms.values():
-        tensors[atom.kind] += 1
-        numel[atom.kind] += prod(atom.global_shape)
-    return tuple(KindTally(kind=kind, tensors=tensors[kind], numel=numel[kind]) for kind in Kind)
+    counts = {kind: [prod(own.global_shape) for own in index.atoms.values() if own.kind is kind] for kind in Kind}
+    return tuple(KindTally(kind=kind, tensors=len(own), numel=sum(own)) for kind, own in counts.items())
 
 
 def count_states(index: Index) -> tuple[StateTally, ...]:
     """One tally per state and dtype: states in order of first appearance, the commonest dtype of each first."""
-    tensors: Counter[tuple[str, DType]] = Counter()
-    numel: Counter[tuple[str, DType]] = Counter()
+    states: dict[str, dict[DType, list[int]]] = {}
     for _, name, state in index.states():
-        tensors[name, state.dtype] += 1
-        numel[name, state.dtype] += state.numel
-    order = {name: position for position, name in enumerate(dict.fromkeys(name for name, _ in tensors))}
-    ranked = sorted(tensors.items(), key=lambda item: (order[item[0][0]], -item[1]))
+        states.setdefault(name, {}).setdefault(state.dtype, []).append(state.numel)
     return tuple(
-        StateTally(
-            state=name,
-            dtype=dtype,
-            tensors=count,
-            numel=numel[name, dtype],
-            nbytes=numel[name, dtype] * dtype.itemsize,
-        )
-        for (name, dtype), count in ranked
+        StateTally(state=name, dtype=dtype, tensors=len(own), numel=sum(own), nbytes=sum(own) * dtype.itemsize)
+        for name, dtypes in states.items()
+        for dtype, own in sorted(dtypes.items(), key=lambda item: -len(item[1]))
     )
 
 

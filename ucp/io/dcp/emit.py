@@ -28,7 +28,7 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
-from ucp.io.torch_file.layout import NewStorage, NewTensor, TorchZip, layout_torch_zip
+from ucp.io.torch_file.layout import KnownBytes, NewStorage, NewTensor, TorchZip, layout_torch_zip
 from ucp.io.torch_file.zipdir import ALIGNMENT
 
 __all__ = ["FILE", "DcpDraft", "NewChunk"]
@@ -205,18 +205,16 @@ class _File:
         self.placements: list[Placement] = []
         self.raw: list[RawCopy] = []
         self.layouts: dict[tuple[str, str], Layout] = {}
-        self._literals: list[Literal] = []
         self._crcs: list[CrcField] = []
-        self._at = 0
-        self._known = bytearray()
+        self._known = KnownBytes()
 
     def append(self, item: _Item, chunk: NewChunk) -> int:
         """Add an item; its first byte."""
         start = self.nbytes + -self.nbytes % ALIGNMENT
-        self._add(self.nbytes, bytes(start - self.nbytes))
+        self._known.add(self.nbytes, bytes(start - self.nbytes))
         known_bytes = [*item.literals, Literal(item.elements, chunk.data)] if chunk.data else item.literals
         for known in sorted(known_bytes, key=attrgetter("offset")):
-            self._add(start + known.offset, known.data)
+            self._known.add(start + known.offset, known.data)
         self._crcs += [
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
             for crc in item.crcs
@@ -230,19 +228,8 @@ class _File:
         self.nbytes = start + item.nbytes
         return start
 
-    def _add(self, offset: int, data: bytes) -> None:
-        if offset != self._at + len(self._known):
-            self._flush()
-            self._at = offset
-        self._known += data
-
-    def _flush(self) -> None:
-        if self._known:
-            self._literals.append(Literal(self._at, bytes(self._known)))
-        self._known = bytearray()
-
     def finish(self) -> Drafted:
         """The file."""
-        self._flush()
-        file = OutputFile(path=self.path, nbytes=self.nbytes, literals=tuple(self._literals), crcs=tuple(self._crcs))
+        known = self._known.literals()
+        file = OutputFile(path=self.path, nbytes=self.nbytes, literals=known, crcs=tuple(self._crcs))
         return Drafted(file, tuple(self.placements), tuple(self.raw), self.layouts)

@@ -25,7 +25,7 @@ from ucp.io.pickle.emit import emit_pickle
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
 
-__all__ = ["NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
+__all__ = ["KnownBytes", "NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
 
 _UTF8 = 0x0800
 _DESCRIPTOR = 0x0008
@@ -129,29 +129,50 @@ class _Member:
         return fields + self.name + self.wide
 
 
+class KnownBytes:
+    """Bytes of a file that are known, given in increasing offset; those that follow one another are joined."""
+
+    def __init__(self) -> None:
+        self._literals: list[Literal] = []
+        self._start = 0
+        self._data = bytearray()
+
+    def add(self, offset: int, data: bytes) -> None:
+        """Add bytes."""
+        if offset != self._start + len(self._data):
+            self.literals()
+            self._start = offset
+        self._data += data
+
+    def literals(self) -> tuple[Literal, ...]:
+        """All that was added."""
+        if self._data:
+            self._literals.append(Literal(self._start, bytes(self._data)))
+            self._start, self._data = self._start + len(self._data), bytearray()
+        return tuple(self._literals)
+
+
 class _Plan:
     """Members laid out so far, and the known bytes between the reserved ones."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._members: list[_Member] = []
-        self._literals: list[Literal] = []
-        self._known_at = 0
-        self._known = bytearray()
+        self._known = KnownBytes()
+        self._cursor = 0
 
     def literal(self, name: str, data: bytes) -> None:
         """Lay out a member whose bytes are known."""
         member = self._member(name, len(data), zlib_ng.crc32(data))
-        self._known += member.local_header() + data + member.descriptor()
+        self._add(member.local_header() + data + member.descriptor())
 
     def reserve(self, name: str, nbytes: int) -> int:
         """Lay out a member whose bytes come later; the offset of its data."""
         member = self._member(name, nbytes, None if nbytes else 0)
-        self._known += member.local_header()
+        self._add(member.local_header())
         if nbytes:
-            self._flush()
-            self._known_at = member.stop
-            self._known += member.descriptor()
+            self._cursor = member.stop
+            self._add(member.descriptor())
         return member.start
 
     def finish(self, storages: dict[NewStorage, int]) -> TorchZip:
@@ -162,21 +183,15 @@ class _Plan:
             entry = member.entry()
             if member.crc32 is None:
                 crcs.append(CrcField(start=member.start, stop=member.stop, at=(member.stop + 4, at + 16)))
-            self._known += entry
+            self._add(entry)
             at += len(entry)
         # the zip64 end record, its locator and the end record; torch writes all three into every file
         count, length = len(self._members), at - directory
-        self._known += pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, directory)
-        self._known += pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
+        self._add(pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, directory))
+        self._add(pack("<4sIQI", b"PK\x06\x07", 0, at, 1))
         few, sizes = min(count, 0xFFFF), (min(length, UINT32_MAX), min(directory, UINT32_MAX))
-        self._known += pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
-        nbytes = self._cursor
-        self._flush()
-        return TorchZip(nbytes=nbytes, literals=tuple(self._literals), crcs=tuple(crcs), storages=storages)
-
-    @property
-    def _cursor(self) -> int:
-        return self._known_at + len(self._known)
+        self._add(pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0))
+        return TorchZip(nbytes=self._cursor, literals=self._known.literals(), crcs=tuple(crcs), storages=storages)
 
     def _member(self, name: str, nbytes: int, crc32: int | None) -> _Member:
         stored, header = f"{self._folder}/{name}".encode(), self._cursor
@@ -185,6 +200,6 @@ class _Plan:
         self._members.append(member)
         return member
 
-    def _flush(self) -> None:
-        self._literals.append(Literal(self._known_at, bytes(self._known)))
-        self._known = bytearray()
+    def _add(self, data: bytes) -> None:
+        self._known.add(self._cursor, data)
+        self._cursor += len(data)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from struct import unpack
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import Index, StateIndex
-from ucp.core.region import Box, RegionPair, intersect
-from ucp.core.slices import Locator, Slice
+from ucp.core.region import RegionPair, intersect
+from ucp.core.slices import Locator, Slice, whole_slice
 from ucp.core.target import Placement, TargetPlan
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
@@ -82,18 +81,8 @@ def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
 
 def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
     """A tensor of an extra as a slice, and where its pieces are found."""
-    box = Box.whole(ref.shape)
-    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
-    own = Slice(
-        param="extra",
-        state="",
-        dtype=ref.dtype,
-        pairs=(RegionPair(box, box),),
-        local_shape=ref.shape,
-        start=0,
-        stop=ref.numel,
-    )
-    return own, Locator(state)
+    state = StateIndex.whole(ref)
+    return whole_slice("extra", "", state), Locator(state)
 
 
 def check_target(index: Index, target: TargetPlan) -> None:

@@ -2,15 +2,22 @@
 
 Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
 `common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
+
+Extras out of a torch_dist checkpoint, as `ucp_formats.megatron.extras` names them.
+
+`rerun_state_machine_state/3` is of one rank of a grid, by its place; `optimizer/[N/]WHAT` what else optimizers say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import join
 
-from ucp.core.tensor import Record
+from ucp.contract.rank_extras import Checksums
+from ucp.core.index import Extra
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.dcp.checkpoint import METADATA, Dcp, read_dcp
 from ucp.io.dcp.metadata import read_metadata
@@ -18,11 +25,22 @@ from ucp.io.files import split_parts
 from ucp.io.folder import is_there
 from ucp.io.pickle.fields import described, mapping
 from ucp.io.torch_file.archive import read_archive
+from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import COMMON
-from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
 
-__all__ = ["CommonState", "SavedObjects", "as_list", "optimizer_dicts", "read_common", "read_folder", "read_objects"]
+__all__ = [
+    "CommonState",
+    "SavedObjects",
+    "as_list",
+    "dist_extras",
+    "is_empty",
+    "optimizer_dicts",
+    "read_common",
+    "read_folder",
+    "read_objects",
+]
+
 
 _COMMON_STATE = "common_state"
 
@@ -176,3 +194,84 @@ def as_list(value: object, where: str) -> list[object]:
         if sorted(numbers) == list(range(len(value))):
             return [numbers[number] for number in sorted(numbers)]
     raise MalformedError(f"expected a list for {where}; got {described(value)}")
+
+
+_EXTRA_STATE = "_extra_state"
+_IN_INDEX = ("optimizer", "param_state")
+_DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
+
+
+def dist_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
+    """Extras out of the common state and the objects."""
+    extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
+    rest = {"" if chain is None else str(chain): _left(own) for chain, own in optimizer_dicts(common.values).items()}
+    rest = {name: value for name, value in rest.items() if value}
+    if rest:
+        extras.append(Extra(name="optimizer", value=rest[""] if list(rest) == [""] else rest))
+    for key, value in objects.others.items():
+        if not is_empty(value):
+            extras.append(Extra(name=_object_name(key), value=value))
+    extras += _group_extras(objects)
+    extras += [Extra(name=f"object/{key}", value=value) for key, value in objects.plain.items()]
+    return extras
+
+
+def _left(optimizer: Mapping[object, object]) -> dict[str, object]:
+    """What the optimizer says beside groups and states."""
+    left = {str(key): value for key, value in optimizer.items() if key not in _IN_INDEX and value is not None}
+    inner = optimizer.get("optimizer")
+    if isinstance(inner, dict):
+        left |= {str(key): value for key, value in inner.items() if key not in ("param_groups", "state")}
+    return left
+
+
+def _object_name(key: ObjectKey) -> str:
+    place = ".".join(map(str, key.offsets))
+    if key.name.endswith(_EXTRA_STATE):
+        return f"extra_state/{key.name}/{place}"
+    if key.name == "rng_state" and len(key.offsets) == 2:
+        place = f"pp{key.offsets[0]}.tp{key.offsets[1]}"
+    return f"{key.name}/{place}"
+
+
+def _group_extras(objects: SavedObjects) -> list[Extra]:
+    """What data-parallel groups saved beside states: once where all have the same, else for each that differs."""
+    checksums = Checksums(objects.records)
+    usual: dict[str, object] = {}
+    extras = []
+    for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
+        if key.what in (*_IN_INDEX, *_DERIVED):
+            continue
+        name = f"optimizer/{key.what}" if key.chain is None else f"optimizer/{key.chain}/{key.what}"
+        if name not in usual:
+            usual[name] = value
+            extras.append(Extra(name=name, value=value))
+        elif not checksums.same(value, usual[name]):
+            extras.append(Extra(name=f"{name}/dp_group_{key.group}", value=value))
+    return extras
+
+
+def is_empty(value: object) -> bool:
+    """Whether an object says nothing: None, nothing in it, or a tensor or stream without elements.
+
+    >>> is_empty([None]), is_empty([b"x"])
+    (True, False)
+    """
+    rest, met = [value], set()
+    while rest:
+        own = rest.pop()
+        match own:
+            case None | b"" | "":
+                continue
+            case TensorRef() | InlineTensor() if own.numel == 0:
+                continue
+            case list() | tuple():
+                inner: Iterable[object] = own
+            case Stub(made_by=GlobalName("_io" | "io", "BytesIO"), state=None | (_, *_)):
+                inner = (*own.args, own.state[0] if isinstance(own.state, tuple) else None)
+            case _:
+                return False
+        if id(own) not in met:
+            met.add(id(own))
+            rest.extend(inner)
+    return True

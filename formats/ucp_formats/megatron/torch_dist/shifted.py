@@ -20,7 +20,7 @@ from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.errors import listed
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.torch_dist.atoms import EMBEDDING
+from ucp_formats.megatron.names import EMBEDDING
 
 __all__ = ["Checked", "checked_masters"]
 

@@ -15,9 +15,9 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Placement
 from ucp.errors import counted
 from ucp_formats.megatron.extras import EXTRAS, RANDOM, SCHEDULER
-from ucp_formats.megatron.write.division import vocabulary_notes
+from ucp_formats.megatron.write.checks import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
-from ucp_formats.megatron.write.run import TargetRun
+from ucp_formats.megatron.write.model import TargetRun
 
 __all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
 

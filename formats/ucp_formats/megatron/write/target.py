@@ -26,14 +26,11 @@ from ucp.errors import MissingStateError, UsageError, listed
 from ucp.families.family import CANONICAL
 from ucp.io.torch_file.draft import target_plan
 from ucp.transfer.probe import Prober
+from ucp_formats.megatron.groups import is_by_named_optimizer
+from ucp_formats.megatron.modules import chosen_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
-from ucp_formats.megatron.run.modules import chosen_modules
-from ucp_formats.megatron.write.arguments.carried import relaid_arguments
-from ucp_formats.megatron.write.arguments.configured import configured, scaling_note
-from ucp_formats.megatron.write.arguments.derived import derived_arguments
-from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
-from ucp_formats.megatron.write.division import check_division
+from ucp_formats.megatron.write.arguments import configured, derived_arguments, relaid_arguments, scaling_note
+from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
 from ucp_formats.megatron.write.extras import (
     common_state,
     consumed_samples,
@@ -43,11 +40,18 @@ from ucp_formats.megatron.write.extras import (
     lost_states,
 )
 from ucp_formats.megatron.write.groups import is_native, optimizer_chain
-from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
-from ucp_formats.megatron.write.model import Model, check_layers, target_model
-from ucp_formats.megatron.write.run import TargetRun, axes_of, check_topology, experts_apart, random_states
-from ucp_formats.megatron.write.torch_dist.files import dist_places, plan_dist
-from ucp_formats.megatron.write.torch_dist.keys import Norms, key_style, stored_parts
+from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
+from ucp_formats.megatron.write.model import (
+    Model,
+    TargetRun,
+    axes_of,
+    check_layers,
+    check_topology,
+    experts_apart,
+    random_states,
+    target_model,
+)
+from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
 
 __all__ = ["MegatronTarget"]
 
