@@ -29,8 +29,6 @@ from ucp.io.pickle.fields import Shape, text
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.run import SavedRun
 
-__all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "ranks_joined", "renumbered"]
-
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
 
@@ -113,14 +111,9 @@ def ranks_joined(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     >>> [name.replace("deepspeed_experts.", "") for name in ranks_joined(own)]
     ['a.0.w', 'a.1.w', 'b.0.w', 'b.1.w']
     """
-    runs = [[list(run) for _, run in groupby(own, key=_layer)] for own in ranks]
+    layers = [groupby(names, key=lambda name: form[1] if (form := _EXPERT.fullmatch(name)) else "") for names in ranks]
+    runs = [[list(run) for _, run in layer] for layer in layers]
     return tuple(dict.fromkeys(name for alike in zip_longest(*runs, fillvalue=()) for run in alike for name in run))
-
-
-def _layer(name: str) -> str:
-    """Start of the names of the experts of a layer; empty for other parameters."""
-    found = _EXPERT.fullmatch(name)
-    return "" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,10 @@ from itertools import islice
 from ucp.contract.problems import Problems
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import TagFolder
-from ucp_formats.deepspeed.names import FileName, Role
+from ucp_formats.deepspeed.names import FileName, Role, TagFolder
 from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
-
-__all__ = ["TIED", "SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
 
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
@@ -177,7 +174,11 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     models = parsed(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
     optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
     is_pipeline = any(model.module is None for model in models)
-    layers = dict(parsed(by_role[Role.LAYER], _layer, problems)) if is_pipeline else {}
+    layers = (
+        dict(parsed(by_role[Role.LAYER], lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
+        if is_pipeline
+        else {}
+    )
     size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
     least = len({name.mp for name in folder.files})
     runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
@@ -187,7 +188,12 @@ def read_grid(folder: TagFolder) -> SavedGrid:
         _check_layers(layers, runs, tp, problems)
     stray = by_role[Role.LAYER] if models and not is_pipeline else ()
     problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
-    expert_optimizers = _expert_optimizers(by_role[Role.EXPERT_OPTIMIZER], runs[0], problems)
+    expert_optimizers = []
+    if not runs[0].optimizers:
+        expert_optimizers = parsed(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
+    else:  # under ZeRO these files are empty (up to 0.19.4)
+        strays = [file.name.name for file in by_role[Role.EXPERT_OPTIMIZER] if file.root.get("optimizer") is not None]
+        problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
     stage, ranks = runs[0].stage, runs[0].ranks
     what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
     problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
@@ -206,19 +212,6 @@ def read_grid(folder: TagFolder) -> SavedGrid:
 
 _RANKED = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
 """What every model-parallel rank has."""
-
-
-def _layer(file: SavedFile) -> tuple[FileName, SavedModule]:
-    return file.name, SavedModule.of(file.root, "the layer")
-
-
-def _expert_optimizers(files: Sequence[SavedFile], run: SavedRun, problems: Problems) -> list[UnshardedOptimizer]:
-    """Optimizers in the files of expert-parallel ranks; none under ZeRO, where these files are empty (up to 0.19.4)."""
-    if not run.optimizers:
-        return parsed(files, _expert_optimizer, problems)
-    strays = [file.name.name for file in files if file.root.get("optimizer") is not None]
-    problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
-    return []
 
 
 def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
@@ -280,8 +273,11 @@ def _run(
     """The files of one model-parallel rank; what is wrong with them goes to `problems`."""
     names = [name for name in folder.files if name.mp == mp and name.role in _RANKED]
     if not names and mp:  # what rank 0 has is missing here
-        there = [name.name for name in folder.files if name.mp == 0 and name.role in _RANKED]
-        problems.missing += [re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name) for name in there]
+        problems.missing += [
+            re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name.name)
+            for name in folder.files
+            if name.mp == 0 and name.role in _RANKED
+        ]
         return SavedRun(models={}, optimizers={}, ranks=1, stage=0)
     models = {model.name.dp: model for model in every_model if model.name.mp == mp}
     optimizers = {file.name.dp: file for file in every_optimizer if file.name.mp == mp}
@@ -295,7 +291,13 @@ def _run(
         prefix = "bf16_" if is_bf16 else ""
     _check_grid(names, (stage, ranks, mp), problems, prefix=prefix)
     _check_same_run(models.values(), optimizers.values(), problems)
-    notes = _tolerated(names, ranks) if stage == 3 and 0 in models else ()
+    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
+    lost = [rank for rank in range(ranks) if rank not in there] if stage == 3 and 0 in models else []
+    notes: tuple[str, ...] = ()
+    if lost:  # all but frozen shards is in rank 0's (DeepSpeed issue 7546)
+        named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
+        why = "nothing in it is needed here, client state of those ranks is lost"
+        notes = (f"no model-states file of rank {named}: {why}",)
     return SavedRun(models=models, optimizers=optimizers, ranks=ranks, stage=stage, notes=notes)
 
 
@@ -373,16 +375,6 @@ def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, pr
     problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
 
 
-def _tolerated(names: Iterable[FileName], ranks: int) -> tuple[str, ...]:
-    """ZeRO-3 model states of single ranks may be lost: all but frozen shards is in rank 0's (DeepSpeed issue 7546)."""
-    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
-    lost = [rank for rank in range(ranks) if rank not in there]
-    if not lost:
-        return ()
-    named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
-    return (f"no model-states file of rank {named}: nothing in it is needed here, client state of those ranks is lost",)
-
-
 def _check_layers(
     layers: Mapping[FileName, SavedModule], runs: Mapping[int, SavedRun], tp: int, problems: Problems
 ) -> None:
@@ -391,7 +383,13 @@ def _check_layers(
     if odd:
         raise UnsupportedError(f"expected layers cut over the axis model only; got\n{listed(odd)}")
     there = {(name.layer, name.tp): name for name in layers}
-    named = [(mp % tp, int(found[1]), found) for mp, run in runs.items() for found in _numbered(run)]
+    named = [
+        (mp % tp, int(form[1]), form)
+        for mp, run in runs.items()
+        if 0 in run.models
+        for name in (*(name for group in run.names for name in group), *run.model.untrained)
+        if (form := _NUMBERED.fullmatch(name))
+    ]
     has_axis = tp > 1 or any(name.axes for name in layers)
     for layer in sorted({layer for layer, _ in there} | {layer for _, layer, _ in named}):
         for rank in range(tp):
@@ -411,11 +409,3 @@ def _check_layers(
     problems.wrong += [
         f"extra: {name.name} is for tensor-parallel rank {name.tp} of {tp}" for name in layers if name.tp >= tp
     ]
-
-
-def _numbered(run: SavedRun) -> Iterator[re.Match[str]]:
-    """Names of a stage's parameters and buffers that begin with the number of a layer."""
-    if 0 in run.models:
-        for name in (*(name for own in run.names for name in own), *run.model.untrained):
-            if found := _NUMBERED.fullmatch(name):
-                yield found

@@ -16,22 +16,9 @@ from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
-from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
-
-__all__ = [
-    "Module",
-    "frozen_fragments",
-    "frozen_shapes",
-    "has_frozen",
-    "lost_shapes",
-    "model_state",
-    "module_tensors",
-    "placeholders",
-    "shapes",
-]
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts
 
 Module = OrderedDict[object, object]
 """A state_dict of a module: name to tensor."""
@@ -92,15 +79,6 @@ def has_frozen(index: Index) -> bool:
 def frozen_shapes(index: Index) -> OrderedDict[object, object]:
     """Shapes of the parameters that the optimizer does not own."""
     return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
-
-
-def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
-    """Shapes of parameters without elements that stage 3 says nowhere else; None where there are none.
-
-    DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty placeholder only, and
-    its loader asks for every frozen parameter of the model as soon as it finds some.
-    """
-    return None if has_frozen(index) else frozen_shapes(index) or None
 
 
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:

@@ -18,8 +18,6 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["check_degrees", "check_experts", "narrowed", "rank_views"]
-
 
 def _layouts(facts: RunFacts, tp: int, uncut: Collection[str] = ()) -> Mapping[str, TensorLayout]:
     """Layouts over `tp` tensor-parallel ranks, of all but `uncut`."""

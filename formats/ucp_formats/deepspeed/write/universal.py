@@ -29,7 +29,6 @@ from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
-from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
@@ -48,7 +47,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
 )
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
 from ucp_formats.deepspeed.write.rank_views import rank_views
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, is_plain_number, pointer_file, run_facts, tag
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, is_plain_number, pointer_file, run_facts, tag
 
 __all__ = ["DeepSpeedUniversalTarget"]
 

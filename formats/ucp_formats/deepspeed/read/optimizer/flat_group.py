@@ -26,8 +26,6 @@ from ucp.core.union import ShardedTensor, Shards, State
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
 
-__all__ = ["FlatGroupStates", "OptimizerPart", "Shard", "add_flat_group"]
-
 _UNPLACED = "states of the optimizer that cannot be given to single parameters are kept as extras (optimizer_state/...)"
 
 

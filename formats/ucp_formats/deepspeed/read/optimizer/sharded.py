@@ -25,13 +25,11 @@ from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
+from ucp_formats.deepspeed.extras import optimizer_extras
 from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers
-from ucp_formats.deepspeed.read.extras import optimizer_extras
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, SavedGroup, same_groups
 from ucp_formats.deepspeed.read.run import SavedRun
-
-__all__ = ["add_groups", "add_sub_groups", "read_sharded", "sub_group_params", "with_shapes"]
 
 
 def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:

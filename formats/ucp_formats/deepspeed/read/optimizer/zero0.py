@@ -30,8 +30,6 @@ from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
 
-__all__ = ["INFERRED", "REMEDY", "names_by_shape", "read_optimizer", "slots_of"]
-
 _FLAT = "FP16_Optimizer"
 
 Params = Mapping[str, TensorRef]
@@ -87,22 +85,19 @@ def _names(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums, 
     """Names of every group, from the best record there is."""
     if optimizer.recorded:
         return _by_record(optimizer, params)
-    kept = [group.names for group in optimizer.torch.groups if _named_in(group, optimizer, params)]
-    found: Names | None = [names for names in kept if names is not None]
-    if len(kept) != len(optimizer.torch.groups):
+    found: Names | None = [
+        group.names  # of a flat tensor in FP16_Optimizer, however many they are
+        for group in optimizer.torch.groups
+        if group.names is not None
+        and (optimizer.kind == _FLAT or len(group.names) == len(group.slots))
+        and all(name in params for name in group.names)
+    ]
+    if found is not None and len(found) != len(optimizer.torch.groups):
         found = _by_storage(optimizer, params, checksums) if optimizer.kind == _FLAT else None
     if found is None:
         part.notes.append(INFERRED)
         found = _by_shape(optimizer, params)
     return found
-
-
-def _named_in(group: SavedGroup, optimizer: UnshardedOptimizer, params: Params) -> bool:
-    """Whether torch kept the names of a group, which has one flat tensor in FP16_Optimizer, however many they are."""
-    names = group.names
-    if names is None or not (optimizer.kind == _FLAT or len(names) == len(group.slots)):
-        return False
-    return all(name in params for name in names)
 
 
 def _by_record(optimizer: UnshardedOptimizer, params: Params) -> Names:

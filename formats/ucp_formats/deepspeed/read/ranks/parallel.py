@@ -22,21 +22,17 @@ from ucp.core.union import ShardedTensor
 from ucp.errors import counted
 from ucp.io.pickle.fields import Shape, mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts
-from ucp_formats.deepspeed.read.extras import model_extras
+from ucp_formats.deepspeed.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.module import module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.pipeline import layer_starts, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
-
-__all__ = ["expert_degree", "read_parallel", "tensor_rules"]
 
 _INFO = "universal_checkpoint_info"
 

@@ -28,26 +28,28 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.locate import list_folder
-from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
+from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
+from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
-from ucp_formats.deepspeed.read.extras import joined, model_extras, universal_extras
-from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files, source_files, try_read
+from ucp_formats.deepspeed.read.files import (
+    SavedFile,
+    parsed,
+    read_files,
+    refuse_idle_options,
+    refuse_names,
+    source_files,
+    try_read,
+)
 from ucp_formats.deepspeed.read.index import atoms_of, folder_notes, producer_of
-from ucp_formats.deepspeed.read.model_states import ModelStates
-from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, ModuleEntry, ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
-from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes
-
-__all__ = ["UniversalRanks", "read_universal", "universal_ranks"]
+from ucp_formats.deepspeed.tp.layout import TensorShapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +107,14 @@ class UniversalRanks:
         parts = []
         for mp, models in self.models.items():
             optimizer = OptimizerPart(extras=model_extras(models, checksums))
-            module = _module(models, checksums)
+            if models[0].module is None:
+                lacking = "buffers and frozen parameters are not in it"
+                module = ModulePart(notes=[f"files of layers are not part of a universal checkpoint: {lacking}"])
+            else:
+                sharded = models[0].name.role is Role.SHARDED_MODEL
+                module = read_module(models, models[0].trained, checksums, sharded=sharded)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
         return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
-
-
-def _module(models: Mapping[int, ModelStates], checksums: Checksums) -> ModulePart:
-    if models[0].module is None:
-        note = "files of layers are not part of a universal checkpoint: buffers and frozen parameters are not in it"
-        return ModulePart(notes=[note])
-    return read_module(models, models[0].trained, checksums, sharded=models[0].name.role is Role.SHARDED_MODEL)
 
 
 def universal_ranks(
@@ -249,6 +249,10 @@ class _Universal:
         merged = self.ranks.module(Checksums(records))
         module = self._completed(merged.module)
         states, dropped = self._states(module)
+        # its model-states files have no module, or ucp wrote it so
+        bare = all(rank.module is None for ranks in self.ranks.models.values() for rank in ranks.values())
+        extras = universal_extras(self.shared.file.root, found.info)
+        extras += [Extra(name="pipeline", value=True)] if bare or self.shared.file.root.get("pipeline") is True else []
         strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in found.strays]
         roles = [(file.path, file.name.label) for file in files]
         roles.append((self.shared.file.path, "what all parameters share"))
@@ -263,7 +267,7 @@ class _Universal:
             atoms=atoms_of(module, states, model.config),
             groups=tuple(self._groups()),
             aliases=module.aliases,
-            extras=joined((*merged.optimizer.extras, *self._extras()), module.extras),
+            extras=joined((*merged.optimizer.extras, *extras), module.extras),
             files=tuple(source_files([*roles, *found.files])),
             records=records,
             notes=(*module.notes, *notes, *strays),
@@ -303,22 +307,18 @@ class _Universal:
                 dropped.append(
                     f"zero/{name}/: a cast of the {entry.kind.value} tensor in {self.model.name.name}, which is taken"
                 )
-        self._add_counts(states)
-        tensors = (value for own in self.shared.state.values() for value in own.values())
-        if any(isinstance(value, TensorRef) and value.shape for value in tensors):
-            dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
-        return states, dropped
-
-    def _add_counts(self, states: Mapping[str, dict[str, StateIndex]]) -> None:
-        """Add numbers per parameter that ZeRO-3's converter leaves in `optimizer_state.pt`."""
         groups = self.ranks.groups
-        for at, own in self.shared.state.items():
+        for at, slot in self.shared.state.items():  # numbers per parameter, which ZeRO-3's converter leaves there
             members = groups if at == 0 and len(self.shared.state) == 1 else groups[at : at + 1]
-            for key, value in own.items():
+            for key, value in slot.items():
                 state = scalar_state(value)
                 for name in (name for group in members for name in group):
                     if state is not None and name in states:
                         states[name].setdefault(key, state)
+        tensors = (value for own in self.shared.state.values() for value in own.values())
+        if any(isinstance(value, TensorRef) and value.shape for value in tensors):
+            dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
+        return states, dropped
 
     def _groups(self) -> list[ParamGroup]:
         groups = self.shared.groups
@@ -347,11 +347,3 @@ class _Universal:
                 "honour: it has given parameters the elements of others. Read the original checkpoint instead"
             )
         return ranks
-
-    def _extras(self) -> list[Extra]:
-        """Extras, with that it was made from a pipeline: its model-states files have no module, or ucp wrote it so."""
-        models = [model for own in self.ranks.models.values() for model in own.values()]
-        bare = bool(models) and all(model.module is None for model in models)
-        extras = universal_extras(self.shared.file.root, self.found.info)
-        is_pipeline = bare or self.shared.file.root.get("pipeline") is True
-        return [*extras, Extra(name="pipeline", value=True)] if is_pipeline else extras

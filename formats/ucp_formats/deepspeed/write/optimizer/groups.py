@@ -31,26 +31,8 @@ from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
 from ucp.errors import MissingStateError, UnsupportedError, UsageError, counted, listed
-from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.loss_scale import plain_scaler, read_loss_scale, scaler_object
-from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
-
-__all__ = [
-    "Group",
-    "check_flat",
-    "check_stepped",
-    "clipping",
-    "common_keys",
-    "filled_with_zeros",
-    "group_entry",
-    "group_notes",
-    "is_optimized",
-    "note_step_casts",
-    "optimizer_groups",
-    "without_groups",
-    "write_count",
-]
+from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
+from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
 _ONE_EACH = "write stage-0 files (--to deepspeed --topology zero=0): one per parameter"
 

@@ -19,11 +19,8 @@ from ucp.core.layout import AxisLayout
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
-from ucp_formats.deepspeed.write.draft import AtomDraft, Stored
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
-
-__all__ = ["GroupBuffer", "Share", "SubGroup", "chunked_state", "shared_state", "split"]
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,10 @@ from enum import StrEnum
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
-from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.loss_scale import read_loss_scale, scale_numbers
+from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import shared_buffers
-from ucp_formats.deepspeed.write.draft import AtomDraft
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, group_entry, write_count
-from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
-
-__all__ = ["Members", "Wrapper", "is_flat", "members", "optimizer_state", "wrapper"]
+from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
 Members = Sequence[tuple[Group, Sequence[AtomIndex]]]
 """Each group with the parameters that its optimizer counts, in its order."""

@@ -25,16 +25,6 @@ from ucp.errors import TopologyError, UsageError, listed
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = [
-    "SETTINGS",
-    "StageSettings",
-    "Stages",
-    "balanced_bounds",
-    "stage_settings",
-    "stages_of",
-    "uniform_bounds",
-]
-
 _RANGES = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
 _FORMS = {
     "stages": (r"0(,\d{1,5})+", "the first layer of each stage, then the number of layers, increasing, like 0,3,5,9"),
