@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ucp.contract.companions import place_companions
 from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
@@ -22,9 +25,10 @@ from ucp.core.layout import Part as LocalPart
 from ucp.core.names import WEIGHT
 from ucp.core.region import RegionPair
 from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, TargetOptions
+from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import InlineTensor
-from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
+from ucp.core.topology import Topology
+from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.destination.mark import MARK
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
@@ -228,6 +232,8 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
 
     Raises TopologyError and FamilyError where neither the source nor a family says how `tp` ranks cut.
     """
+    if options.compress:
+        raise UsageError("DeepSpeed's files are not compressed; drop --compress")
     check_weights(index)
     check_tag(index, error=TagError if options.tag else DestinationError)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
@@ -316,6 +322,35 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
     )
 
 
-def pointer_file(path: str, tag: str) -> OutputFile:
-    """A file at the root that names the tag to load."""
-    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),), is_pointer=True)
+class EngineTarget(Target):
+    """What both targets have in common, since engines of DeepSpeed load the files of either."""
+
+    resumes = True
+    scheduler = LR_SCHEDULER
+    pointers: tuple[str, ...] = (LATEST,)
+    """Files at the root that name the tag to load, the one that counts last."""
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Over several tensor-parallel ranks, whose cuts it says."""
+        return topology is not None and topology.tp > 1
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """The pointers, which make the tag the one to load."""
+        text = tag(index).encode()
+        return tuple(
+            OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),), is_pointer=True)
+            for path in self.pointers
+        )
+
+    def finished(
+        self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
+    ) -> TargetPlan:
+        """The plan with what is to be said of states and extras, and with the files beside the tag."""
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *facts.optimizer.casts),
+            zeros=zeros,
+            dropped=facts.extras.left_behind(),
+            notes=(*facts.rules_notes, *plan.notes),
+        )
+        return place_companions(facts.index, plan, own=self.pointers)
