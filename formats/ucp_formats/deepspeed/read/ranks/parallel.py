@@ -146,7 +146,7 @@ def _parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         optimizer = read_sharded(run, checksums)
         optimizer.extras[:0] = model_extras(run.models, checksums)
         untrained = tuple(run.model.untrained)
-        part = RankPart(mp=mp, tp=grid.tp_rank(mp), order=grid.pp_rank(mp), optimizer=optimizer, untrained=untrained)
+        part = RankPart(mp=mp, tp=mp % grid.tp, order=mp // grid.tp, optimizer=optimizer, untrained=untrained)
         if not grid.is_pipeline:
             models = {**run.models, 0: _with_experts(run.model, experts[mp])}
             module = read_module(models, trained[mp], checksums, sharded=run.stage == 3)
@@ -169,7 +169,7 @@ def _unsharded_parts(grid: SavedGrid, experts: Experts, checksums: Checksums) ->
     for mp, run in grid.runs.items():
         extras = OptimizerPart(extras=model_extras(run.models, checksums))
         untrained = tuple(run.model.untrained)
-        own = RankPart(mp=mp, tp=grid.tp_rank(mp), order=grid.pp_rank(mp), optimizer=extras, untrained=untrained)
+        own = RankPart(mp=mp, tp=mp % grid.tp, order=mp // grid.tp, optimizer=extras, untrained=untrained)
         parts.insert(mp, own)
     return parts
 
@@ -183,7 +183,7 @@ def _module_shapes(grid: SavedGrid, mp: int, experts: Experts) -> dict[str, Shap
         return {}
     models = [grid.runs[mp].model]
     if grid.is_pipeline:
-        tp = grid.tp_rank(mp)
+        tp = mp % grid.tp
         groups = (own for run in grid.stages(tp).values() for own in run.recorded_numels)
         models = pipeline_modules(grid, tp, {name: numel for own in groups for name, numel in own.items()})
     tensors = (own for model in models for own in (module_of(model).tensors, experts.tensors))
