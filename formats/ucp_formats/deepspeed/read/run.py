@@ -382,7 +382,7 @@ def _check_layers(
     lacking: dict[str, list[str]] = {}
     for rank, layer, found in named:
         name = there.get((layer, rank))
-        if name is not None and not layers[name].has(found[2]):
+        if name is not None and found[2] not in {*layers[name].tensors, *layers[name].others}:
             lacking.setdefault(name.name, []).append(found[0])
     problems.wrong += [
         f"{file}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "

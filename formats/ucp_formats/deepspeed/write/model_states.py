@@ -49,7 +49,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             dtype = facts.module_dtype(atom)
-            module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
+            module[atom.name] = empty.setdefault(dtype, draft.filled(dtype, (0,)))
     return _with_rest(draft, facts, module, rank)
 
 

@@ -174,7 +174,7 @@ class RankFiles:
             draft = facts.draft(self._path("model", rank))
             own: dict[str, object] = {
                 "module": placeholders(draft, facts, rank),
-                "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
+                "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in cut for sub in subs]),
                 "shared_params": dict(facts.index.aliases) if rank == 0 else {},
             }
             if has_frozen(facts.index):

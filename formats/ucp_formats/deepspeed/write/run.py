@@ -30,7 +30,7 @@ from ucp.core.tensor import InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.destination.mark import MARK
-from ucp.io.torch_file.draft import Drafted, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
@@ -59,8 +59,8 @@ class Stored(NamedTuple):
     """How the parameter lies over the ranks."""
 
 
-class AtomDraft:
-    """Hands out the tensors of one file."""
+class AtomDraft(FileDraft):
+    """Hands out the tensors of one file, by parameter and state."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AtomDraft:
 
         `tp`: the rank among these. `known_from`: where the cuts are known from.
         """
-        self._file = FileDraft(path)
+        super().__init__(path)
         self._index = index
         self._cuts = cuts or {}
         self._tp = tp
@@ -96,7 +96,7 @@ class AtomDraft:
                 layout = self._layout(param)
                 own = replace(own, pairs=_pairs(self._part(param, layout)))
             shape = source.global_shape if shape is None else shape
-            self._wholes[key] = self._file.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
+            self._wholes[key] = self.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
         return self._wholes[key]
 
     def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
@@ -125,19 +125,7 @@ class AtomDraft:
             for param, offset, pairs, shape, start, stop, layout in stored
             if state in atoms[param].states
         ]
-        return self._file.filled(dtype, (numel,), parts)
-
-    def zeros(self, dtype: DType, shape: tuple[int, ...]) -> NewTensor:
-        """A tensor that nothing fills."""
-        return self._file.filled(dtype, shape)
-
-    def carried(self, value: object) -> object:
-        """A value of the source's extras, its tensors copied into this file."""
-        return self._file.carried(value)
-
-    def finish(self, root: object) -> Drafted:
-        """The file that holds `root`."""
-        return self._file.finish(root)
+        return self.filled(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
         """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
@@ -197,6 +185,8 @@ class RunFacts:
     """How parameters lie over tensor-parallel ranks, where the source or a model family says so."""
     rules_notes: tuple[str, ...] = ()
     """Which family that is."""
+    is_foreign: bool
+    """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
     keeps_zeros: bool = False
     """Whether moments that were lost are to be zero."""
     tp: int = 1
@@ -221,11 +211,6 @@ class RunFacts:
         """Type of a parameter or buffer in the module."""
         return atom.model_dtype or atom.dtype_of(WEIGHT, self.dtypes)
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
-        return _is_foreign(self.index)
-
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, on from the source.
@@ -239,6 +224,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     rules, rules_notes = _tensor_rules(index, extras, options, tp)
+    is_foreign = not any(extra.name == "engine" for extra in index.extras)
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
@@ -251,17 +237,14 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         dtypes=options.dtypes,
         optimizer=optimizer,
         # what an optimizer of DeepSpeed saved is for the same one
-        step_dtype=DType.INT64 if _is_foreign(index) else None,
+        step_dtype=DType.INT64 if is_foreign else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
         rules_notes=rules_notes,
+        is_foreign=is_foreign,
         keeps_zeros=options.keeps_zeros,
     )
-
-
-def _is_foreign(index: Index) -> bool:
-    return not any(extra.name == "engine" for extra in index.extras)
 
 
 def is_plain_number(atom: AtomIndex, state: str) -> bool:
@@ -287,8 +270,7 @@ def _tensor_rules(
 
     saved = extras.get("args") or extras.client_state().get("args")
     family = FamilyRules(said, arguments_of(saved), index.path)
-    every = index.atoms.values()
-    wholes = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in every}
+    wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
         layouts = family.layouts_of(wholes, tp)
     except UnknownFamilyError as error:

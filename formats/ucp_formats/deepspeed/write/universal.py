@@ -200,7 +200,7 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
             dtype = group.dtypes[state]
-            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.zeros(dtype, shape)
+            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.filled(dtype, shape)
             yield draft.finish({**keys, "param": tensor})
 
 

@@ -82,20 +82,10 @@ class SubGroup:
     chunks: Chunks
     """What a rank has of each parameter."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its parameters."""
-        return tuple(self.chunks.numels)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of its flat tensor on each rank, padding counted."""
-        return self.chunks.lengths(0).start
-
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
         """Count to a parameter whose value is that of the sub-group."""
-        return {state: self.group.counter(state, self.names) for state in self.group.counts}
+        return {state: self.group.counter(state, self.chunks.numels) for state in self.group.counts}
 
 
 def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...], ...]:
@@ -187,11 +177,11 @@ def chunked_state(
         first = len(masters)
         entries.append(group_entry(draft, facts, group, range(first, first + len(subs))))
         for number, sub in enumerate(subs, first):
-            stored = draft.stored(sub.chunks, sub.chunks.axes(), rank)
-            masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], sub.numel, stored))
+            stored, numel = draft.stored(sub.chunks, sub.chunks.axes(), rank), sub.chunks.lengths(0).start
+            masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
             if group.state_names:
                 state[number] = {
-                    name: draft.flat(name, group.dtypes[name], sub.numel, stored)
+                    name: draft.flat(name, group.dtypes[name], numel, stored)
                     if name in group.dtypes
                     else write_count(draft, facts, sub.counters[name], name)
                     for name in group.state_names

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.index import AtomIndex, Kind
 from ucp.core.names import WEIGHT
 from ucp.errors import UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
@@ -56,11 +56,6 @@ def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
 def is_flat(facts: RunFacts, groups: Sequence[Group], stage: int) -> bool:
     """Whether all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then."""
     return stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
-
-
-def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
-    """What the optimizer of each group counts. Raises UnsupportedError when that is not known."""
-    return _plain_params(facts.index, groups) if kind is Wrapper.PLAIN else [(group, group.params) for group in groups]
 
 
 def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: Wrapper) -> dict[str, object]:
@@ -123,8 +118,14 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
     return {"state": state, "param_groups": entries}
 
 
-def _plain_params(index: Index, groups: Sequence[Group]) -> list[tuple[Group, list[AtomIndex]]]:
-    """Each group with all its parameters: those without elements too, which only a torch optimizer keeps."""
+def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
+    """What the optimizer of each group counts: parameters without elements too where it is a torch optimizer itself.
+
+    Raises UnsupportedError when that is not known.
+    """
+    if kind is not Wrapper.PLAIN:
+        return [(group, group.params) for group in groups]
+    index = facts.index
     members = [[index.atoms[name] for name in group.params] for group in index.groups]
     grouped = {name for group in index.groups for name in group.params}
     order = {name: position for position, name in enumerate(index.atoms)}
