@@ -34,8 +34,17 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share, chunked_state, shared_state, split
-from ucp_formats.deepspeed.write.optimizer.zero0 import Wrapper, members, optimizer_state, wrapper
+from ucp_formats.deepspeed.write.optimizer.states import (
+    GroupBuffer,
+    Share,
+    Wrapper,
+    chunked_state,
+    members,
+    optimizer_state,
+    shared_state,
+    split,
+    wrapper,
+)
 from ucp_formats.deepspeed.write.rank_views import narrowed
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 

@@ -34,7 +34,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
+from ucp_formats.deepspeed.write.optimizer.states import is_flat
 from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
 from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
 from ucp_formats.deepspeed.write.rank_files import RankFiles
