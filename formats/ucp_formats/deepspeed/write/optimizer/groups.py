@@ -30,7 +30,7 @@ from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
-from ucp.errors import MissingStateError, UnsupportedError, counted, listed
+from ucp.errors import MissingStateError, UnsupportedError, UsageError, counted, listed
 from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
@@ -213,10 +213,16 @@ def _is_unpacked(facts: RunFacts, atom: AtomIndex) -> bool:
 
 
 def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
-    """A count of one parameter: a Python number or a 0-d tensor of this file."""
+    """A count of one parameter: a Python number or a 0-d tensor of this file. Raises UsageError if asked to cast it."""
+    if state in facts.dtypes:
+        raise UsageError(f"DeepSpeed keeps {state} in the type that its optimizers count in; drop --dtype {state}=...")
     number = facts.optimizer.count(atom.name, state)
     dtype = facts.step_dtype if state == STEP else None
     if dtype is DType.FLOAT32:
+        remedy = (
+            "Write numbers for an optimizer of DeepSpeed (--set optimizer=deepspeed), or native files (--to deepspeed)"
+        )
+        facts.optimizer.check_float32(atom.name, state, remedy=remedy)
         return draft.whole(atom.name, state, dtype)
     if number is not None and dtype is DType.INT64 and _is_unpacked(facts, atom):
         return int(number) if float(number).is_integer() else number
