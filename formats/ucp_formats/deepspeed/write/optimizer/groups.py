@@ -121,21 +121,15 @@ def optimizer_groups(facts: RunFacts) -> tuple[Group, ...]:
             for state in atom.states:
                 holders.setdefault(state, []).append(atom)
         single = [n for n, atoms in holders.items() if n in counts and all(a.states[n].numel == 1 for a in atoms)]
-        dtypes = {
-            name: _common_dtype({atom.dtype_of(name, facts.dtypes) for atom in atoms})
-            for name, atoms in holders.items()
-            if name not in single
-        }
+        dtypes = {}
+        for name, atoms in holders.items():
+            seen = {atom.dtype_of(name, facts.dtypes) for atom in atoms}
+            if name not in single:  # the one type, or the narrowest that holds all values of several floating types
+                widest = DType.FLOAT64 if DType.FLOAT64 in seen else DType.FLOAT32
+                dtypes[name] = next(iter(seen)) if len(seen) == 1 else widest
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
         groups.append(Group(params=params, hyper=hyper, dtypes=dtypes, counts=tuple(single), plan=facts.optimizer))
     return tuple(groups) if any(group.params for group in groups) else ()
-
-
-def _common_dtype(dtypes: set[DType]) -> DType:
-    """The one type, or the narrowest that holds all values of several floating types."""
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    return DType.FLOAT64 if DType.FLOAT64 in dtypes else DType.FLOAT32
 
 
 def check_flat(groups: Iterable[Group]) -> None:
