@@ -112,7 +112,10 @@ class PlanReport(ConversionReport):
         yield facts(source_facts(self.source))
         yield facts(_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
-        yield lines("Layout of the source", self.source_layout)
+        origin = self.source.origin  # of a store, which has every tensor whole
+        yield lines(
+            f"Layout of the run that was saved ({origin})" if origin else "Layout of the source", self.source_layout
+        )
         yield lines("Layout of the target", self.target_layout)
         yield from self.remarks()
 
