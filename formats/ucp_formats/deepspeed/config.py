@@ -188,22 +188,18 @@ def deepspeed_scale(index: Index) -> LossScale | None:
         if extra.name == "loss_scaler" and extra.rank is None:
             state = extra.value.state if isinstance(extra.value, Stub) else extra.value
             if isinstance(state, dict) and (state.get("dynamic") or state.get("dynamic_loss_scale")):
-                return _torch_counts(state, grows_late=not isinstance(extra.value, Stub))
+                current, last, window = (state.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window"))
+                steps = None
+                if isinstance(current, int) and isinstance(last, int) and isinstance(window, int):
+                    # without ZeRO it grows for the first time a step later
+                    steps = max(current - last - 1 - (not isinstance(extra.value, Stub)), 0) % window
+                factor = state.get("scale_factor")
+                return LossScale(
+                    found_in="loss_scaler",
+                    scale=state.get("cur_scale"),
+                    growth_factor=factor,
+                    backoff_factor=1 / factor if isinstance(factor, float) and factor else None,
+                    growth_interval=window,
+                    growth_tracker=steps,
+                )
     return None
-
-
-def _torch_counts(state: dict[object, object], *, grows_late: bool) -> LossScale:
-    """`grows_late`: without ZeRO it grows for the first time a step later."""
-    current, last, window = (state.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window"))
-    steps = None
-    if isinstance(current, int) and isinstance(last, int) and isinstance(window, int):
-        steps = max(current - last - 1 - grows_late, 0) % window
-    factor = state.get("scale_factor")
-    return LossScale(
-        found_in="loss_scaler",
-        scale=state.get("cur_scale"),
-        growth_factor=factor,
-        backoff_factor=1 / factor if isinstance(factor, float) and factor else None,
-        growth_interval=window,
-        growth_tracker=steps,
-    )

@@ -132,10 +132,7 @@ class ExpertGroups:
     @classmethod
     def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
         """Those of a run; `groups`: names of its parameters, with numbers on their own ranks."""
-        local: dict[str, int] = {}
-        for found in (_EXPERT.fullmatch(name) for own in groups for name in own):
-            if found is not None:
-                local[found[1]] = max(local.get(found[1], 0), int(found[2]) + 1)
+        local = Numbered.of(name for group in groups for name in group).counts
         degrees = [_degree(run, number) if any(map(is_expert, own)) else 1 for number, own in enumerate(groups)]
         contiguous = run.config.raw.get("use_data_before_expert_parallelism") is True
         return cls(ranks=run.ranks, contiguous=contiguous, local=local, degrees=tuple(degrees))

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ucp.contract.extras import ExtraRow, ExtraTable, ExtraValues
 from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.contract.run_extras import MODULE_STATE
+from ucp.contract.run_extras import MODULE_STATE, ExtraRow, ExtraTable, ExtraValues
 from ucp.core.index import TAG, Extra, Index
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES, ModelStates
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
@@ -23,14 +22,12 @@ ENGINE = "engine"
 UNSTEPPED = "param_groups"
 """Groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
 
+_SPARSE = ("sparse_tensor_module_names", "csr_tensor_module_names")  # the second before 0.5.9
 AS_FOUND: ExtraTable = {
     "lr_scheduler": ExtraRow(keys=("lr_scheduler",), rank_stage=3),
     "data_sampler": ExtraRow(keys=("data_sampler",), rank_stage=3),
     "random_ltd": ExtraRow(keys=("random_ltd",), rank_stage=3),
-    # the second name before 0.5.9
-    "sparse_tensor_module_names": ExtraRow(
-        keys=("sparse_tensor_module_names", "csr_tensor_module_names"), rank_stage=3
-    ),
+    "sparse_tensor_module_names": ExtraRow(keys=_SPARSE, rank_stage=3),
     "ds_config": ExtraRow(keys=("ds_config",), rank_stage=3),
     "universal_checkpoint_info": ExtraRow(keys=("universal_checkpoint_info",), rank_stage=3),
     "num_experts": ExtraRow(keys=("num_experts",), rank_stage=3),
@@ -41,13 +38,8 @@ EXTRAS: ExtraTable = {
     **AS_FOUND,
     ENGINE: ExtraRow(
         keys=(
-            "global_steps",
-            "global_samples",
-            "skipped_steps",
-            "dp_world_size",
-            "mp_world_size",
-            "checkpoint_parallel_dimensions",
-            "ds_version",
+            *("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size"),
+            *("checkpoint_parallel_dimensions", "ds_version"),
         ),
         rank_stage=3,
     ),
@@ -96,32 +88,15 @@ class CarriedExtras(ExtraValues):
 
 
 _IN_ATOMS = (
-    "module",
-    "buffer_names",
-    "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
-    "shared_params",
-    "frozen_param_fragments",
-    EMPTY_SHAPES,
-    "ds_autoep_layers",
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", EMPTY_SHAPES, "ds_autoep_layers"),
 )
 _OPTIMIZER_IN_ATOMS = (
-    "base_optimizer_state",
-    "single_partition_of_fp32_groups",
-    "optimizer_state_dict",
-    "fp32_flat_groups",
-    "fp32_groups",
-    "fp32_groups_flat",
-)
-_OPTIMIZER_DERIVED = (
-    "group_paddings",
-    "param_alignment_paddings",
-    "partition_count",
-    "param_slice_mappings",
-    "zero_stage",
-    "ds_version",
-    "universal_checkpoint_info",
+    *("base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict"),
+    *("fp32_flat_groups", "fp32_groups", "fp32_groups_flat"),
+    # derived from these
+    *("group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings"),
+    *("zero_stage", "ds_version", "universal_checkpoint_info"),
 )
 _SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
@@ -194,7 +169,7 @@ def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[
 
 
 def _left(saved: Mapping[object, object], taken: tuple[str, ...]) -> dict[str, object]:
-    known = {*_OPTIMIZER_IN_ATOMS, *_OPTIMIZER_DERIVED, *taken}
+    known = {*_OPTIMIZER_IN_ATOMS, *taken}
     return {str(key): value for key, value in saved.items() if key not in known}
 
 

@@ -141,7 +141,6 @@ def parse_name(name: str) -> FileName | None:
     return None
 
 
-_EXAMPLE = "mp_rank_00_model_states.pt"
 _LATEST, _LATEST_UNIVERSAL = Pointer(LATEST), Pointer(LATEST_UNIVERSAL)
 
 

@@ -47,7 +47,7 @@ def read_native(
     grid = read_grid(folder)
     checksums = Checksums(record for file in grid.files for record in file.records)
     refuse_idle_options(options, grid.tp, str(folder.path))
-    if grid.is_plain:
+    if len(grid.runs) == 1 and not grid.layers and not grid.experts:
         merged = _read_plain(grid, checksums, group_names)
     else:
         from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel

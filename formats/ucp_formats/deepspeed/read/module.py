@@ -59,10 +59,6 @@ class SavedModule:
                 others[name] = value
         return cls(tensors=tensors, others=others, versions=getattr(saved, "_metadata", None))
 
-    def has(self, name: str) -> bool:
-        """Whether there is an entry of that name."""
-        return name in self.tensors or name in self.others
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
@@ -141,11 +137,6 @@ class ModelStates:
     def untrained(self) -> dict[str, Shape | None]:
         """Buffers and frozen parameters that are named, with their shapes where they are known."""
         return {**dict.fromkeys(self.buffers or ()), **self.frozen}
-
-    @property
-    def may_exclude_frozen(self) -> bool:
-        """Whether frozen parameters may have been left out; stages 2 and 3 record them unless they are."""
-        return self.config.zero_stage in (2, 3) and self.file.root.get("frozen_param_shapes", "absent") is None
 
     @property
     def ranks(self) -> int | None:
@@ -231,7 +222,8 @@ def read_module(
         _add_sharded(models, trained or {}, checksums, part)
     else:
         _add_whole(model, trained or {}, part)
-    if model.may_exclude_frozen:
+    # stages 2 and 3 record them unless they are left out
+    if model.config.zero_stage in (2, 3) and model.file.root.get("frozen_param_shapes", "absent") is None:
         part.notes.append(
             "no frozen parameters are in this checkpoint: the model had none, or they were left out "
             "(exclude_frozen_parameters)"

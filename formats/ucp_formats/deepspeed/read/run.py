@@ -143,26 +143,13 @@ class SavedGrid:
         return self.runs[0]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is data parallelism only."""
-        return len(self.runs) == 1 and not self.layers and not self.experts
-
-    @property
     def is_pipeline(self) -> bool:
         """Whether the modules are in files of layers."""
         return any(run.model.module is None for run in self.runs.values())
 
-    def pp_rank(self, mp: int) -> int:
-        """Pipeline stage of a model-parallel rank."""
-        return mp // self.tp
-
-    def tp_rank(self, mp: int) -> int:
-        """Tensor-parallel rank of a model-parallel rank."""
-        return mp % self.tp
-
     def stages(self, tp: int) -> dict[int, SavedRun]:
         """Model-parallel rank to files, of tensor-parallel rank `tp`."""
-        return {mp: run for mp, run in self.runs.items() if self.tp_rank(mp) == tp}
+        return {mp: run for mp, run in self.runs.items() if mp % self.tp == tp}
 
 
 def read_grid(folder: TagFolder) -> SavedGrid:
@@ -244,23 +231,19 @@ def degrees(
             f"checkpoint_parallel_dimensions, tp {recorded[0]} and pp {recorded[1]}, do not make up {size} "
             "model-parallel ranks"
         )
-    tp = max((name.tp + 1 for name in layers), default=_ranks_of_a_stage(models, size))
+    tp = max((name.tp + 1 for name in layers), default=0)
+    if not tp:
+        # stages have no name in common but those of tied layers; all others begin with the number of a layer
+        modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
+        stages = frozenset(modules.values())
+        named = [{name.partition(".")[0] for name in stage} - {TIED.rstrip(".")} for stage in stages]
+        numbers = [layer for stage in named for layer in stage]
+        is_pipeline = len(stages) > 1 and all(map(str.isdigit, numbers)) and len(numbers) == len({*numbers})
+        tp = sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
     if size % tp:
         problems.wrong.append(f"layers are cut over {tp} ranks, which do not divide the {size} model-parallel ranks")
         return size, 1
     return tp, size // tp
-
-
-def _ranks_of_a_stage(models: Iterable[ModelStates], size: int) -> int:
-    """Model-parallel ranks whose modules have the names of rank 0's: all `size`, unless they are stages of a pipeline.
-
-    Stages have no name in common but those of tied layers; all others begin with the number of a layer.
-    """
-    modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
-    stages = frozenset(modules.values())
-    layers = [layer for stage in stages for layer in {name.partition(".")[0] for name in stage} - {TIED.rstrip(".")}]
-    is_pipeline = len(stages) > 1 and all(map(str.isdigit, layers)) and len(layers) == len({*layers})
-    return sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
 
 
 def _run(
@@ -399,7 +382,7 @@ def _check_layers(
     lacking: dict[str, list[str]] = {}
     for rank, layer, found in named:
         name = there.get((layer, rank))
-        if name is not None and not layers[name].has(found[2]):
+        if name is not None and found[2] not in {*layers[name].tensors, *layers[name].others}:
             lacking.setdefault(name.name, []).append(found[0])
     problems.wrong += [
         f"{file}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "

@@ -49,7 +49,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             dtype = facts.module_dtype(atom)
-            module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
+            module[atom.name] = empty.setdefault(dtype, draft.filled(dtype, (0,)))
     return _with_rest(draft, facts, module, rank)
 
 
@@ -83,15 +83,16 @@ def frozen_shapes(index: Index) -> OrderedDict[object, object]:
 
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
     """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
-    return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
-
-
-def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
-    dtype = facts.module_dtype(atom)
-    if facts.stage < 3:
-        return draft.whole(atom.name, WEIGHT, dtype)
-    chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
-    return draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, draft.stored(chunks, chunks.axes(), rank))
+    fragments: OrderedDict[object, object] = OrderedDict()
+    for atom in _unowned(facts.index):
+        dtype = facts.module_dtype(atom)
+        if facts.stage < 3:
+            fragments[atom.name] = draft.whole(atom.name, WEIGHT, dtype)
+        else:
+            chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
+            stored = draft.stored(chunks, chunks.axes(), rank)
+            fragments[atom.name] = draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, stored)
+    return fragments
 
 
 def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:

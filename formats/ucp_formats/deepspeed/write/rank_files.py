@@ -34,8 +34,17 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share, chunked_state, shared_state, split
-from ucp_formats.deepspeed.write.optimizer.zero0 import Wrapper, members, optimizer_state, wrapper
+from ucp_formats.deepspeed.write.optimizer.states import (
+    GroupBuffer,
+    Share,
+    Wrapper,
+    chunked_state,
+    members,
+    optimizer_state,
+    shared_state,
+    split,
+    wrapper,
+)
 from ucp_formats.deepspeed.write.rank_views import narrowed
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 
@@ -174,7 +183,7 @@ class RankFiles:
             draft = facts.draft(self._path("model", rank))
             own: dict[str, object] = {
                 "module": placeholders(draft, facts, rank),
-                "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
+                "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in cut for sub in subs]),
                 "shared_params": dict(facts.index.aliases) if rank == 0 else {},
             }
             if has_frozen(facts.index):

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ucp.contract.companions import place_companions
 from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
@@ -22,11 +25,12 @@ from ucp.core.layout import Part as LocalPart
 from ucp.core.names import WEIGHT
 from ucp.core.region import RegionPair
 from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, TargetOptions
+from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import InlineTensor
-from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
+from ucp.core.topology import Topology
+from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.destination.mark import MARK
-from ucp.io.torch_file.draft import Drafted, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
@@ -55,8 +59,8 @@ class Stored(NamedTuple):
     """How the parameter lies over the ranks."""
 
 
-class AtomDraft:
-    """Hands out the tensors of one file."""
+class AtomDraft(FileDraft):
+    """Hands out the tensors of one file, by parameter and state."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class AtomDraft:
 
         `tp`: the rank among these. `known_from`: where the cuts are known from.
         """
-        self._file = FileDraft(path)
+        super().__init__(path)
         self._index = index
         self._cuts = cuts or {}
         self._tp = tp
@@ -92,7 +96,7 @@ class AtomDraft:
                 layout = self._layout(param)
                 own = replace(own, pairs=_pairs(self._part(param, layout)))
             shape = source.global_shape if shape is None else shape
-            self._wholes[key] = self._file.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
+            self._wholes[key] = self.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
         return self._wholes[key]
 
     def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
@@ -121,19 +125,7 @@ class AtomDraft:
             for param, offset, pairs, shape, start, stop, layout in stored
             if state in atoms[param].states
         ]
-        return self._file.filled(dtype, (numel,), parts)
-
-    def zeros(self, dtype: DType, shape: tuple[int, ...]) -> NewTensor:
-        """A tensor that nothing fills."""
-        return self._file.filled(dtype, shape)
-
-    def carried(self, value: object) -> object:
-        """A value of the source's extras, its tensors copied into this file."""
-        return self._file.carried(value)
-
-    def finish(self, root: object) -> Drafted:
-        """The file that holds `root`."""
-        return self._file.finish(root)
+        return self.filled(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
         """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
@@ -193,6 +185,8 @@ class RunFacts:
     """How parameters lie over tensor-parallel ranks, where the source or a model family says so."""
     rules_notes: tuple[str, ...] = ()
     """Which family that is."""
+    is_foreign: bool
+    """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
     keeps_zeros: bool = False
     """Whether moments that were lost are to be zero."""
     tp: int = 1
@@ -217,22 +211,20 @@ class RunFacts:
         """Type of a parameter or buffer in the module."""
         return atom.model_dtype or atom.dtype_of(WEIGHT, self.dtypes)
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
-        return _is_foreign(self.index)
-
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, on from the source.
 
     Raises TopologyError and FamilyError where neither the source nor a family says how `tp` ranks cut.
     """
+    if options.compress:
+        raise UsageError("DeepSpeed's files are not compressed; drop --compress")
     check_weights(index)
     check_tag(index, error=TagError if options.tag else DestinationError)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     rules, rules_notes = _tensor_rules(index, extras, options, tp)
+    is_foreign = not any(extra.name == "engine" for extra in index.extras)
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
@@ -245,17 +237,14 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         dtypes=options.dtypes,
         optimizer=optimizer,
         # what an optimizer of DeepSpeed saved is for the same one
-        step_dtype=DType.INT64 if _is_foreign(index) else None,
+        step_dtype=DType.INT64 if is_foreign else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
         rules_notes=rules_notes,
+        is_foreign=is_foreign,
         keeps_zeros=options.keeps_zeros,
     )
-
-
-def _is_foreign(index: Index) -> bool:
-    return not any(extra.name == "engine" for extra in index.extras)
 
 
 def is_plain_number(atom: AtomIndex, state: str) -> bool:
@@ -281,8 +270,7 @@ def _tensor_rules(
 
     saved = extras.get("args") or extras.client_state().get("args")
     family = FamilyRules(said, arguments_of(saved), index.path)
-    every = index.atoms.values()
-    wholes = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in every}
+    wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
         layouts = family.layouts_of(wholes, tp)
     except UnknownFamilyError as error:
@@ -316,6 +304,35 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
     )
 
 
-def pointer_file(path: str, tag: str) -> OutputFile:
-    """A file at the root that names the tag to load."""
-    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),), is_pointer=True)
+class EngineTarget(Target):
+    """What both targets have in common, since engines of DeepSpeed load the files of either."""
+
+    resumes = True
+    scheduler = LR_SCHEDULER
+    pointers: tuple[str, ...] = (LATEST,)
+    """Files at the root that name the tag to load, the one that counts last."""
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Over several tensor-parallel ranks, whose cuts it says."""
+        return topology is not None and topology.tp > 1
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """The pointers, which make the tag the one to load."""
+        text = tag(index).encode()
+        return tuple(
+            OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),), is_pointer=True)
+            for path in self.pointers
+        )
+
+    def finished(
+        self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
+    ) -> TargetPlan:
+        """The plan with what is to be said of states and extras, and with the files beside the tag."""
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *facts.optimizer.casts),
+            zeros=zeros,
+            dropped=facts.extras.left_behind(),
+            notes=(*facts.rules_notes, *plan.notes),
+        )
+        return place_companions(facts.index, plan, own=self.pointers)

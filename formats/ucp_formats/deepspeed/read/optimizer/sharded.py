@@ -101,6 +101,15 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
         for ep_rank, subset in enumerate(subsets):
             files = [run.optimizers[rank] for rank in subset]
             buffer = _buffer(run, number, own, files)
+            odd = [file for file in files if len(file.torch.groups[number].slots) != 1]
+            if odd:
+                raise UnsupportedError(
+                    f"expected one flat parameter in group {number} of {odd[0].name.name}; got "
+                    f"{len(odd[0].torch.groups[number].slots)}"
+                )
+            shards = tuple(
+                _shard(file, rank, number, file.torch.groups[number].slots[0]) for rank, file in enumerate(files)
+            )
             owner = AxisLayout("ep", len(subsets), pattern("unique", owner=ep_rank), "partition_count")
             group = FlatGroupStates(
                 label=f"group {number}" + (f" of expert-parallel rank {ep_rank}" if len(subsets) > 1 else ""),
@@ -108,7 +117,7 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
                 names={name: placed.named(name, ep_rank) for name in own} if len(subsets) > 1 else {},
                 layouts=(buffer,),
                 state_layouts=(WholeParameters(buffer),),
-                shards=tuple(_shard(file, rank, number) for rank, file in enumerate(files)),
+                shards=shards,
                 coords={"ep": ep_rank},
                 axes=(owner,) if len(subsets) > 1 else (),
             )
@@ -121,11 +130,8 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
     return members
 
 
-def _shard(file: OptimizerFile, rank: int, number: int) -> Shard:
-    slots = file.torch.groups[number].slots
-    if len(slots) != 1:
-        raise UnsupportedError(f"expected one flat parameter in group {number} of {file.name.name}; got {len(slots)}")
-    states = file.torch.state.get(slots[0], {})
+def _shard(file: OptimizerFile, rank: int, number: int, slot: int) -> Shard:
+    states = file.torch.state.get(slot, {})
     return Shard(rank=rank, file=file.name.name, weight=file.weights[number], states=states)
 
 
@@ -211,15 +217,7 @@ def add_sub_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, pro
             label=f"sub-group {number}",
             shapes=own,
             layouts=(Chunks({name: prod(shape) for name, shape in own.items()}, run.ranks),),
-            shards=tuple(
-                Shard(
-                    rank=rank,
-                    file=file.name.name,
-                    weight=file.weights[number],
-                    states=file.torch.state.get(number, {}),
-                )
-                for rank, file in run.optimizers.items()
-            ),
+            shards=tuple(_shard(file, rank, number, number) for rank, file in run.optimizers.items()),
         )
         add_flat_group(part, group, checksums, problems)
 

@@ -89,7 +89,7 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         for mp, part in read.items():
             part.notes += [] if named[mp] else [INFERRED]
             part.extras += unsharded_extras(optimizers[mp])
-            parts.append(RankPart(mp=mp, tp=tp, order=grid.pp_rank(mp), optimizer=part))
+            parts.append(RankPart(mp=mp, tp=tp, order=mp // grid.tp, optimizer=part))
         trained = _trained(module, read.values())
         parts += [
             RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=_module(model, trained, checksums))
