@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, names_of
 from ucp.core.dtypes import DType

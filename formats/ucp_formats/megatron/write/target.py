@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
-from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model import recorded_arguments, run_arguments, said_values
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
