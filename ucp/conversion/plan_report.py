@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.conversion.destination.choice import destination_at
+from ucp.conversion.destination.disk import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
