@@ -1,8 +1,10 @@
-"""What may lie at a destination, and which conversion it is that goes there: nothing else is replaced."""
+"""What may lie at a destination, and which conversion, of which process, goes there: nothing else is replaced."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ __all__ = [
     "check_destination",
     "check_distinct",
     "check_goal",
+    "describe_process",
+    "this_process",
 ]
 
 
@@ -46,6 +50,26 @@ class Making:
             own, other = self.facts.get(name), there.get(name)
             if own != other:
                 yield f"{name}: {other or 'by default'} then, {own or 'by default'} now"
+
+
+def this_process() -> dict[str, str | int]:
+    """Host and number of this process, for JSON."""
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def describe_process(text: bytes) -> str:
+    """The process that a JSON text names, for messages.
+
+    >>> describe_process(b'{"host": "node7", "process": 1234}')
+    'process 1234 on node7'
+    >>> describe_process(b"")
+    'a process that left no name'
+    """
+    try:
+        noted = json.loads(text)
+        return f"process {noted['process']} on {noted['host']}"
+    except (ValueError, TypeError, KeyError):
+        return "a process that left no name"
 
 
 def check_destination(src: Path, dst: Path) -> None:
