@@ -9,7 +9,7 @@ from __future__ import annotations
 from ucp.contract.extras import ExtraRow, ExtraTable
 from ucp.contract.run_extras import LossScale
 from ucp.core.index import Index
-from ucp_formats.megatron.modules import MODULES
+from ucp_formats.megatron.names import MODULES
 
 __all__ = ["EXTRAS", "RANDOM", "SCHEDULER", "megatron_scale", "scaler_of"]
 

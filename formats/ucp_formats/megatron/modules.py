@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
 from ucp.families.family import Family
+from ucp_formats.megatron.names import MODULES
 
 __all__ = [
-    "MODULES",
     "Choice",
     "chosen_modules",
     "is_recorded",
@@ -36,8 +36,6 @@ __all__ = [
 ]
 
 
-MODULES = "modules"
-"""Name of the extra."""
 _ARGUMENT = "transformer_impl"
 _GROUPED = "moe_grouped_gemm"
 _SEEN = "seen_in"

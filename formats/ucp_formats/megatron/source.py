@@ -1,8 +1,9 @@
-"""Which folder holds the checkpoint, and how it was saved; from names, the tracker and metadata.json alone.
+"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
 
-A user may pass the save folder (with its tracker), an iteration folder, or the folder of one rank. What an iteration
-folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format): metadata.json, then folders of
-ranks, then the .metadata of torch.distributed.checkpoint.
+Which folder holds the checkpoint, and how it was saved, names tell, the tracker and metadata.json alone; the readers
+are imported by what needs them. A user may pass the save folder (with its tracker), an iteration folder, or the folder
+of one rank. What an iteration folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format):
+metadata.json, then folders of ranks, then the .metadata of torch.distributed.checkpoint.
 
 metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
 
@@ -12,10 +13,6 @@ metadata.json says what backend of megatron-core wrote an iteration folder (core
 | core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
 
 Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
-
-Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
-
-They are told by names alone; the readers are imported by what needs them.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +28,11 @@ from ucp.contract import locating
 from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import is_there, names_in, short_text
+from ucp_formats.megatron.extras import megatron_scale
 from ucp_formats.megatron.names import (
     COMMON,
     DCP_METADATA,
@@ -174,22 +173,16 @@ def lost_backend(folder: Path) -> SourceError | None:
         if text is None:
             shown = "what is no text, or too long" if file.is_file() else "what is no regular file"
         return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
-    if _is_torch_dist(folder):
-        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
-    return None
-
-
-def _is_torch_dist(folder: Path) -> bool:
-    """Whether a folder without the file has what only megatron-core writes: a common state."""
-    if is_there(folder / COMMON):
-        return True
-    try:
+    is_torch_dist = is_there(folder / COMMON)
+    if not is_torch_dist:
         from ucp.io.dcp.metadata import read_metadata
 
-        objects = read_metadata(str(folder / DCP_METADATA)).objects
-    except SourceError:
-        return False
-    return any(key.startswith(_COMMON_STATE) for key in objects)
+        with suppress(SourceError):
+            objects = read_metadata(str(folder / DCP_METADATA)).objects
+            is_torch_dist = any(key.startswith(_COMMON_STATE) for key in objects)
+    if is_torch_dist:
+        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+    return None
 
 
 _REMEDIES = {
@@ -202,12 +195,6 @@ _REMEDIES = {
         "Load it in the job that wrote it and save it with --ckpt-format torch_dist",
     ),
 }
-
-
-def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.megatron.extras import megatron_scale
-
-    return megatron_scale(index)
 
 
 class MegatronFormat(Format):
@@ -231,7 +218,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         scheduler="opt_param_scheduler",
-        scale=_scale,
+        scale=megatron_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 

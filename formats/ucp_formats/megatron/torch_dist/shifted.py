@@ -94,12 +94,17 @@ def _weight_alone(atom: AtomIndex) -> AtomIndex:
 
 def _shifts(atoms: Mapping[str, AtomIndex], prober: Prober) -> dict[str, int]:
     """Names of those whose master is not the weight, and by how many elements it is shifted; 0 if it is not."""
-    found = {}
+    shifts = {}
     for atom in atoms.values():
         pair = _pair(atom.states[WEIGHT])
-        if pair is not None and _differ(*pair, prober):
-            found[atom.name] = _shift(*pair, prober)
-    return found
+        if pair is None:
+            continue
+        master, copy = pair
+        count = min(_WINDOW, *(own.box.sizes[-1] if own.box.sizes else 1 for own in pair))  # of the first row
+        first = prober.window(master.ref, 0, count, dtype=copy.ref.dtype)
+        if first != prober.window(copy.ref, 0, count, dtype=copy.ref.dtype):
+            shifts[atom.name] = _shift(master, copy, prober)
+    return shifts
 
 
 def _pair(weight: StateIndex) -> tuple[Fragment, Fragment] | None:
@@ -112,12 +117,6 @@ def _pair(weight: StateIndex) -> tuple[Fragment, Fragment] | None:
     return None if copy is None else (master, copy)
 
 
-def _differ(master: Fragment, copy: Fragment, prober: Prober) -> bool:
-    """Whether their first elements, cast, are not the same."""
-    count = min(_row(master), _row(copy), _WINDOW)
-    return _first(master, copy, count, prober) != prober.window(copy.ref, 0, count, dtype=copy.ref.dtype)
-
-
 def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
     """Elements of the weight that are missing at the front of the master; 0 if that is not what it is."""
     if master.box != copy.box or master.box.numel < 2:
@@ -125,7 +124,7 @@ def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
     numel, item = copy.ref.numel, copy.ref.dtype.itemsize
     held = prober.window(copy.ref, 0, min(numel, _MOST_SHIFT + _WINDOW), dtype=copy.ref.dtype)
     for count in (min(_WINDOW, numel // 2), 8):  # a short tensor may be shifted so far that little of it is left
-        wanted = _first(master, copy, min(count, numel), prober)
+        wanted = prober.window(master.ref, 0, min(count, numel), dtype=copy.ref.dtype)
         at = held.find(wanted, item)
         while at > 0 and at % item:
             at = held.find(wanted, at + 1)
@@ -143,12 +142,3 @@ def _goes_on(master: Fragment, copy: Fragment, shift: int, prober: Prober) -> bo
         if held != prober.window(copy.ref, start + shift, stop + shift, dtype=copy.ref.dtype):
             return False
     return True
-
-
-def _first(master: Fragment, copy: Fragment, count: int, prober: Prober) -> bytes:
-    return prober.window(master.ref, 0, count, dtype=copy.ref.dtype)
-
-
-def _row(piece: Fragment) -> int:
-    """Elements of the first row of a piece."""
-    return piece.box.sizes[-1] if piece.box.sizes else 1

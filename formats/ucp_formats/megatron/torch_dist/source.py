@@ -1,14 +1,12 @@
-"""Parameter groups and steps of a torch_dist checkpoint.
-
-They stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in an object
-per data-parallel group; those of all groups of one optimizer are the same.
-
-torch_dist checkpoints of megatron-core, read as an index.
+"""torch_dist checkpoints of megatron-core, read as an index.
 
 1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`keys`).
-2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `names`).
-3. Find the optimizer's states, in whichever of the six layouts (`states/`).
-4. Assign the parameters to their groups (`groups`); put everything together. The rest becomes extras (`extras`).
+2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `keys`).
+3. Find the optimizer's states, in whichever of the six layouts (`states`, `buckets`).
+4. Assign the parameters to their groups; put everything together. The rest becomes extras (`common`).
+
+Groups and steps stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in
+an object per data-parallel group; those of all groups of one optimizer are the same.
 """
 
 from __future__ import annotations
@@ -217,9 +215,10 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
     modules = _modules(model, common, objects)
     groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
     laid = layouts_of(model.weights, model.names, common, states)
-    atoms = {own: atom_of(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
-    aliases = tied_output(atoms, untied=common.arguments.untied)
-    checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
+    atoms = {own: _atom(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
+    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not common.arguments.untied
+    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
+    checked = checked_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(
         path=dcp.folder,
         format=name,
@@ -229,14 +228,16 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
         atoms=checked.atoms,
         groups=groups.groups,
-        aliases=aliases,
+        aliases={OUTPUT: EMBEDDING} if is_tied else {},
         extras=(*dist_extras(common, objects), *modules_extra(modules)),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
             *located.notes,
             *model.names.notes,
-            *_layout_notes(states, common),
+            f"optimizer states laid out as {states.layout}{recorded} in the source"
+            if states.layout
+            else "saved without an optimizer: every parameter counts as trained",
             *states.notes,
             *groups.notes,
             *checked.notes,
@@ -302,21 +303,20 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
     tensors = model.tensors
     found = DistStates(layout="")
     if tensors.states:
-        states = _without(tensors.prefix, tensors.states)
+        prefix = tensors.prefix
+        states = {key._replace(model=key.model.removeprefix(prefix)): own for key, own in tensors.states.items()}
         found = from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
         return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
     rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
-    placed = place_buckets(buckets, rest, model.names.orders(rest), _grid(common, model))
+    arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
+    # where arguments were not saved, the chunks of the embedding tell
+    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
+    grid = Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+    placed = place_buckets(buckets, rest, model.names.orders(rest), grid)
     return found.joined(from_buckets(placed, common.sharding or usual))
-
-
-def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey, StoredTensor]:
-    if not prefix:
-        return states
-    return {key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in states.items()}
 
 
 def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
@@ -329,14 +329,6 @@ def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, obj
     }
     check_gaps(held, optimizers, where, without_master=bare)
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
-
-
-def _grid(common: CommonState, model: _Model) -> Grid:
-    """Degrees of the run; the chunks of the embedding tell the first, where arguments were not saved."""
-    arguments = common.arguments
-    embedding = model.weights.get(EMBEDDING)
-    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
-    return Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
 
 
 def _original_shapes(dcp: Dcp) -> dict[str, tuple[int, ...]]:
@@ -362,15 +354,7 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         yield source_file(path, role)
 
 
-def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:
-    if not states.layout:
-        yield "saved without an optimizer: every parameter counts as trained"
-        return
-    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
-    yield f"optimizer states laid out as {states.layout}{recorded} in the source"
-
-
-def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
+def _atom(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
     """The atom of one parameter or buffer: the master is its weight where there is one."""
     made = {
         key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
@@ -380,21 +364,8 @@ def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNam
         made[STEP] = groups.steps[whole.name]
     pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.pieces)
     model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
-    kind = _kind(whole.name, states, names)
+    kind = Kind.PARAMETER
+    if whole.name not in states.fragments:
+        is_buffer = names.is_buffer(whole.name)
+        kind = Kind.BUFFER if is_buffer else Kind.FROZEN if states.fragments else Kind.PARAMETER
     return Union().atom(whole.name, kind=kind, layout=layout, states=made, model=model)
-
-
-def _kind(name: str, states: DistStates, names: DistNames) -> Kind:
-    if name in states.fragments:
-        return Kind.PARAMETER
-    if names.is_buffer(name):
-        return Kind.BUFFER
-    return Kind.FROZEN if states.fragments else Kind.PARAMETER
-
-
-def tied_output(atoms: Mapping[str, AtomIndex], *, untied: bool | None) -> dict[str, str]:
-    """The output layer that is the embedding, where the checkpoint holds it once.
-
-    `untied`: whether the arguments say that it has a weight of its own.
-    """
-    return {} if EMBEDDING not in atoms or OUTPUT in atoms or untied else {OUTPUT: EMBEDDING}
