@@ -20,7 +20,7 @@ from ucp.contract.rank_extras import Checksums
 from ucp.contract.scalars import scalar_state
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record
@@ -32,8 +32,8 @@ from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, deal, is_by_named_optimizer, rank_free
-from ucp_formats.megatron.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
-from ucp_formats.megatron.names import EMBEDDING, OUTPUT, SavedAs, parse_iteration
+from ucp_formats.megatron.modules import is_recorded, modules_keeping, modules_shown, with_modules
+from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.torch_dist.buckets import Grid, place_buckets, stored_buckets
 from ucp_formats.megatron.torch_dist.common import (
@@ -229,7 +229,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         atoms=checked.atoms,
         groups=groups.groups,
         aliases={OUTPUT: EMBEDDING} if is_tied else {},
-        extras=(*dist_extras(common, objects), *modules_extra(modules)),
+        extras=(*dist_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
