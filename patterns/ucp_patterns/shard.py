@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern, joined_shape
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import Stretch, check_dim, joined_shape, regions_of
+from ucp_patterns.dim import Stretch, check_dim, regions_of
 
 __all__ = ["Shard"]
 
@@ -22,7 +22,7 @@ _MOST_BLOCKS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Pattern):
     """A dim cut into nearly equal parts, the first ones longer by one where it does not divide.
 
     >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
@@ -78,15 +78,9 @@ class Shard:
         return regions_of(global_shape, self.dim, list(self._held(length, parts, index)))
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up, copies counted once.
-
-        Raises ValueError when other dims differ, or the lengths are not those of the blocks' cuts.
-        """
-        parts = len(local_shapes)
-        lengths = [check_dim(shape, self.dim) for shape in local_shapes]
-        length = sum(self.blocks) * self.repeat if self.blocks else sum(lengths)
-        wanted = [sum(high - low for low, high, _ in self._held(length, parts, index)) for index in range(parts)]
-        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)
+        """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
+        shapes = tuple(map(tuple, local_shapes))
+        return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
 
     def _held(self, length: int, parts: int, index: int) -> Iterator[Stretch]:
         """This part's cut of every block."""

@@ -18,9 +18,8 @@ from ucp.conversion.destination.choice import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
-from ucp.core.text.overview import source_facts
+from ucp.core.text.overview import layout_lines, source_facts
 from ucp.core.text.page import Page, Report, Section, facts, lines
-from ucp.core.text.tally import layout_lines
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted

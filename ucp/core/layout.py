@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -30,7 +31,7 @@ __all__ = [
     "Part",
     "Pattern",
     "Placed",
-    "common_shape",
+    "joined_shape",
     "local_shape",
     "part_of",
     "place",
@@ -69,6 +70,28 @@ class Pattern(Protocol):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
+        return joined_shape(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
+
+
+@lru_cache(maxsize=4096)  # layers are alike
+def joined_shape(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
+    """The shape that `regions` cuts into parts of these: that of one with elements, or that with one dim joined.
+
+    `length`: of the joined dim, where it is not that of all parts together. Raises ValueError when there is none.
+    """
+    first = next((shape for shape in shapes if prod(shape)), shapes[0])
+    sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
+    lengths = [own if length is None else length for own in sums]
+    for whole in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
+        try:
+            parts = [pattern.regions(whole, len(shapes), index) for index in range(len(shapes))]
+        except ValueError:
+            continue
+        every = zip(parts, shapes, strict=True)
+        if all(_part_shape(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
+            return whole
+    shown = [list(shape) for shape in shapes]
+    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +231,6 @@ def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tupl
         groups = [shapes[at : at + axis.parts] for at in range(0, len(shapes), axis.parts)]
         shapes = [axis.pattern.whole_shape(group) for group in groups]
     return shapes[0]
-
-
-def common_shape(local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The one shape that all of `local_shapes` are. Raises ValueError when they differ, or there is none."""
-    if len(set(local_shapes)) != 1:
-        raise ValueError(f"expected one shape on all parts; got {[list(shape) for shape in local_shapes]}")
-    return tuple(local_shapes[0])
 
 
 def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = ["LocalFile", "SourceFile", "Sources", "join_ranges", "let_go", "open_source", "parts_of", "split_parts"]
+__all__ = [
+    "LocalFile",
+    "SourceFile",
+    "Sources",
+    "join_ranges",
+    "let_go",
+    "open_source",
+    "parts_of",
+    "split_parts",
+    "truncated",
+]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
@@ -85,6 +95,11 @@ class SourceFile(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise truncated(self.path, self.nbytes, offset, nbytes)
+        data = bytearray(nbytes)
+        self.read_into([memoryview(data)], offset)
+        return bytes(data)
 
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
@@ -94,12 +109,14 @@ class SourceFile(Protocol):
 
     def __enter__(self) -> Self:
         """The file itself."""
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the file."""
+        self.close()
 
 
-class LocalFile:
+class LocalFile(SourceFile):
     """A source on this machine."""
 
     gap = GAP
@@ -131,7 +148,7 @@ class LocalFile:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if got == 0:
-                raise _truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
+                raise truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
             offset += got
             while first < len(rest) and got >= rest[first].nbytes:
                 got -= rest[first].nbytes
@@ -152,21 +169,6 @@ class LocalFile:
             if got < nbytes:
                 self.read_into([view[got:]], start + got)
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise _truncated(self.path, self.nbytes, offset, nbytes)
-        descriptor, within = self._place(offset)
-        try:
-            data = os.pread(descriptor, nbytes, within)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        if len(data) == nbytes:
-            return data
-        buffer = bytearray(nbytes)
-        self.read_into([memoryview(buffer)], offset)
-        return bytes(buffer)
-
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Nothing: the system reads ahead."""
 
@@ -174,14 +176,6 @@ class LocalFile:
         """Close the file; reading afterwards is an error."""
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
-        self.close()
 
     def _place(self, offset: int) -> tuple[int, int]:
         """Descriptor of the part that byte `offset` lies in, and that byte there."""
@@ -328,7 +322,8 @@ def _unreadable(path: str, error: Exception) -> SourceError:
     return SourceError(f"cannot read {path!r}: expected the name of a file; it holds a character that no name can hold")
 
 
-def _truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
+def truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
+    """The error for bytes past the end of a file of `total` bytes."""
     return MalformedError(
         f"expected {nbytes} bytes at {offset}; the file ends at {total}: {path} is truncated. Copy it again"
     )

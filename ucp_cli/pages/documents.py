@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.tensor import TensorRef
-from ucp.core.text.tally import count_kinds, count_patterns, count_states
+from ucp.core.text.overview import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from ucp.core.names import WEIGHT, StateDictKeys
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
-from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
-from ucp.io.dcp.local import rank_of
+from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.keys import find_keys

@@ -29,10 +29,10 @@ from ucp.io.destination.goal import Making, begun_otherwise, check_apart, check_
 from ucp.io.destination.mark import MARK, is_complete, read_mark
 from ucp.io.destination.staging import Staging, Waiting
 from ucp.io.folder import path_of
+from ucp.io.remote.link import link_of, preview
 from ucp.io.remote.listing import forget
-from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
-from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
+from ucp.io.remote.write import MEMORY, Stored, check_writable, put_file, remove, stored_below
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
@@ -187,8 +187,10 @@ class InBucket:
     @contextmanager
     def as_written(self) -> Iterator[Path]:
         """The destination as it will be, with the last files."""
+        forget(self.dst)
         with preview(self.dst, {file.path: self.root / file.path for file in self._last}, hidden=FOLDER):
             yield path_of(self.dst)
+        forget(self.dst)
 
     def commit(self, *, fsync: bool) -> None:
         """Upload the last files, in order: with the last one it is there. Then nothing marks it as unfinished."""
@@ -205,7 +207,7 @@ class InBucket:
         self._stop()
         with suppress(UcpError):
             self._unfinished.check_ours()
-            abort_uploads(self.dst)
+            link_of(self.dst).abort_uploads(self.dst)
             remove(f"{self.dst}/{name}" for name in self._names())
             self._unfinished.clear()
         self.release()
@@ -245,7 +247,7 @@ class InBucket:
         clears = before.get("clears", ())
         self._check_foreign([*clears, *self._written_last(before), *self._names()])
         self._unfinished.take()
-        abort_uploads(self.dst)
+        link_of(self.dst).abort_uploads(self.dst)
         self._clear(clears)
 
     def _start(self, making: Making, before: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
@@ -271,7 +273,7 @@ class InBucket:
             raise self._just_begun()
         self._unfinished.take()
         if before:
-            abort_uploads(self.dst)
+            link_of(self.dst).abort_uploads(self.dst)
             self._unfinished.forget_files()
         self._clear(clears)
 

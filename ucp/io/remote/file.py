@@ -11,10 +11,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Self
 
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.files import join_ranges
+from ucp.io.files import SourceFile, join_ranges, truncated
 from ucp.io.remote.ahead import GAP, REQUEST, Ahead, Extent
 from ucp.io.remote.ends import BLOCK, end_of
 from ucp.io.remote.failures import changed
@@ -30,7 +29,7 @@ _KEPT = 2
 """Blocks of a file that are kept: those at its ends."""
 
 
-class RemoteFile:
+class RemoteFile(SourceFile):
     """Bytes of an object, or of several read as one."""
 
     gap = GAP
@@ -61,7 +60,8 @@ class RemoteFile:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
         own = [view.cast("B") for view in views if view.nbytes]
         total = sum(view.nbytes for view in own)
-        self._check(offset, total)
+        if offset < 0 or offset + total > self.nbytes:
+            raise truncated(self.path, self.nbytes, offset, total)
         if len(own) == 1:
             self._fill(own[0], offset)
             return
@@ -78,19 +78,13 @@ class RemoteFile:
         runs = ((start, start + nbytes) for start in starts)
         at = 0
         for low, high, count in join_ranges(runs, gap=self.gap, most=2 * REQUEST):
-            self._check(low, high - low)
+            if low < 0 or high > self.nbytes:
+                raise truncated(self.path, self.nbytes, low, high - low)
             data = memoryview(bytearray(high - low))
             self._fill(data, low, wanted=count * nbytes)
             for start in starts[at : at + count]:
                 buffer[at * nbytes : (at + 1) * nbytes] = data[start - low : start - low + nbytes]
                 at += 1
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
-        self._check(offset, nbytes)
-        data = bytearray(nbytes)
-        self._fill(memoryview(data), offset)
-        return bytes(data)
 
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have stretches (first byte, one past the last) come that will be read in this order."""
@@ -102,14 +96,6 @@ class RemoteFile:
         if self._is_alone and self._ahead is not None:
             self._ahead.drop(batch=0)
         self._blocks.clear()
-
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let go of what is kept."""
-        self.close()
 
     def start(self, start: int, stop: int) -> list[tuple[int, int, Future[bytes]]]:
         """Begin to read bytes: requests under way (first byte, one past the last, what comes)."""
@@ -167,13 +153,6 @@ class RemoteFile:
             return last, self.nbytes
         low = offset // BLOCK * BLOCK
         return low, min(low + BLOCK, last)
-
-    def _check(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise MalformedError(
-                f"expected {nbytes} bytes at {offset}; the object ends at {self.nbytes}: {self.path} is truncated. "
-                "Copy it again"
-            )
 
 
 def _found(url: str) -> Entry:

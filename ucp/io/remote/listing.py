@@ -21,7 +21,8 @@ from typing import Any
 
 from ucp.errors import AccessError
 from ucp.io.remote.failures import CREDENTIALS
-from ucp.io.remote.link import link_of, see_afresh, version_of
+from ucp.io.remote.link import link_of, see_afresh
+from ucp.io.remote.stores import version_of
 from ucp.io.remote.url import bucket_of, scheme_of
 
 __all__ = ["Entry", "entry_of", "folder_of", "forget", "named", "siblings", "time_of", "why_absent"]

@@ -20,19 +20,6 @@ from ucp.errors import UsageError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
-__all__ = [
-    "PIPELINE",
-    "Pipeline",
-    "Uses",
-    "is_pipeline",
-    "layer_files",
-    "layer_of",
-    "named_pipeline",
-    "pipeline_of",
-    "stage_at",
-    "tied_key",
-]
-
 PIPELINE = "pipeline"
 """Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
 
