@@ -96,25 +96,19 @@ def _shifts(atoms: Mapping[str, AtomIndex], prober: Prober) -> dict[str, int]:
     """Names of those whose master is not the weight, and by how many elements it is shifted; 0 if it is not."""
     shifts = {}
     for atom in atoms.values():
-        pair = _pair(atom.states[WEIGHT])
-        if pair is None:
+        weight = atom.states[WEIGHT]
+        master = next((piece for piece in weight.fragments if piece.replica == 0), None)
+        if master is None or not master.box.numel:
             continue
-        master, copy = pair
-        count = min(_WINDOW, *(own.box.sizes[-1] if own.box.sizes else 1 for own in pair))  # of the first row
+        copies = (piece for piece in weight.fragments if piece.ref.dtype is not weight.dtype)
+        copy = next((piece for piece in copies if piece.box.offsets == master.box.offsets), None)
+        if copy is None:
+            continue
+        count = min(_WINDOW, *(own.box.sizes[-1] if own.box.sizes else 1 for own in (master, copy)))  # of the first row
         first = prober.window(master.ref, 0, count, dtype=copy.ref.dtype)
         if first != prober.window(copy.ref, 0, count, dtype=copy.ref.dtype):
             shifts[atom.name] = _shift(master, copy, prober)
     return shifts
-
-
-def _pair(weight: StateIndex) -> tuple[Fragment, Fragment] | None:
-    """A piece of the master, and that of the model's own weight that begins at the same place."""
-    master = next((piece for piece in weight.fragments if piece.replica == 0), None)
-    if master is None or not master.box.numel:
-        return None
-    copies = (piece for piece in weight.fragments if piece.ref.dtype is not weight.dtype)
-    copy = next((piece for piece in copies if piece.box.offsets == master.box.offsets), None)
-    return None if copy is None else (master, copy)
 
 
 def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
@@ -128,17 +122,14 @@ def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
         at = held.find(wanted, item)
         while at > 0 and at % item:
             at = held.find(wanted, at + 1)
-        if at > 0 and any(wanted) and _goes_on(master, copy, at // item, prober):
-            return at // item
+        shift = at // item
+        left = numel - shift  # what is left of the master is the weight in the middle and at its end too
+        ends = ((low, min(low + _WINDOW, left)) for low in (left // 2, max(left - _WINDOW, 0)))
+        goes_on = (
+            prober.window(master.ref, low, high, dtype=copy.ref.dtype)
+            == prober.window(copy.ref, low + shift, high + shift, dtype=copy.ref.dtype)
+            for low, high in ends
+        )
+        if at > 0 and any(wanted) and all(goes_on):
+            return shift
     return 0
-
-
-def _goes_on(master: Fragment, copy: Fragment, shift: int, prober: Prober) -> bool:
-    """Whether what is left of the master is the weight in the middle and at its end too."""
-    left = copy.ref.numel - shift
-    for start in (left // 2, max(left - _WINDOW, 0)):
-        stop = min(start + _WINDOW, left)
-        held = prober.window(master.ref, start, stop, dtype=copy.ref.dtype)
-        if held != prober.window(copy.ref, start + shift, stop + shift, dtype=copy.ref.dtype):
-            return False
-    return True

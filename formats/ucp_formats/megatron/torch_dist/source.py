@@ -305,7 +305,13 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
     if tensors.states:
         prefix = tensors.prefix
         states = {key._replace(model=key.model.removeprefix(prefix)): own for key, own in tensors.states.items()}
-        found = from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
+        saved = dcp.metadata.facts.get("mcore_data")  # shapes before they were flattened (megatron-core up to 0.15)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, own in saved.items() if isinstance(saved, dict) else ():
+            shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
+            if isinstance(key, str) and isinstance(shape, tuple):
+                shapes[key] = tuple(int(n) for n in shape)
+        found = from_state_keys(states, model.weights, model.names.understood, shapes.get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
         return found
@@ -329,17 +335,6 @@ def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, obj
     }
     check_gaps(held, optimizers, where, without_master=bare)
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
-
-
-def _original_shapes(dcp: Dcp) -> dict[str, tuple[int, ...]]:
-    """Key to its shape before it was flattened to be saved (`mcore_data`, megatron-core up to 0.15)."""
-    saved = dcp.metadata.facts.get("mcore_data")
-    found = {}
-    for key, own in saved.items() if isinstance(saved, dict) else ():
-        shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
-        if isinstance(key, str) and isinstance(shape, tuple):
-            found[key] = tuple(int(n) for n in shape)
-    return found
 
 
 def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:

@@ -197,8 +197,12 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
     """The files in `folder`. Raises FamilyError when a parameter has no name in torch_dist."""
     draft = DcpDraft(folder)
     style = key_style(own.arguments)
+    degrees = {"tp": own.topology.tp, "etp": own.topology.expert_tp}
     for tensor in own.model.tensors:
-        layout = _layout(tensor, own)
+        layout = _WHOLE
+        if any(degrees[axis] > 1 for axis in tensor.match.axes(degrees)):
+            layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
+            layout = Layout(known(layout, f"family {own.model.family.name}"))
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
                 chunks = list(_chunks(tensor, part, state, dtype, layout))
@@ -242,15 +246,6 @@ def _shared(box: Box, part: Box) -> RegionPair | None:
     """What two boxes have in common, one object for all tensors that are cut alike."""
     shared = intersect(box, part)
     return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
-
-
-def _layout(tensor: ModelTensor, own: TargetRun) -> Layout:
-    """How a tensor lies over the tensor-parallel ranks of the run; without an axis where they are one."""
-    degrees = {"tp": own.topology.tp, "etp": own.topology.expert_tp}
-    if all(degrees[axis] == 1 for axis in tensor.match.axes(degrees)):
-        return _WHOLE
-    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-    return Layout(known(layout, f"family {own.model.family.name}"))
 
 
 @lru_cache(maxsize=1 << 12)
