@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index

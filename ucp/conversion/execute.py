@@ -81,12 +81,11 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
     job = begun.job
     written = carry_out_tasks(prepared, destination, begun, observer)
     _check_source(job.index, written)
-    receipts = destination.finish(job, written.sums)
+    receipts, sizes = destination.finish(job, written.sums)
     with no_cycle_collection():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
-    sizes = {file.path: destination.nbytes_of(file) for file in job.target.files}
     closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
-    destination.add_last(closing_files)
+    destination.seal(closing_files)
     written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
     return written

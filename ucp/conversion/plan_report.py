@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.conversion.destination.choice import destination_at
+from ucp.conversion.destination.disk import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
@@ -112,7 +112,10 @@ class PlanReport(ConversionReport):
         yield facts(source_facts(self.source))
         yield facts(_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
-        yield lines("Layout of the source", self.source_layout)
+        origin = self.source.origin  # of a store, which has every tensor whole
+        yield lines(
+            f"Layout of the run that was saved ({origin})" if origin else "Layout of the source", self.source_layout
+        )
         yield lines("Layout of the target", self.target_layout)
         yield from self.remarks()
 

@@ -205,13 +205,7 @@ class Placed:
 
 def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
-    shape = tuple(global_shape)
-    for axis in layout.axes:
-        pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not pairs:
-            return (0,) * len(shape)
-        shape = _part_shape(pairs)
-    return shape
+    return _composed(layout.axes, tuple(global_shape), coords)[1]
 
 
 def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -120,7 +120,13 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     for name, own in made.items():
         for source in own.sources:
             names.setdefault(source, []).append(name)
-    _check_groups(index, made)
+    numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
+    for name, own in made.items():
+        if len({numbers.get(source) for source in own.sources}) > 1:
+            raise UnsupportedError(
+                f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
+                "Leave the optimizer out (--include '*/weight')"
+            )
     groups = tuple(
         replace(group, params=tuple(dict.fromkeys(new for old in group.params for new in names.get(old, ()))))
         for group in index.groups
@@ -162,23 +168,22 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
     return replace(atom, states=states)
 
 
-def _check_groups(index: Index, made: Mapping[str, Made]) -> None:
-    numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
-    for name, own in made.items():
-        if len({numbers.get(source) for source in own.sources}) > 1:
-            raise UnsupportedError(
-                f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
-                "Leave the optimizer out (--include '*/weight')"
-            )
-
-
 def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
     first = sources[0]
     if made.renames and first.global_shape == made.shape:
         return replace(first, name=name)
     for own in sources[1:]:
         _check_alike(name, first, own)
-    states = {state: _state(name, state, made, sources) for state in first.states}
+    states = dict(first.states)
+    for key, state in first.states.items():
+        if first.is_count(key):  # one for all
+            continue
+        if any(own.states[key].global_shape != own.global_shape for own in sources):
+            raise UnsupportedError(
+                f"{name} is made of {', '.join(made.sources)}, whose {key} has not the shape of the parameter and "
+                f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
+            )
+        states[key] = patched(state, made, {own.name: own.states[key].fragments for own in sources})
     layouts = {own.name: own.layout for own in sources if own.layout.every}
     for own in sources:
         layouts |= own.made_of
@@ -195,28 +200,13 @@ def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
         (each.kind, each.model_dtype, *(each.states[state].dtype for state in first.states)) for each in (first, own)
     ]
     if types[0] != types[1]:
-        raise UnsupportedError(
-            f"{name} is made of {first.name} and {own.name}, which differ in kind or type "
-            f"({_told(first)}; {_told(own)})"
+        shown = (
+            ", ".join((each.kind, *(f"{state} {stored.dtype}" for state, stored in each.states.items())))
+            for each in (first, own)
         )
-
-
-def _told(atom: AtomIndex) -> str:
-    return ", ".join((atom.kind, *(f"{name} {state.dtype}" for name, state in atom.states.items())))
-
-
-def _state(param: str, name: str, made: Made, sources: Sequence[AtomIndex]) -> StateIndex:
-    first = sources[0]
-    state = first.states[name]
-    if first.is_count(name):  # one for all
-        return state
-    if any(own.states[name].global_shape != own.global_shape for own in sources):
         raise UnsupportedError(
-            f"{param} is made of {', '.join(made.sources)}, whose {name} has not the shape of the parameter and cannot "
-            f"be joined or split with it. Leave it out (--exclude '*/{name}')"
+            f"{name} is made of {first.name} and {own.name}, which differ in kind or type ({'; '.join(shown)})"
         )
-    by_name = {own.name: own.states[name].fragments for own in sources}
-    return patched(state, made, by_name)
 
 
 def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:

@@ -304,7 +304,7 @@ def _sweep(
         if len(live) != 1:
             gaps.append(Gap(Box(*done), tuple(position for position, _ in live)))
         return
-    if len(live) == 1 and _fills(live[0][1], stops, dim):
+    if len(live) == 1 and not any(live[0][1].offsets[dim:]) and live[0][1].stops[dim:] == stops[dim:]:
         return
     ordered = sorted(live, key=lambda item: item[1].offsets[dim])
     edges = sorted({0, stops[dim], *(e for _, b in live for e in (b.offsets[dim], b.stops[dim]))})
@@ -318,7 +318,3 @@ def _sweep(
         if len(gaps) >= most:
             return
         _sweep(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)
-
-
-def _fills(box: Box, stops: tuple[int, ...], dim: int) -> bool:
-    return not any(box.offsets[dim:]) and box.stops[dim:] == stops[dim:]

@@ -92,7 +92,8 @@ class Piece:
     @property
     def extent(self) -> int:
         """Bytes of the source from the first element to the end of the last."""
-        return _reach(self.sizes, self.src_strides) + self.ref.dtype.itemsize
+        reach = sum((count - 1) * step for count, step in zip(self.sizes, self.src_strides, strict=True))
+        return reach + self.ref.dtype.itemsize
 
 
 def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
@@ -195,15 +196,13 @@ class _Sorted:
         return self.fragments[self._first(box.flat_start(self.shape), high) : high]
 
     def flat(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]] | None:
-        return self._stretches(start, stop) if self.is_flat else None
-
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]]:
+        if not self.is_flat:
+            return None
         high = bisect_left(self.starts, stop)
-        for at in range(self._first(start, high), high):
-            fragment, first = self.fragments[at], self.starts[at]
-            low, end = max(start, first), min(stop, first + fragment.ref.numel)
-            if low < end:
-                yield fragment, low, end
+        some = slice(self._first(start, high), high)
+        near = zip(self.fragments[some], self.starts[some], strict=True)
+        spans = ((own, max(start, first), min(stop, first + own.ref.numel)) for own, first in near)
+        return ((own, low, end) for own, low, end in spans if low < end)
 
     def _first(self, start: int, high: int) -> int:
         """The first fragment, before number `high`, that can reach position `start`."""
@@ -381,7 +380,3 @@ def runs_of(piece: Piece) -> tuple[int, int]:
             lead, run = dim + 1, reach
         reach += (piece.sizes[dim] - 1) * piece.src_strides[dim]
     return lead, run or reach
-
-
-def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))

@@ -67,7 +67,8 @@ def translated(
     if style == CANONICAL:
         whole = _canonical(family, units, shapes)
         return {name: whole[name].made for name in family.sorted(whole)}
-    kept = {unit: None for named, unit in units if _is_written_so(family, named, unit, style)}
+    ways = ((unit, () if named.stacked else family.spellings(named.canonical, style)) for named, unit in units)
+    kept = {unit: None for unit, first in ways if first and _Unit(*first[0]) == unit}  # the style writes them so
     whole = _canonical(family, [own for own in units if own[1] not in kept], shapes)
     found = {name: Made.whole(name, shapes[name]) for unit in kept for name in unit.names}
     return found | _styled(family, whole, shapes, style)
@@ -90,12 +91,6 @@ def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | 
     if problems:
         raise _misparted(family, problems)
     return units
-
-
-def _is_written_so(family: Family, named: Named, unit: _Unit, style: str) -> bool:
-    """Whether a style writes a parameter as the source has it."""
-    ways = () if named.stacked else family.spellings(named.canonical, style)
-    return bool(ways) and _Unit(*ways[0]) == unit
 
 
 def _canonical(
@@ -236,14 +231,14 @@ def _stored(
         raise _misfit(
             family, [f"{' and '.join(own.sources)}, {list(own.shape)}," for own in whole.values()], error
         ) from error
-    dims, steps = (*(None for _ in counts), *range(len(shape))), (1,) * (len(counts) + len(shape))
+    ones = (1,) * len(counts)
+    dims, steps = (*(None for _ in counts), *range(len(shape))), ones + (1,) * len(shape)
     found = {}
     for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
         seen = [
-            RegionPair.strided(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
+            RegionPair.strided(Box((*index, *own.offsets), (*ones, *own.sizes)), member, start, dims, steps)
             for index, member in sorted(members.items())
-            for pair in pairs
-            if pair.tensor == number
+            for own, start in ((pair.local, pair.whole.offsets) for pair in pairs if pair.tensor == number)
         ]
         found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
     return found
@@ -260,10 +255,6 @@ def _followed(
                 found = None if own is None else own.after(last)
                 if found is not None:
                     yield found
-
-
-def _under(index: tuple[int, ...], box: Box) -> Box:
-    return Box((*index, *box.offsets), (*(1 for _ in index), *box.sizes))
 
 
 def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:

@@ -126,7 +126,14 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         aliases=manifest.aliases,
         files=tuple(files),
         records=(*records, *states.records),
-        notes=manifest.notes,
+        notes=(
+            *manifest.notes,
+            *(
+                f"how parameters lay over {own.axis} is not shown: no pattern {own.pattern!r} is installed here"
+                for own, made in zip(manifest.axes, axes, strict=True)
+                if made is None
+            ),
+        ),
         recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
         dropped=manifest.dropped,
         lost={

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from math import isnan
 
 from ucp.contract.protocols import Observer
-from ucp.contract.rank_extras import Checksums
-from ucp.contract.value_diff import Apart, differing_values
+from ucp.contract.rank_extras import Apart, Checksums, differing_values
 from ucp.core.index import Index, Kind, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.errors import counted

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ucp.contract.extras import ExtraRow, ExtraTable, ExtraValues
 from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.contract.run_extras import MODULE_STATE
+from ucp.contract.run_extras import MODULE_STATE, ExtraRow, ExtraTable, ExtraValues
 from ucp.core.index import TAG, Extra, Index
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES, ModelStates
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer

@@ -18,8 +18,8 @@ from typing import cast
 from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
+from ucp.contract.rank_extras import differing_values
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
-from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.layout import Layout

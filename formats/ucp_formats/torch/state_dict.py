@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import AtomIndex, Kind, Loss, ParamGroup, StateIndex, UnnamedStates
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
+from ucp.core.union import scalar_state
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import (

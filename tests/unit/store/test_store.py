@@ -326,6 +326,18 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
     assert (older.lost, older.unselected) == ({}, 0)
 
 
+def test_a_layout_by_a_pattern_that_is_not_installed_is_left_out_with_a_note(tmp_path, memory_format):
+    shards = Shards(tmp_path / "source")
+    index = make_index(shards.folder, {("w", "weight"): shards.whole(np.arange(6, dtype="float32"))})
+    layout = Layout((AxisLayout("tp", 2, Shard(0), "FILE"),))
+    memory_format.index = replace(index, atoms={"w": replace(index.atoms["w"], layout=layout)})
+    ucp.convert(shards.folder, tmp_path / "out")
+    rewrite(tmp_path / "out", lambda manifest: manifest["axes"][0].__setitem__(2, "theirs"))
+    index = index_of(tmp_path / "out")
+    assert index.atoms["w"].layout == Layout()
+    assert index.notes == ("how parameters lay over tp is not shown: no pattern 'theirs' is installed here",)
+
+
 def test_an_extra_stored_twice_is_malformed(tmp_path, memory_format):
     shards = Shards(tmp_path / "source")
     states = {("w", "weight"): shards.whole(np.zeros(3, "float32"))}

@@ -112,8 +112,8 @@ _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
 def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; what is to be said of them; where parameters lie."""
     pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
-    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
+    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None:
         if said.partitions:
             raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")

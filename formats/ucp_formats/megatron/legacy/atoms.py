@@ -16,12 +16,11 @@ from itertools import product
 
 from ucp.contract.axes import along
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Union, joined_counts
+from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
 from ucp_formats.megatron.buffers.matcher import Candidate

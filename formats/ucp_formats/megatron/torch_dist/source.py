@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record
-from ucp.core.union import Union
+from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
 from ucp.io.folder import absolute, path_of

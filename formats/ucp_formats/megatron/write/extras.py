@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucp.contract.extras import ExtraValues
+from ucp.contract.run_extras import ExtraValues
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Placement

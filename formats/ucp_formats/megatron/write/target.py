@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
-from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model import recorded_arguments, run_arguments, said_values
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
-from ucp.core.names import WEIGHT
+from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, listed
@@ -107,6 +107,8 @@ class MegatronTarget(Target):
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
         if options.compress:
             raise UsageError("Megatron's files are not compressed; drop --compress")
+        if STEP in options.dtypes:
+            raise UsageError(f"Megatron keeps {STEP} as a number of its groups; drop --dtype {STEP}=...")
         layout = options.layout or _LAYOUTS[0]
         if options.tag:
             raise UsageError(

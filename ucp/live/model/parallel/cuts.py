@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ucp.contract.model.arguments import recorded_arguments
+from ucp.contract.model import recorded_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, pattern
 from ucp.core.index import AtomIndex, Index

@@ -16,12 +16,11 @@ from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
 from ucp.core.index import Extra, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, State
+from ucp.core.union import ShardedTensor, State, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert

@@ -21,11 +21,11 @@ from ucp.contract.locating import Located
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
+from ucp.core.union import scalar_state
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
 from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras

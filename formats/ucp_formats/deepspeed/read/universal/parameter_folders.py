@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ucp.contract.output_names import check_named
 from ucp.contract.problems import Problems
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import StateIndex
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
+from ucp.core.union import scalar_state
 from ucp.errors import CorruptError, SourceError
 from ucp.io.folder import is_url, names_of_folder
 from ucp.io.pickle.fields import Shape, described

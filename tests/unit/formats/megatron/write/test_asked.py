@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.api import convert
+from ucp.api import convert, plan
 from ucp.errors import UsageError
 
 FIXTURES = Path(__file__).parents[5] / "fixtures" / "megatron"
@@ -38,6 +38,11 @@ def test_what_the_tensors_or_the_layout_contradict(name: str, value: str, told: 
     with pytest.raises(UsageError, match=told):
         convert(LLAMA, tmp_path / "b", to="megatron", topology="tp=2", settings={name: value}, workers=1)
     assert not (tmp_path / "b").exists()
+
+
+def test_the_type_of_steps_is_not_for_the_user_to_choose(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="drop --dtype step="):
+        plan(LLAMA, to="megatron", dtypes={"step": "bfloat16"})
 
 
 def test_all_of_them_are_told_together(tmp_path: Path) -> None:
