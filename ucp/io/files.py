@@ -169,6 +169,17 @@ class LocalFile(SourceFile):
             if got < nbytes:
                 self.read_into([view[got:]], start + got)
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise truncated(self.path, self.nbytes, offset, nbytes)
+        descriptor, within = self._place(offset)
+        try:
+            data = os.pread(descriptor, nbytes, within)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        return data if len(data) == nbytes else super().read(offset, nbytes)
+
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Nothing: the system reads ahead."""
 

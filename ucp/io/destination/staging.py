@@ -24,9 +24,8 @@ from typing import Any
 import xxhash
 
 from ucp.errors import BusyError, DestinationError, IncompleteError, listed
-from ucp.io.destination.goal import Making, begun_otherwise, check_goal
+from ucp.io.destination.goal import Making, begun_otherwise, check_goal, describe_process, this_process
 from ucp.io.destination.mark import is_complete
-from ucp.io.destination.process import describe_process, this_process
 from ucp.io.destination.write import write_at
 from ucp.io.folder import is_url
 

@@ -8,9 +8,9 @@ it beforehand, and is announced (`ucp.io.remote.ahead`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.files import SourceFile, join_ranges, truncated
@@ -40,11 +40,15 @@ class RemoteFile(SourceFile):
         self.nbytes = 0
         self._starts: list[int] = []
         self._parts: list[tuple[str, Entry]] = []
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._block = lru_cache(_KEPT)(self._read_block)
         self._ahead = ahead
         self._is_alone = ahead is None
         for part in parts:
-            entry = _found(part)
+            entry = entry_of(part)
+            if entry is None:
+                raise MissingFileError(f"expected an object at {part}; nothing is there. Check the URL, or copy it")
+            if entry.is_folder:
+                raise MalformedError(f"expected an object; got a folder at {part}")
             self._starts.append(self.nbytes)
             self._parts.append((part, entry))
             self.nbytes += entry.nbytes
@@ -95,7 +99,7 @@ class RemoteFile(SourceFile):
         """Let go of what is kept."""
         if self._is_alone and self._ahead is not None:
             self._ahead.drop(batch=0)
-        self._blocks.clear()
+        self._block.cache_clear()
 
     def start(self, start: int, stop: int) -> list[tuple[int, int, Future[bytes]]]:
         """Begin to read bytes: requests under way (first byte, one past the last, what comes)."""
@@ -112,53 +116,24 @@ class RemoteFile(SourceFile):
 
     def _fill(self, view: memoryview, offset: int, wanted: int | None = None) -> None:
         """Fill a buffer; `wanted`: how many of its bytes will be used."""
-        stop = offset + view.nbytes
+        rest: Iterable[tuple[int, int]] = ((offset, offset + view.nbytes),)
         if self._ahead is not None:
-            for low, high in self._ahead.take(self, view, offset, wanted=view.nbytes if wanted is None else wanted):
-                self._direct(view[low - offset : high - offset], low, high)
-        else:
-            self._direct(view, offset, stop)
+            rest = self._ahead.take(self, view, offset, wanted=view.nbytes if wanted is None else wanted)
+        last = max(0, self.nbytes - BLOCK)
+        for start, stop in rest:
+            if stop - start > _SMALL:
+                for low, high, data in self.start(start, stop):
+                    view[low - offset : high - offset] = data.result()
+                continue
+            at = start
+            while at < stop:  # in blocks counted from the start, or in the last bytes of the file
+                low = last if at >= last else at // BLOCK * BLOCK
+                high = self.nbytes if at >= last else min(low + BLOCK, last)
+                end = min(stop, high)
+                view[at - offset : end - offset] = self._block(low, high)[at - low : end - low]
+                at = end
 
-    def _direct(self, view: memoryview, offset: int, stop: int) -> None:
-        if stop - offset <= _SMALL:
-            self._from_blocks(view, offset, stop)
-            return
-        for low, high, data in self.start(offset, stop):
-            view[low - offset : high - offset] = data.result()
-
-    def _from_blocks(self, view: memoryview, offset: int, stop: int) -> None:
-        """Fill a small buffer from the blocks that it lies in."""
-        at = offset
-        while at < stop:
-            low, high = self._block(at)
-            data = self._blocks.get(low)
-            if data is None:
-                data = self._blocks[low] = self._fetched(low, high)
-                if len(self._blocks) > _KEPT:
-                    self._blocks.popitem(last=False)
-            self._blocks.move_to_end(low)
-            end = min(stop, high)
-            view[at - offset : end - offset] = data[at - low : end - low]
-            at = end
-
-    def _fetched(self, low: int, high: int) -> bytes:
+    def _read_block(self, low: int, high: int) -> bytes:
         if len(self._parts) == 1:
             return end_of(*self._parts[0], low, high)
-        return b"".join(own.result() for _, _, own in self.start(low, high))
-
-    def _block(self, offset: int) -> tuple[int, int]:
-        """The block of a byte: of those counted from the start, or the last bytes of the file."""
-        last = max(0, self.nbytes - BLOCK)
-        if offset >= last:
-            return last, self.nbytes
-        low = offset // BLOCK * BLOCK
-        return low, min(low + BLOCK, last)
-
-
-def _found(url: str) -> Entry:
-    entry = entry_of(url)
-    if entry is None:
-        raise MissingFileError(f"expected an object at {url}; nothing is there. Check the URL, or copy it")
-    if entry.is_folder:
-        raise MalformedError(f"expected an object; got a folder at {url}")
-    return entry
+        return b"".join(data.result() for _, _, data in self.start(low, high))

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from ucp.errors import AccessError
-from ucp.io.remote.failures import changed, cut_short, missing_library, told
+from ucp.errors import AccessError, ConnectionLostError
+from ucp.io.remote.failures import changed, missing_library, told
 from ucp.io.remote.url import bucket_of, key_of
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Store:
             fetch = self._files.get((url, seen)) or self._files.setdefault((url, seen), self._open(url, seen))
             data = fetch(start, stop) or b""  # nothing when it was broken off
         if len(data) != stop - start:
-            raise cut_short(url, expected=stop - start, got=len(data))
+            raise ConnectionLostError(f"expected {stop - start} bytes of {url}; the store gave {len(data)}. Try again")
         return data
 
     def put(self, key: str, data: bytes, *, new: bool = False) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from ucp.errors import DestinationError, MissingFileError, UsageError
 from ucp.io.remote.failures import told
@@ -123,7 +124,7 @@ def stored(url: str) -> Stored | None:
     found = link_of(url).info(url)
     if found is None or found["type"] == "directory":
         return None
-    return Stored(int(found["size"] or 0), version_of(found) or str(time_of(found)))
+    return _stored(found)
 
 
 def stored_below(url: str) -> dict[str, Stored]:
@@ -132,11 +133,11 @@ def stored_below(url: str) -> dict[str, Stored]:
         found = link_of(url).find(url)
     except MissingFileError:
         return {}
-    return {
-        name: Stored(int(own["size"] or 0), version_of(own) or str(time_of(own)))
-        for name, own in found.items()
-        if own["type"] != "directory"
-    }
+    return {name: _stored(details) for name, details in found.items() if details["type"] != "directory"}
+
+
+def _stored(details: Mapping[str, Any]) -> Stored:
+    return Stored(int(details["size"] or 0), version_of(details) or str(time_of(details)))
 
 
 def read(url: str) -> bytes:
@@ -150,10 +151,10 @@ def read(url: str) -> bytes:
 
 def remove(urls: Iterable[str]) -> None:
     """Remove objects, as far as they are there, in no order. Raises UcpError."""
-    for found in [link_of(url).submit(_remove, url) for url in urls]:
-        found.result()
 
+    def remove_one(url: str) -> None:
+        with told(url, doing="write"), suppress(FileNotFoundError):
+            link_of(url).fs.rm_file(key_of(url))
 
-def _remove(url: str) -> None:
-    with told(url, doing="write"), suppress(FileNotFoundError):
-        link_of(url).fs.rm_file(key_of(url))
+    for removal in [link_of(url).submit(remove_one, url) for url in urls]:
+        removal.result()
