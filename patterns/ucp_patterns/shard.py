@@ -8,7 +8,7 @@ the same piece (grouped attention with fewer key and value heads than tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap, Pattern, joined_shape
@@ -75,26 +75,20 @@ class Shard(Pattern):
         length = check_dim(global_shape, self.dim)
         if sum(self.blocks) * self.repeat != length and self.blocks:
             raise ValueError(f"{self.name}: blocks do not add up to the {length} elements of dim {self.dim}")
-        return regions_of(global_shape, self.dim, list(self._held(length, parts, index)))
+        if any(parts % copies for copies in self.copies):
+            raise ValueError(f"{self.name}: copies do not divide {parts} parts")
+        blocks = self.blocks * self.repeat or (length,)
+        stretches: list[Stretch] = []
+        begin = 0
+        for block, copies in zip(blocks, self.copies * self.repeat or (1,) * len(blocks), strict=True):
+            at = index // copies
+            each, longer = divmod(block, parts // copies)
+            low = begin + at * each + min(at, longer)
+            stretches.append((low, low + each + (at < longer), index % copies))
+            begin += block
+        return regions_of(global_shape, self.dim, stretches)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
         shapes = tuple(map(tuple, local_shapes))
         return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
-
-    def _held(self, length: int, parts: int, index: int) -> Iterator[Stretch]:
-        """This part's cut of every block."""
-        if any(parts % copies for copies in self.copies):
-            raise ValueError(f"{self.name}: copies do not divide {parts} parts")
-        blocks = self.blocks * self.repeat or (length,)
-        begin = 0
-        for block, copies in zip(blocks, self.copies * self.repeat or (1,) * len(blocks), strict=True):
-            low, high = _cut(block, parts // copies, index // copies)
-            yield begin + low, begin + high, index % copies
-            begin += block
-
-
-def _cut(length: int, parts: int, index: int) -> tuple[int, int]:
-    base, rest = divmod(length, parts)
-    start = index * base + min(index, rest)
-    return start, start + base + (index < rest)

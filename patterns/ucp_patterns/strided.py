@@ -7,7 +7,6 @@ one stretch of every part. Both cuts are those of `torch.chunk`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap, Pattern
@@ -44,9 +43,5 @@ class Strided(Pattern):
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """This part's chunk of every chunk. `global_shape`: elements. Raises ValueError: no such dim."""
         length = check_dim(global_shape, self.dim)
-        return regions_of(global_shape, self.dim, [(*own, 0) for own in self._held(length, parts, index)])
-
-    def _held(self, length: int, parts: int, index: int) -> Iterator[tuple[int, int]]:
-        for start, stop in chunks(length, self.split_factor):
-            low, high = chunk(stop - start, parts, index)
-            yield start + low, start + high
+        every = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
+        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in every])

@@ -122,7 +122,7 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         family=family,
         reasons=reasons,
         parameters=explained,
-        unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
+        unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule.when) is not False),
     )
 
 

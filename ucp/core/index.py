@@ -377,7 +377,7 @@ _FEW = 64
 
 
 def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
-    if _is_whole_once(state) or _is_tiled(state):
+    if _is_tiled(state):
         return
     label = f"{param}/{name}"
     outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
@@ -393,16 +393,6 @@ def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
         for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
             what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
             yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
-
-
-def _is_whole_once(state: StateIndex) -> bool:
-    """Whether every piece is the whole, and one of them the piece to take: the commonest state, cheap to see."""
-    taken = 0
-    for fragment in state.fragments:
-        if any(fragment.box.offsets) or fragment.box.sizes != state.global_shape:
-            return False
-        taken += fragment.replica == 0
-    return taken == 1
 
 
 def _is_tiled(state: StateIndex) -> bool:

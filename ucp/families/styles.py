@@ -78,7 +78,9 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
 
 def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
     """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
-    stated = {rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule) is not False}
+    stated = {
+        rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule.when) is not False
+    }
     if len(stated) != 1 or not (shape := stated.pop()):
         return None
     lengths = [_length(own, family.values) for own in shape]
