@@ -20,9 +20,7 @@ from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, counted
-from ucp.io.destination.mark import MARK
-from ucp.io.destination.staging import PARTIAL
-from ucp.io.folder import absolute, names_of_folder, path_of
+from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
 from ucp.io.identity import source_file
 
 __all__ = [

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
@@ -26,9 +26,16 @@ from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, UsageError, counted, listed
-from ucp.io.destination.goal import Making, begun_otherwise, check_apart, check_distinct, check_goal
-from ucp.io.destination.mark import MARK, is_complete, read_mark
-from ucp.io.folder import path_of
+from ucp.io.destination.goal import (
+    Making,
+    begun_otherwise,
+    check_apart,
+    check_distinct,
+    check_foreign,
+    check_goal,
+)
+from ucp.io.destination.mark import is_complete, read_mark
+from ucp.io.folder import MARK, path_of
 from ucp.io.remote.link import link_of, preview
 from ucp.io.remote.listing import forget
 from ucp.io.remote.unfinished import FOLDER, Unfinished
@@ -121,16 +128,7 @@ class InBucket:
             return None
         self._scratch = Scratch(self._parent, self.dst)
         self.root = self._scratch.root
-        before = unfinished.first()
-        if before and not options.resume and not options.overwrite:
-            raise DestinationError(
-                f"an unfinished conversion lies at {self.dst}, last written by {unfinished.owner()}. If that still "
-                "runs, wait for it; if not, continue with --resume, or discard it and start over with --overwrite"
-            )
-        if before and options.resume:
-            self._go_on(making, before)
-        else:
-            self._start(making, before)
+        self._take(making)
         self._is_taken = True
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
@@ -196,7 +194,14 @@ class InBucket:
     def commit(self, *, fsync: bool) -> None:
         """Upload the last files, in order: with the last one it is there. Then nothing marks it as unfinished."""
         self._unfinished.check_ours()
-        self._check_still_there()
+        there = stored_below(self.dst)
+        changed = [path for path, stored in self._stored.items() if there.get(path) != stored]
+        if changed:  # somebody else wrote there too
+            raise DestinationError(
+                f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
+                f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
+                "--resume"
+            )
         self._unfinished.note_last([file.path for file in self._last])
         for file in self._last:
             put_file(f"{self.dst}/{file.path}", str(self.root / file.path))
@@ -224,75 +229,47 @@ class InBucket:
                 f"names another folder): {why_unwritable(error)}"
             ) from error
 
-    def _check_still_there(self) -> None:
-        """Raise DestinationError where objects are not those that were uploaded: somebody else wrote there too."""
-        there = stored_below(self.dst)
-        changed = [path for path, own in self._stored.items() if there.get(path) != own]
-        if changed:
+    def _take(self, making: Making) -> None:
+        """Say that this conversion is at work, in place of what is there or on with it, and clear what is to go."""
+        unfinished, resume, overwrite = self._unfinished, self._options.resume, self._options.overwrite
+        before = unfinished.first()
+        if before and not resume and not overwrite:
             raise DestinationError(
-                f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
-                f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
-                "--resume"
+                f"an unfinished conversion lies at {self.dst}, last written by {unfinished.owner()}. If that still "
+                "runs, wait for it; if not, continue with --resume, or discard it and start over with --overwrite"
             )
-
-    def _go_on(self, making: Making, before: dict[str, Any]) -> None:
-        if before.get("fingerprint") != making.fingerprint:
+        if before and resume and before.get("fingerprint") != making.fingerprint:
             raise begun_otherwise(self.dst, making, before)
-        clears = before.get("clears", ())
-        self._check_foreign([*clears, *self._written_last(before), *self._names()])
-        self._unfinished.take()
-        link_of(self.dst).abort_uploads(self.dst)
-        self._clear(clears)
-
-    def _start(self, making: Making, before: dict[str, Any]) -> None:
-        """Begin, in place of what is there if that may go."""
+        just_begun = DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
+        forget(self.dst)
+        there = stored_below(self.dst)
+        if there and not before:
+            if unfinished.is_there():
+                raise just_begun
+            check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
+        mark = read_mark(path_of(self.dst))
         if before:
-            clears = [*self._written_last(before), *before.get("clears", ()), *before.get("files", ())]
-            self._check_foreign(clears)
+            # a run that was ended while it removed what it had said of its last files had written them all
+            last = unfinished.last() or (mark.files if mark.fingerprint == before.get("fingerprint") else ())
+            clears = [
+                *(() if resume else last),
+                *before.get("clears", ()),
+                *(() if resume else before.get("files", ())),
+            ]
+            known = {*clears, *last, *(self._names() if resume else ())}
+            check_foreign(self.dst, {name for name in there if not name.startswith(f"{FOLDER}/")} - known)
         else:
-            forget(self.dst)
-            if stored_below(self.dst):
-                if self._unfinished.is_there():
-                    raise self._just_begun()
-                check_goal(path_of(self.dst), making, resume=self._options.resume, overwrite=self._options.overwrite)
-            files = list(read_mark(path_of(self.dst)).files)
-            clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
-        first = {
-            "fingerprint": making.fingerprint,
-            "made": dict(making.facts),
-            "clears": clears,
-            "files": self._names(),
-        }
-        if not self._unfinished.begin(first, anew=bool(before)):
-            raise self._just_begun()
-        self._unfinished.take()
+            clears = [*(name for name in mark.files if name in self._job.target.last), *reversed(list(mark.files))]
+        if not (before and resume):
+            made = {"fingerprint": making.fingerprint, "made": dict(making.facts)}
+            if not unfinished.begin({**made, "clears": clears, "files": self._names()}, anew=bool(before)):
+                raise just_begun
+        unfinished.take()
         if before:
             link_of(self.dst).abort_uploads(self.dst)
-            self._unfinished.forget_files()
+        if before and not resume:
+            unfinished.forget_files()
         self._clear(clears)
-
-    def _written_last(self, before: Mapping[str, Any]) -> list[str]:
-        """Files that say what the others hold, as far as an earlier run came so far.
-
-        One that was ended while it removed what it had said of them had written them all, its mark among them.
-        """
-        forget(self.dst)
-        mark = read_mark(path_of(self.dst))
-        is_own = mark.fingerprint == before.get("fingerprint")
-        return self._unfinished.last() or (list(mark.files) if is_own else [])
-
-    def _just_begun(self) -> DestinationError:
-        return DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
-
-    def _check_foreign(self, known: Iterable[str]) -> None:
-        """Raise DestinationError for objects below an unfinished destination that no conversion wrote or replaces."""
-        found = (name for name in stored_below(self.dst) if not name.startswith(f"{FOLDER}/"))
-        foreign = sorted(set(found).difference(known))
-        if foreign:
-            raise DestinationError(
-                f"{self.dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-                f"first:\n{listed(foreign)}"
-            )
 
     def _clear(self, names: Sequence[str]) -> None:
         """Remove what is replaced: first the file that made it a checkpoint."""

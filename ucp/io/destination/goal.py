@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, OverlapError, counted, listed
-from ucp.io.destination.mark import MARK, read_mark
-from ucp.io.folder import files_below, path_of, url_scheme
+from ucp.io.destination.mark import read_mark
+from ucp.io.folder import MARK, files_below, path_of, url_scheme
 
 __all__ = [
     "Making",
@@ -20,6 +20,7 @@ __all__ = [
     "check_apart",
     "check_destination",
     "check_distinct",
+    "check_foreign",
     "check_goal",
     "describe_process",
     "this_process",
@@ -140,11 +141,15 @@ def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> N
         )
     if not overwrite:
         raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
-    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).files))
+    check_foreign(dst, {str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).files))
+
+
+def check_foreign(dst: Path | str, foreign: Collection[str]) -> None:
+    """Raise DestinationError for files at `dst` that no conversion wrote or replaces, if there are any."""
     if foreign:
         raise DestinationError(
             f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-            f"first:\n{listed(foreign)}"
+            f"first:\n{listed(sorted(foreign))}"
         )
 
 

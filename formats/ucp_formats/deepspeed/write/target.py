@@ -34,7 +34,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.states import is_flat
+from ucp_formats.deepspeed.write.optimizer.states import Wrapper, wrapper
 from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
 from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
 from ucp_formats.deepspeed.write.rank_files import RankFiles
@@ -68,7 +68,8 @@ class DeepSpeedTarget(EngineTarget):
                 f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
                 "(load_universal in the configuration of the run)"
             )
-        flat = is_flat(facts, groups, stage)
+        # all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then
+        flat = stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
         drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
         note_step_casts(facts, groups)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
@@ -218,7 +218,6 @@ class _Merger:
     def __init__(self, parts: Sequence[RankPart], mesh: Mesh, checksums: Checksums) -> None:
         self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
         self.mesh = mesh
-        self.layouts = mesh.tensors
         self.checksums = checksums
         self.wrong: list[str] = []
         self.extras: list[Extra] = []
@@ -238,7 +237,7 @@ class _Merger:
         return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
 
     def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, State]]) -> State:
-        layout = self.layouts.get(name)
+        layout = self.mesh.tensors.get(name)
         if len({(own.dtype, _shape(own) if layout is None else None) for _, own in held}) > 1:
             where = dict.fromkeys(f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held)
             self.wrong.append(f"{name}/{key}: {' and '.join(where)} on several model-parallel ranks")
@@ -257,19 +256,19 @@ class _Merger:
     def _count(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
         """A count of several ranks as one: made once for all parameters that share the counts of the ranks."""
         shared = tuple([id(own) for _, own in counts])
-        made = self._counts.get(shared)
-        if made is None:
-            refs = [piece.ref for _, own in counts for piece in own.fragments]
-            inline = {ref.data for ref in refs if isinstance(ref, InlineTensor)}
-            if all(isinstance(ref, InlineTensor) for ref in refs):  # numbers in the files themselves must agree now
-                made = counts[0][1]
-                if len(inline) > 1:
-                    ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
-                    self.wrong.append(f"of another run: {what} differs among {ranks}")
-                    return made
-            else:
-                made = joined_counts([own for _, own in counts])
-            self._counts[shared] = made
+        if shared in self._counts:
+            return self._counts[shared]
+        refs = [piece.ref for _, own in counts for piece in own.fragments]
+        inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
+        if len(inline) < len(refs):
+            made = joined_counts([own for _, own in counts])
+        else:  # numbers in the files themselves must agree now
+            made = counts[0][1]
+            if len({*inline}) > 1:
+                ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
+                self.wrong.append(f"of another run: {what} differs among {ranks}")
+                return made
+        self._counts[shared] = made
         return made
 
     def _joined(
@@ -291,36 +290,26 @@ class _Merger:
         first = held[0][1]
         kinds = {own.kind for _, own in held}
         kind = Kind.PARAMETER if Kind.PARAMETER in kinds else first.kind
-        if kind is Kind.BUFFER:
-            held = list(self._same_buffers(name, held))
+        if kind is Kind.BUFFER and first.tensor is not None:
+            # those that are known to differ from the first become extras, as those of running statistics
+            layout, every, held = self.mesh.tensors.get(name), held, []
+            for part, copy in every:
+                comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
+                ref = copy.tensor.first if copy.tensor is not None and comparable else None
+                if ref is None or self.checksums.same_bytes(first.tensor.first, ref) is not False:
+                    held.append((part, copy))
+                    continue
+                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
+                self.notes.append(
+                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {every[0][0].mp}'s, which is "
+                    "taken; its own is an extra"
+                )
         if len({own.dtype for _, own in held}) > 1:
             self.wrong.append(f"{name}: of several types on the model-parallel ranks")
         tensors = [(part, own.tensor) for part, own in held if own.tensor is not None]
         whole = self._joined(name, tensors, in_stage=True) if tensors else None
-        shape = self.layouts[name].global_shape if name in self.layouts else first.shape
+        shape = self.mesh.tensors[name].global_shape if name in self.mesh.tensors else first.shape
         return replace(first, kind=kind, shape=shape, tensor=whole)
-
-    def _same_buffers(
-        self, name: str, held: Sequence[tuple[RankPart, ModuleEntry]]
-    ) -> Iterator[tuple[RankPart, ModuleEntry]]:
-        """Buffers that are not known to differ from the first; others become extras, as those of running statistics."""
-        first = held[0][1].tensor
-        layout = self.layouts.get(name)
-        for part, own in held:
-            equal = layout is None or layout.local_shape(part.tp) == layout.global_shape
-            if (
-                equal
-                and own.tensor is not None
-                and first is not None
-                and self.checksums.same_bytes(first.first, own.tensor.first) is False
-            ):
-                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=own.tensor.first))
-                self.notes.append(
-                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {held[0][0].mp}'s, which is "
-                    "taken; its own is an extra"
-                )
-            else:
-                yield part, own
 
 
 def _shape(state: State) -> Shape:

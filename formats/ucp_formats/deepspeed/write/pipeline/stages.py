@@ -140,7 +140,9 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             "recorded: write --to deepspeed-universal, which goes by names"
         )
     uses = pipeline.tied_uses(settings.tied)
-    layers = max([1, settings.layers, pipeline.free, *(own[-1] + 1 for own in uses.values() if own)])
+    layers = max(
+        [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(own[-1] + 1 for own in uses.values() if own)]
+    )
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
@@ -178,7 +180,8 @@ def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: in
     for key, told in settings.tied.items():
         if key not in pipeline.tied_uses({}):
             yield f"tied={key}: tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
-        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in told if pipeline.is_other(at, key))
+        others = (at for at in told if at in pipeline.layers and tied_key(pipeline.layers[at]) != key)
+        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
 
 
 def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
