@@ -6,18 +6,17 @@ stores ceil(numel / ranks) elements, padded at the end (`partition_parameters.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunk, chunks, joined_shape, regions_of
+from ucp_patterns.dim import check_dim, chunk, regions_of
 
 __all__ = ["Chunk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Pattern):
     """A dim cut into chunks.
 
     >>> [str(pair.whole) for index in range(4) for pair in Chunk(0).regions((9,), 4, index)]
@@ -42,9 +41,3 @@ class Chunk:
         """The chunk of part `index`, empty past the end. `global_shape`: elements. Raises ValueError: no such dim."""
         start, stop = chunk(check_dim(global_shape, self.dim), parts, index)
         return regions_of(global_shape, self.dim, [(start, stop, 0)])
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up. Raises ValueError when they are not those of chunks."""
-        length = sum(check_dim(shape, self.dim) for shape in local_shapes)
-        wanted = [stop - start for start, stop in chunks(length, len(local_shapes))]
-        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)

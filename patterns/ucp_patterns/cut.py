@@ -6,19 +6,18 @@ numbers, splits along a grain. A part holds its cut of every block one after ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, joined_shape, regions_of
+from ucp_patterns.dim import check_dim, regions_of
 
 __all__ = ["Cut"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Pattern):
     """A dim cut by recorded widths.
 
     >>> [str(pair.whole) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
@@ -55,9 +54,3 @@ class Cut:
         starts = [begin + sum(block[:index]) for begin, block in zip(begins, self.widths, strict=False)]
         stretches = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
         return regions_of(global_shape, self.dim, stretches)
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up. Raises ValueError when they are not those recorded."""
-        length = sum(check_dim(shape, self.dim) for shape in local_shapes)
-        wanted = [sum(own) for own in zip(*self.widths, strict=True)]
-        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)

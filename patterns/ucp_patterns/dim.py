@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Stretch", "check_dim", "chunk", "chunks", "joined_shape", "regions_of"]
+__all__ = ["Stretch", "check_dim", "chunk", "chunks", "regions_of"]
 
 Stretch = tuple[int, int, int]
 """First element and one past the last, of the dim of the whole; and which copy of them it is."""
@@ -31,23 +31,6 @@ def regions_of(shape: tuple[int, ...], dim: int, stretches: Iterable[Stretch]) -
             local += stop - start
     nothing = Box(zero, (*shape[:dim], 0, *shape[dim + 1 :]))
     return tuple(pairs) or (RegionPair(nothing, nothing),)
-
-
-def joined_shape(
-    name: str, dim: int, local_shapes: Sequence[tuple[int, ...]], *, wanted: Sequence[int], length: int
-) -> tuple[int, ...]:
-    """Shape of the whole with `length` elements in the dim, of parts that should have `wanted` there.
-
-    `name`: of the pattern. Raises ValueError when other dims differ, or the lengths do.
-    """
-    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in local_shapes}
-    if len(others) != 1:
-        shown = [list(shape) for shape in local_shapes]
-        raise ValueError(f"{name}: expected parts that differ in dim {dim} only; got shapes {shown}")
-    lengths = [shape[dim] for shape in local_shapes]
-    if list(wanted) != lengths:
-        raise ValueError(f"{name}: expected parts with {list(wanted)} elements of dim {dim}; got {lengths}")
-    return (*local_shapes[0][:dim], length, *local_shapes[0][dim + 1 :])
 
 
 def chunks(length: int, parts: int) -> list[tuple[int, int]]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap, common_shape
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
 __all__ = ["Partial"]
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Pattern):
     """All of the tensor on every part, each updated on its own."""
 
     overlap: Overlap = Overlap.MEAN
@@ -28,7 +27,3 @@ class Partial:
         del parts
         whole = Box.whole(global_shape)
         return (RegionPair(whole, whole, index),)
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that all have. Raises ValueError when they differ."""
-        return common_shape(local_shapes)

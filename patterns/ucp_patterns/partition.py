@@ -8,17 +8,16 @@ the order, the sizes and the alignment of all parameters; what a part has of it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
 __all__ = ["Partition"]
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(Pattern):
     """The elements of a flattened parameter that lie in the share of each part.
 
     >>> [str(pair.whole) for index in range(2) for pair in Partition(start=3, share=4).regions((4,), 2, index)]
@@ -46,7 +45,9 @@ class Partition:
 
         Raises ValueError for a shape that is not flat, or one that leaves the buffer.
         """
-        (numel,) = _flat(global_shape)
+        if len(global_shape) != 1:
+            raise ValueError(f"expected a flattened tensor; got one of shape {global_shape}")
+        (numel,) = global_shape
         if self.start + numel > parts * self.share:
             raise ValueError(
                 f"elements {self.start} to {self.start + numel} leave a buffer of {parts} x {self.share} elements"
@@ -56,23 +57,3 @@ class Partition:
         if start >= stop:
             return ()
         return (RegionPair(Box((start,), (stop - start,)), Box((0,), (stop - start,))),)
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The lengths added up. Raises ValueError when the shares would hold other lengths."""
-        if any(len(shape) != 1 for shape in local_shapes):
-            raise ValueError(f"{self.name}: expected flat parts; got {[list(shape) for shape in local_shapes]}")
-        numel = sum(shape[0] for shape in local_shapes)
-        bounds = [
-            (index * self.share - self.start, (index + 1) * self.share - self.start)
-            for index in range(len(local_shapes))
-        ]
-        wanted = [max(min(high, numel) - max(low, 0), 0) for low, high in bounds]
-        if wanted != [shape[0] for shape in local_shapes]:
-            raise ValueError(f"{self.name}: expected parts of {wanted} elements; got {[s[0] for s in local_shapes]}")
-        return (numel,)
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int]:
-    if len(shape) != 1:
-        raise ValueError(f"expected a flattened tensor; got one of shape {shape}")
-    return (shape[0],)

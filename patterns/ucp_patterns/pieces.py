@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
 
 __all__ = ["Pieces"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(Pattern):
     """Boxes by part.
 
     >>> from ucp.core.region import Box

@@ -5,17 +5,16 @@ Or some parts do: an embedding that the first and the last stage of a pipeline s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap, common_shape
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
 __all__ = ["Replicate"]
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(Pattern):
     """All of the tensor on every part, equal.
 
     >>> [len(Replicate(holders=(0, 3)).regions((4, 2), 4, index)) for index in range(4)]
@@ -44,11 +43,3 @@ class Replicate:
             return ()
         whole = Box.whole(global_shape)
         return (RegionPair(whole, whole, self.holders.index(index) if self.holders else index),)
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that all holders have. Raises ValueError when they differ, or another part holds elements."""
-        holders = self.holders or range(len(local_shapes))
-        others = [shape for index, shape in enumerate(local_shapes) if index not in holders and shape and all(shape)]
-        if others:
-            raise ValueError(f"expected elements on parts {list(holders)} only; got {[list(own) for own in others]}")
-        return common_shape([local_shapes[index] for index in holders])

@@ -8,12 +8,12 @@ the same piece (grouped attention with fewer key and value heads than tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern, joined_shape
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import Stretch, check_dim, joined_shape, regions_of
+from ucp_patterns.dim import Stretch, check_dim, regions_of
 
 __all__ = ["Shard"]
 
@@ -22,7 +22,7 @@ _MOST_BLOCKS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Pattern):
     """A dim cut into nearly equal parts, the first ones longer by one where it does not divide.
 
     >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
@@ -75,32 +75,20 @@ class Shard:
         length = check_dim(global_shape, self.dim)
         if sum(self.blocks) * self.repeat != length and self.blocks:
             raise ValueError(f"{self.name}: blocks do not add up to the {length} elements of dim {self.dim}")
-        return regions_of(global_shape, self.dim, list(self._held(length, parts, index)))
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up, copies counted once.
-
-        Raises ValueError when other dims differ, or the lengths are not those of the blocks' cuts.
-        """
-        parts = len(local_shapes)
-        lengths = [check_dim(shape, self.dim) for shape in local_shapes]
-        length = sum(self.blocks) * self.repeat if self.blocks else sum(lengths)
-        wanted = [sum(high - low for low, high, _ in self._held(length, parts, index)) for index in range(parts)]
-        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)
-
-    def _held(self, length: int, parts: int, index: int) -> Iterator[Stretch]:
-        """This part's cut of every block."""
         if any(parts % copies for copies in self.copies):
             raise ValueError(f"{self.name}: copies do not divide {parts} parts")
         blocks = self.blocks * self.repeat or (length,)
+        stretches: list[Stretch] = []
         begin = 0
         for block, copies in zip(blocks, self.copies * self.repeat or (1,) * len(blocks), strict=True):
-            low, high = _cut(block, parts // copies, index // copies)
-            yield begin + low, begin + high, index % copies
+            at = index // copies
+            each, longer = divmod(block, parts // copies)
+            low = begin + at * each + min(at, longer)
+            stretches.append((low, low + each + (at < longer), index % copies))
             begin += block
+        return regions_of(global_shape, self.dim, stretches)
 
-
-def _cut(length: int, parts: int, index: int) -> tuple[int, int]:
-    base, rest = divmod(length, parts)
-    start = index * base + min(index, rest)
-    return start, start + base + (index < rest)
+    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
+        shapes = tuple(map(tuple, local_shapes))
+        return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)

@@ -7,18 +7,17 @@ one stretch of every part. Both cuts are those of `torch.chunk`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunk, chunks, joined_shape, regions_of
+from ucp_patterns.dim import check_dim, chunk, chunks, regions_of
 
 __all__ = ["Strided"]
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class Strided(Pattern):
     """A chunk of each of the chunks of a dim, one after another.
 
     >>> [str(pair.whole) for pair in Strided(dim=0, split_factor=2).regions((8,), 2, 1)]
@@ -44,16 +43,5 @@ class Strided:
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """This part's chunk of every chunk. `global_shape`: elements. Raises ValueError: no such dim."""
         length = check_dim(global_shape, self.dim)
-        return regions_of(global_shape, self.dim, [(*own, 0) for own in self._held(length, parts, index)])
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shapes with their lengths of the dim added up. Raises ValueError when they are not those of chunks."""
-        parts = len(local_shapes)
-        length = sum(check_dim(shape, self.dim) for shape in local_shapes)
-        wanted = [sum(high - low for low, high in self._held(length, parts, index)) for index in range(parts)]
-        return joined_shape(self.name, self.dim, local_shapes, wanted=wanted, length=length)
-
-    def _held(self, length: int, parts: int, index: int) -> Iterator[tuple[int, int]]:
-        for start, stop in chunks(length, self.split_factor):
-            low, high = chunk(stop - start, parts, index)
-            yield start + low, start + high
+        every = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
+        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in every])

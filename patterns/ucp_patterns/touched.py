@@ -6,17 +6,16 @@ Muon keeps its momentum so under ZeRO-1/2, as it orthogonalises whole matrices (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.layout import Overlap, common_shape
+from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
 __all__ = ["Touched"]
 
 
 @dataclass(frozen=True, slots=True)
-class Touched:
+class Touched(Pattern):
     """All of a flattened parameter on every part whose share it touches, equal.
 
     >>> [len(Touched(start=3, share=4).regions((4,), 3, index)) for index in range(3)]
@@ -49,8 +48,3 @@ class Touched:
             return ()
         whole = Box.whole(global_shape)
         return (RegionPair(whole, whole, index - self.start // self.share),) if global_shape[0] else ()
-
-    def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that those have which have any. Raises ValueError when they differ."""
-        held = [shape for shape in local_shapes if shape != (0,)]
-        return common_shape(held) if held else (0,)

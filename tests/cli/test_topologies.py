@@ -41,6 +41,7 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
         (PIPELINE, ["deepspeed", "pp=2,zero=3"], "no pipelines with ZeRO 2 or 3"),
         ("deepspeed/z1-tp2-dp2", ["deepspeed", "tp=3,zero=1"], "choose a degree that divides them"),
         (EXPERTS, ["deepspeed", "dp=3,ep=3,zero=1"], "expected ep to divide"),
+        ("deepspeed/z1-pp2-ep2-dp2", ["deepspeed", "dp=2,pp=2,ep=2,zero=1"], "experts are written for tp=1, pp=1 and"),
         (EXPERTS, ["deepspeed", "dp=2,ep=2,zero=3"], "no native experts with ZeRO 3"),
         (
             ZERO3,

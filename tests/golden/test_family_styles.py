@@ -108,14 +108,11 @@ def carried_out(made: Mapping[str, Made], sources: Mapping[str, np.ndarray]) -> 
         whole = np.full(own.shape, -1, np.int32)
         for patch in own.patches:
             source = sources[patch.source]
-            steps = [
-                0 if dim is None else step * source.strides[dim]
-                for dim, step in zip(patch.dims, patch.steps, strict=True)
-            ]
+            steps = [0 if dim is None else step * source.strides[dim] for dim, step in patch.ways]
             part = np.lib.stride_tricks.as_strided(
-                source[(*map(slice, patch.start, source.shape),)], patch.box.sizes, steps
+                source[(*map(slice, patch.whole.offsets, source.shape),)], patch.local.sizes, steps
             )
-            whole[tuple(map(slice, patch.box.offsets, patch.box.stops))] = part
+            whole[tuple(map(slice, patch.local.offsets, patch.local.stops))] = part
         assert (whole >= 0).all(), name
         found[name] = whole
     return found

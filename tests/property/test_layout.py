@@ -18,9 +18,10 @@ from ucp_patterns.shard import Shard
 from ucp_patterns.touched import Touched
 from ucp_patterns.unique import Unique
 
+from tests.property.test_region import compose
 from tests.strategies import coordinates, cuts, shapes
 from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, part_of, place
-from ucp.core.region import RegionPair, compose, uncovered
+from ucp.core.region import RegionPair, uncovered
 
 
 @st.composite

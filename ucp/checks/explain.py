@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
@@ -122,7 +122,7 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         family=family,
         reasons=reasons,
         parameters=explained,
-        unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule) is not False),
+        unused=tuple(rule for rule in family.rules if rule.name not in used and family.holds(rule.when) is not False),
     )
 
 

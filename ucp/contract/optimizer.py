@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from ctypes import c_float
+from math import isnan
 from struct import unpack
 from typing import TYPE_CHECKING
 
@@ -65,6 +67,15 @@ class OptimizerPlan:
                 f"{listed(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
             )
         return next(iter(first.values()), None)
+
+    def check_float32(self, param: str, state: str, *, remedy: str) -> None:
+        """Raise UnsupportedError for a count that float32, in which a framework keeps it, would round."""
+        count = self._counts.get((param, state), 0)
+        if not isnan(count) and c_float(count).value != count:
+            raise UnsupportedError(
+                "expected counts that float32 holds, as torch's optimizers keep them: whole numbers up to 2**24; got "
+                f"{param}/{state} = {count} in {self._index.path}. {remedy}"
+            )
 
     def note_cast(self, state: str, old: DType, new: DType) -> None:
         """Remember that a count of one parameter is written in another type."""

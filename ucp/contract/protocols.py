@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ucp.contract.model.arguments import recorded_arguments, said_values
+from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.layout import Pattern

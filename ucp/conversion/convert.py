@@ -16,26 +16,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
-from ucp.conversion.destination.choice import destination_at
-from ucp.conversion.destination.place import Destination
-from ucp.conversion.destination.waiting import waiting_for
+from ucp.conversion.destination.disk import OnDisk, destination_at
+from ucp.conversion.destination.place import waiting_for
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.finalize import check_begun, unfinished
 from ucp.conversion.parts.run import write_part
 from ucp.conversion.plan_report import ConversionReport, said_of
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.conversion.verify import verify_written
 from ucp.core.text.page import Page, facts, lines
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
-from ucp.errors import ChangedError, CorruptError, DestinationError, ReplicaError, UsageError, counted
-from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging
-from ucp.io.destination.write import check_space
+from ucp.errors import UsageError, counted
 from ucp.io.folder import url_scheme
 from ucp.transfer.compare import fit_threads
 
@@ -118,92 +112,22 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
     """`carry_out`, once the paths can be paths and stores are free."""
     destination = destination_at(dst, options)
     destination.check(src)
-    remote = any(url_scheme(own) for own in (src, dst))
+    remote = any(url_scheme(path) for path in (src, dst))
     threads = fit_threads(options.memory, remote=remote) if options.verify else 0
-    if options.part is not None:
-        return _report(*_part(src, destination, options, observer), dst, options)
     prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
-    destination.check_job(prepared.job)
-    if not _take(destination, prepared, options, observer):
-        return _report(prepared, None, dst, options)
-    with _released(destination):
-        lanes, believe = prepared.workers * prepared.threads, options.finalize and not options.verify
-        begun = destination.begin(prepared.job, observer, lanes, believe=believe)
-        if options.finalize and begun.todo:
-            raise unfinished(prepared, _shared(destination), begun.todo)
+    destination.check(src, prepared.job)
+    with destination:
+        if isinstance(destination, OnDisk) and options.part is not None:  # a bucket has refused it
+            return _report(prepared, write_part(prepared, destination.staging, options, observer), dst, options)
+        begun = destination.begin(prepared, observer)
+        if begun is None:
+            return _report(prepared, None, dst, options)
         written = execute(prepared, destination, begun, observer)
         if options.verify:
             with destination.as_written() as path:
                 verify_written(prepared.job, path, source=options.source, observer=observer, threads=threads)
         destination.commit(fsync=options.fsync)
     return _report(prepared, written, dst, options, scratch=destination.scratch_bytes)
-
-
-def _shared(destination: Destination) -> Staging:
-    """What parts share. Raises UsageError where they cannot."""
-    if destination.shared is None:
-        raise UsageError(
-            "parts of a conversion share a folder of a disk, and the destination is in a bucket: write to a folder "
-            "that all of them see, and upload that; or leave out --part and --finalize"
-        )
-    return destination.shared
-
-
-def _part(
-    src: Path, destination: Destination, options: ConvertOptions, observer: Observer
-) -> tuple[Prepared, Written | None]:
-    """Write a part, beside others; the plan, and what was written, or None where the destination is complete."""
-    staging = _shared(destination)
-    prepared = prepare(src, options, observer)
-    destination.check_job(prepared.job)
-    if not staging.data.exists() and not staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
-        check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
-    try:
-        return prepared, write_part(prepared, staging, options, observer)
-    except OSError as error:
-        raise destination.unwritable(error) from error
-    finally:
-        staging.release()
-
-
-def _take(destination: Destination, prepared: Prepared, options: ConvertOptions, observer: Observer) -> bool:
-    """Take the place where the destination grows, unless nothing is left to do. Raises DestinationError."""
-    resume = options.resume or options.finalize
-    if resume and destination.is_complete(prepared.fingerprint, overwrite=options.overwrite):
-        destination.sweep()
-        return False
-    if options.finalize:
-        check_begun(prepared, _shared(destination))
-    try:
-        making = Making(prepared.fingerprint, prepared.facts)
-        waiting = partial(waiting_for, observer)
-        destination.open(making, resume=resume, overwrite=options.overwrite, waiting=waiting)
-    except OSError as error:
-        raise destination.unwritable(error) from error
-    except DestinationError:
-        if resume and destination.is_complete(
-            prepared.fingerprint, overwrite=False
-        ):  # by another run, which was waited for
-            destination.sweep()
-            return False
-        raise
-    return True
-
-
-@contextmanager
-def _released(destination: Destination) -> Iterator[None]:
-    """Let go of the place when something fails; tasks that were done stay for --resume, unless they are wrong."""
-    try:
-        yield
-    except OSError as error:
-        destination.release()
-        raise destination.unwritable(error) from error
-    except (ChangedError, CorruptError, ReplicaError):
-        destination.discard()
-        raise
-    except BaseException:
-        destination.release()
-        raise
 
 
 def _report(

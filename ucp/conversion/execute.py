@@ -17,8 +17,9 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.destination.mark import MARK, dump_mark
+from ucp.io.destination.mark import dump_mark
 from ucp.io.destination.write import is_memory
+from ucp.io.folder import MARK
 from ucp.io.identity import check_unchanged, is_remote, producer
 from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches
@@ -81,12 +82,11 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
     job = begun.job
     written = carry_out_tasks(prepared, destination, begun, observer)
     _check_source(job.index, written)
-    receipts = destination.finish(job, written.sums)
+    receipts, sizes = destination.finish(job, written.sums)
     with no_cycle_collection():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
-    sizes = {file.path: destination.nbytes_of(file) for file in job.target.files}
     closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
-    destination.add_last(closing_files)
+    destination.seal(closing_files)
     written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
     return written
@@ -109,16 +109,16 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
                 if not number:
                     observer.begin(title="convert", nbytes=todo_nbytes)
                     stack.callback(observer.end)
-                told: Counter[int] = Counter()  # of each task, bytes that were told on the way
+                reported: Counter[int] = Counter()  # bytes of each task that were reported on the way
                 for report in stream:
                     if isinstance(report, Step):
-                        told[report.task] += report.nbytes
+                        reported[report.task] += report.nbytes
                         observer.advance(report.nbytes)
                         continue
                     written.add(report)
                     written.nbytes += report.nbytes
                     place.note(report)
-                    observer.advance(report.nbytes - told[report.task])
+                    observer.advance(report.nbytes - reported[report.task])
     return written
 
 

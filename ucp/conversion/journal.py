@@ -13,8 +13,8 @@ from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, decode
 from ucp.transfer.gather import Gatherer, Reader
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.tasks import Section, Task
-from ucp.transfer.worker import Done, Sum
+from ucp.transfer.plan.tasks import Task
+from ucp.transfer.worker import Done
 
 __all__ = ["Line", "done_of", "fits", "line_of", "trusted"]
 
@@ -82,18 +82,15 @@ def _stands(root: Path, task: Task, done: Done) -> bool:
         return False
     sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
     try:
-        return all(
-            xxhash.xxh3_64_hexdigest(_stored(root / path, section, own)) == own.digest
-            for (path, section), own in zip(sections, done.sums, strict=True)
-        )
+        for (path, section), own in zip(sections, done.sums, strict=True):
+            offset, nbytes = own.block or (section.offset, section.nbytes)
+            with (root / path).open("rb") as file:
+                file.seek(offset)
+                data = memoryview(file.read(nbytes))
+            if own.block:
+                data = decode(data, codec_name(section.nbytes // (section.stop - section.start)))
+            if xxhash.xxh3_64_hexdigest(data) != own.digest:
+                return False
     except (OSError, CorruptError):
         return False
-
-
-def _stored(path: Path, section: Section, own: Sum) -> bytes | memoryview:
-    """The bytes of a section as they are in the file now, decoded."""
-    offset, nbytes = own.block or (section.offset, section.nbytes)
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(nbytes)
-    return decode(memoryview(data), codec_name(section.nbytes // (section.stop - section.start))) if own.block else data
+    return True

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.conversion.destination.choice import destination_at
+from ucp.conversion.destination.disk import destination_at
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
-from ucp.core.text.overview import source_facts
+from ucp.core.text.overview import layout_lines, source_facts
 from ucp.core.text.page import Page, Report, Section, facts, lines
-from ucp.core.text.tally import layout_lines
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted
@@ -113,7 +112,10 @@ class PlanReport(ConversionReport):
         yield facts(source_facts(self.source))
         yield facts(_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
-        yield lines("Layout of the source", self.source_layout)
+        origin = self.source.origin  # of a store, which has every tensor whole
+        yield lines(
+            f"Layout of the run that was saved ({origin})" if origin else "Layout of the source", self.source_layout
+        )
         yield lines("Layout of the target", self.target_layout)
         yield from self.remarks()
 

@@ -128,7 +128,8 @@ def possible_places(
         most -= len(levels[-1])
         if most < 0:
             raise ManyWaysError(f"too many assignments of {len(params)} parameters come near")
-    alive = levels[-1] & {(len(stages) - 1, tuple(group.length for group in groups))}
+    full = tuple(group.length for group in groups)
+    alive = {state for state in levels[-1] if state[1] == full}
     places: list[set[Place]] = []
     for at in reversed(range(len(params))):
         leading = [(state, place) for state in levels[at] for place, after in steps(state, at) if after in alive]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 __all__ = ["DType"]
@@ -70,27 +71,8 @@ class DType(StrEnum):
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
-_ITEMSIZE = {
-    DType.FLOAT64: 8,
-    DType.FLOAT32: 4,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT8_E4M3FN: 1,
-    DType.FLOAT8_E4M3FNUZ: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.FLOAT8_E5M2FNUZ: 1,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT16: 2,
-    DType.INT8: 1,
-    DType.UINT64: 8,
-    DType.UINT32: 4,
-    DType.UINT16: 2,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-    DType.COMPLEX64: 8,
-    DType.COMPLEX128: 16,
-}
+_ITEMSIZE = {dtype: 1 if dtype is DType.BOOL else int(re.findall(r"\d+", dtype)[0]) // 8 for dtype in DType}
+"""Every name but that of bool has the bits of an element as its first number."""
 
 _SAFETENSORS = {
     DType.FLOAT64: "F64",

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ucp.core.layout import Layout, Placed, place
-from ucp.core.region import Box, RegionPair, intersect
-from ucp.core.tensor import Tensor, TensorRef
+from ucp.core.region import Box, RegionPair
+from ucp.core.tensor import Tensor, TensorRef, picked
 
-__all__ = ["Fragment", "Stored", "cut_out", "fragments", "with_copies"]
+__all__ = ["Fragment", "Stored", "fragments", "taken", "with_copies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ class Stored(NamedTuple):
         """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
         number = placed.replica if replica is None else replica
         if self.boxes:
-            pair = RegionPair(placed.box, placed.local)
-            cuts = (cut_out(pair, box, ref, replica=number, term=placed.term) for box, ref in self.boxes)
-            return tuple(replace(own, derived=derived) for own in cuts if own is not None)
+            pair, copy = RegionPair(placed.local, placed.box), {"replica": number, "term": placed.term}
+            every = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
+            return tuple(piece for own in every if (piece := taken(pair, own)) is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
@@ -92,15 +92,16 @@ def with_copies(
     return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
 
 
-def cut_out(pair: RegionPair, box: Box, ref: TensorRef, *, replica: int = 0, term: int = 0) -> Fragment | None:
-    """The elements of `pair` that `ref` stores, which is `box` of a rank's local tensor; None where it has none.
-
-    `replica`, `term`: see `Fragment`.
-    """
-    shared = intersect(pair.local, box)
-    if shared is None:
+def taken(pair: RegionPair, fragment: Fragment) -> Fragment | None:
+    """The elements of `pair` that a fragment of its whole stores, as a fragment of the local tensor; None for none."""
+    near = pair.within(fragment.box)
+    if near is None:
         return None
-    offsets = tuple(s - a + b for s, a, b in zip(shared.offsets, pair.local.offsets, pair.whole.offsets, strict=True))
-    inside = tuple(s - a for s, a in zip(shared.offsets, box.offsets, strict=True))
-    own = ref.narrow(inside, shared.sizes)
-    return Fragment(box=Box(offsets, shared.sizes), ref=own, replica=replica, term=term)
+    ref = fragment.ref
+    inside = map(int.__sub__, near.whole.offsets, fragment.box.offsets)
+    first = sum(map(int.__mul__, inside, ref.strides))
+    sizes, strides = near.local.sizes, ref.strides
+    if near.dims is not None:
+        steps = zip(near.dims, near.steps, strict=True)
+        strides = tuple(0 if dim is None else strides[dim] * step for dim, step in steps)
+    return replace(fragment, box=near.local, ref=picked(ref, first, sizes, strides))

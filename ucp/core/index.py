@@ -17,7 +17,7 @@ from ucp.core.fragments import Fragment
 from ucp.core.layout import Layout, Overlap
 from ucp.core.names import STEP, WEIGHT, StateDictKeys
 from ucp.core.region import Box, uncovered
-from ucp.core.tensor import Record
+from ucp.core.tensor import Record, Tensor
 from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
@@ -75,6 +75,12 @@ class StateIndex:
     """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
     digest_nbytes: int = 0
     """Bytes under one digest; the last may be under fewer."""
+
+    @classmethod
+    def whole(cls, ref: Tensor) -> StateIndex:
+        """A tensor as a state of one piece."""
+        piece = Fragment(box=Box.whole(ref.shape), ref=ref)
+        return cls(dtype=ref.dtype, global_shape=ref.shape, fragments=(piece,))
 
     @property
     def numel(self) -> int:
@@ -371,7 +377,7 @@ _FEW = 64
 
 
 def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
-    if _is_whole_once(state) or _is_tiled(state):
+    if _is_tiled(state):
         return
     label = f"{param}/{name}"
     outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
@@ -387,16 +393,6 @@ def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
         for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
             what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
             yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
-
-
-def _is_whole_once(state: StateIndex) -> bool:
-    """Whether every piece is the whole, and one of them the piece to take: the commonest state, cheap to see."""
-    taken = 0
-    for fragment in state.fragments:
-        if any(fragment.box.offsets) or fragment.box.sizes != state.global_shape:
-            return False
-        taken += fragment.replica == 0
-    return taken == 1
 
 
 def _is_tiled(state: StateIndex) -> bool:

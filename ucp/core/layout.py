@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import contiguous_strides
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
     "Part",
     "Pattern",
     "Placed",
-    "common_shape",
+    "joined_shape",
     "local_shape",
     "part_of",
     "place",
@@ -69,6 +70,28 @@ class Pattern(Protocol):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
+        return joined_shape(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
+
+
+@lru_cache(maxsize=4096)  # layers are alike
+def joined_shape(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
+    """The shape that `regions` cuts into parts of these: that of one with elements, or that with one dim joined.
+
+    `length`: of the joined dim, where it is not that of all parts together. Raises ValueError when there is none.
+    """
+    first = next((shape for shape in shapes if prod(shape)), shapes[0])
+    sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
+    lengths = [own if length is None else length for own in sums]
+    for whole in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
+        try:
+            parts = [pattern.regions(whole, len(shapes), index) for index in range(len(shapes))]
+        except ValueError:
+            continue
+        every = zip(parts, shapes, strict=True)
+        if all(_part_shape(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
+            return whole
+    shown = [list(shape) for shape in shapes]
+    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {shown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +109,7 @@ class AxisLayout:
 
     def holders(self, global_shape: tuple[int, ...]) -> list[int]:
         """Parts that hold some of a tensor of `global_shape` elements, or an empty piece of it."""
-        return [index for index in range(self.parts) if self._regions(global_shape, index)]
+        return [at for at in range(self.parts) if self.pattern.regions(global_shape, self.parts, at)]
 
     def dim(self, global_shape: tuple[int, ...]) -> int | None:
         """The one dim of a tensor that its parts divide among them; None where they divide none, or several.
@@ -95,12 +118,10 @@ class AxisLayout:
         >>> AxisLayout("dp", 2, Chunk(1)).dim((3, 4))
         1
         """
-        pieces = (pair.whole.sizes for at in range(self.parts) for pair in self._regions(global_shape, at))
+        parts = (self.pattern.regions(global_shape, self.parts, at) for at in range(self.parts))
+        pieces = (pair.whole.sizes for pairs in parts for pair in pairs)
         dims = {dim for sizes in pieces for dim, length in enumerate(global_shape) if sizes[dim] != length}
         return dims.pop() if len(dims) == 1 else None
-
-    def _regions(self, global_shape: tuple[int, ...], index: int) -> tuple[RegionPair, ...]:
-        return self.pattern.regions(global_shape, self.parts, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +203,7 @@ class Placed:
 
 def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
-    shape = tuple(global_shape)
-    for axis in layout.axes:
-        pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not pairs:
-            return (0,) * len(shape)
-        shape = _part_shape(pairs)
-    return shape
+    return _composed(layout.axes, tuple(global_shape), coords)[1]
 
 
 def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -210,13 +225,6 @@ def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tupl
     return shapes[0]
 
 
-def common_shape(local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The one shape that all of `local_shapes` are. Raises ValueError when they differ, or there is none."""
-    if len(set(local_shapes)) != 1:
-        raise ValueError(f"expected one shape on all parts; got {[list(shape) for shape in local_shapes]}")
-    return tuple(local_shapes[0])
-
-
 def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
@@ -224,10 +232,41 @@ def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
 def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[Placed, ...]:
     """Boxes of the whole that the rank at `coords` stores, in increasing offset where there is a flat cut."""
     part = part_of(layout, global_shape, coords=coords)
-    return tuple(
-        Placed(box=box, local=local, offset=offset, strides=part.strides, replica=own.replica, term=own.term)
-        for own, box, local, offset in _stored(part)
-    )
+    shape, strides = part.local_shape, part.strides
+    if part.flat is None:
+        return tuple(
+            Placed(
+                box=own.pair.whole,
+                local=own.pair.local,
+                offset=own.pair.local.flat_start(shape) if shape else 0,
+                strides=strides,
+                replica=own.replica,
+                term=own.term,
+            )
+            for own in part.held
+        )
+    placed = []
+    for run in part.flat:
+        start, length = run.pair.whole.offsets[0], run.pair.whole.sizes[0]
+        for box, position in local_flat_pairs(shape, start, start + length):
+            for own in part.held:
+                near, far = own.pair.local, own.pair.whole
+                shared = box if near.sizes == shape else intersect(box, near)
+                if shared is None:
+                    continue
+                offsets = tuple(map(int.__add__, map(int.__sub__, shared.offsets, near.offsets), far.offsets))
+                inside = shared.flat_start(shape) - box.flat_start(shape)
+                placed.append(
+                    Placed(
+                        box=Box(offsets, shared.sizes),
+                        local=shared,
+                        offset=run.pair.local.offsets[0] + position + inside,
+                        strides=strides,
+                        replica=own.replica * part.flat_copies + run.replica,
+                        term=own.term * part.flat_terms + run.term,
+                    )
+                )
+    return tuple(placed)
 
 
 def part_of(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> Part:
@@ -255,14 +294,20 @@ def _composed(
     """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
     whole = Box.whole(shape)
     held = [Held(RegionPair(whole, whole), 0, 0)]
-    is_whole = True
     for axis in axes:
-        inner = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not inner:
+        near = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
+        if not near:
             return (), (0,) * len(shape)
-        held = [deeper for own in held for near in inner for deeper in own.cut(axis, near, is_whole=is_whole)]
-        shape = _part_shape(inner)
-        is_whole = False
+        equal, mean = (axis.pattern.overlap is rule for rule in (Overlap.EQUAL, Overlap.MEAN))
+        deeper = []
+        for own in held:
+            for inner in near:
+                pair = inner if own.pair.whole is whole and inner.whole.numel else inner.after(own.pair)
+                if pair is not None:
+                    replica = own.replica * axis.parts + inner.copy if equal else own.replica
+                    term = own.term * axis.parts + inner.copy if mean else own.term
+                    deeper.append(Held(pair, replica, term))
+        held, shape = deeper, _part_shape(near)
     return tuple(held), shape
 
 
@@ -276,14 +321,6 @@ class Held:
     """0 where the rank is the first to hold it."""
     term: int
     """Which summand of a mean it is."""
-
-    def cut(self, axis: AxisLayout, near: RegionPair, *, is_whole: bool = False) -> list[Held]:
-        """What one region of the next axis leaves of it: one piece or none; `is_whole`: it is all of the tensor."""
-        overlap = axis.pattern.overlap
-        replica = self.replica * axis.parts + near.copy if overlap is Overlap.EQUAL else self.replica
-        term = self.term * axis.parts + near.copy if overlap is Overlap.MEAN else self.term
-        pairs = ((near,) if near.whole.numel else ()) if is_whole else compose((self.pair,), (near,))
-        return [Held(pair, replica, term) for pair in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,27 +349,3 @@ class Part:
         if not self.held:
             return 0
         return prod(self.local_shape) if self.flat is None else sum(run.pair.local.numel for run in self.flat)
-
-
-def _stored(part: Part) -> Iterator[tuple[Held, Box, Box, int]]:
-    """Every region with its box of the whole, that of the local tensor and its storage offset."""
-    shape = part.local_shape
-    if part.flat is None:
-        for own in part.held:
-            yield own, own.pair.whole, own.pair.local, own.pair.local.flat_start(shape) if shape else 0
-        return
-    for run in part.flat:
-        start, length = run.pair.whole.offsets[0], run.pair.whole.sizes[0]
-        for box, position in local_flat_pairs(shape, start, start + length):
-            for own in part.held:
-                near, far = own.pair.local, own.pair.whole
-                shared = box if near.sizes == shape else intersect(box, near)
-                if shared is not None:
-                    offsets = tuple(
-                        s - a + b for s, a, b in zip(shared.offsets, near.offsets, far.offsets, strict=True)
-                    )
-                    inside = shared.flat_start(shape) - box.flat_start(shape)
-                    at = run.pair.local.offsets[0] + position + inside
-                    replica = own.replica * part.flat_copies + run.replica
-                    term = own.term * part.flat_terms + run.term
-                    yield Held(own.pair, replica, term), Box(offsets, shared.sizes), shared, at

@@ -47,7 +47,7 @@ class NameFilter:
         pairs = list(names)
         unused = [g for g in (*self.include, *self.exclude) if not any(_matches(g, p, s) for p, s in pairs)]
         if unused:
-            raise UsageError(f"no parameter matches {_quoted(unused)}; {_hint(unused, pairs)}")
+            raise UsageError(f"no parameter matches {', '.join(map(repr, unused))}; {_hint(unused, pairs)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,3 @@ def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
     if near:
         return f"did you mean {' or '.join(map(repr, near))}? `ucp inspect` lists the names"
     return "`ucp inspect` lists the names"
-
-
-def _quoted(globs: Sequence[str]) -> str:
-    return ", ".join(repr(glob) for glob in globs)

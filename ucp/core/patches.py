@@ -1,11 +1,7 @@
 """An index under other names: tensors joined, split, transposed and permuted, by reference.
 
-A patch says which elements of a tensor that is to be made are which elements of one that is there. Patches are followed
-one after another (`Patch.after`) down to the stored bytes (`arranged`); none of them moves any.
-
->>> turned = Patch(Box((0, 0), (3, 2)), "w", (0, 0), (1, 0), (1, 1))  # w is [2, 3]
->>> turned.after(Patch(Box((0, 1), (2, 2)), "columns", (0, 0), (0, 1), (1, 1)))
-Patch(box=Box(offsets=(1, 0), sizes=(2, 2)), source='columns', start=(0, 0), dims=(1, 0), steps=(1, 1))
+A tensor that is to be made is told by regions of others (`RegionPair`, whose `source` is named), which are followed one
+after another down to the stored bytes (`arranged`); none of them moves any.
 """
 
 from __future__ import annotations
@@ -17,84 +13,13 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.fragments import Fragment, with_copies
+from ucp.core.fragments import Fragment, taken, with_copies
 from ucp.core.index import AtomIndex, Index, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.region import Box
-from ucp.core.slices import starts_of
-from ucp.core.tensor import InlineTensor, Tensor
+from ucp.core.region import Box, RegionPair
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
-__all__ = ["Made", "Patch", "arranged", "patched", "rearranged", "with_copy"]
-
-
-class Patch(NamedTuple):
-    """Elements of one tensor that are elements of another."""
-
-    box: Box
-    """Where they are in the tensor that is made."""
-    source: str
-    """Name of the tensor that they are taken from."""
-    start: tuple[int, ...]
-    """Coordinates there of the first of them."""
-    dims: tuple[int | None, ...]
-    """Per dim of the box, the dim of the source that it runs along; None for a dim of one element, along none."""
-    steps: tuple[int, ...]
-    """Elements to step along that dim."""
-
-    def within(self, box: Box) -> Patch | None:
-        """The part whose elements lie in `box` of the source; None where none does."""
-        lows, highs = [0] * len(self.dims), list(self.box.sizes)
-        along = {dim: at for at, dim in enumerate(self.dims) if dim is not None}
-        for dim, (first, low, stop) in enumerate(zip(self.start, box.offsets, box.stops, strict=True)):
-            at = along.get(dim)
-            if at is None:
-                if not low <= first < stop:
-                    return None
-                continue
-            step = self.steps[at]
-            lows[at] = max(0, -((first - low) // step))
-            highs[at] = min(highs[at], -((first - stop) // step))
-            if lows[at] >= highs[at]:
-                return None
-        start = list(self.start)
-        for dim, at in along.items():
-            start[dim] += lows[at] * self.steps[at]
-        sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
-        offsets = tuple(map(int.__add__, self.box.offsets, lows))
-        return self._replace(box=Box(offsets, sizes), start=tuple(start))
-
-    def after(self, inner: Patch) -> Patch | None:
-        """The same elements taken from where `inner` takes those of this patch's source; None where it has none."""
-        own = self.within(inner.box)
-        if own is None:
-            return None
-        start = list(inner.start)
-        for at, first, dim, step in zip(own.start, inner.box.offsets, inner.dims, inner.steps, strict=True):
-            if dim is not None:
-                start[dim] += (at - first) * step
-        ways = [(None, 1) if dim is None else (inner.dims[dim], inner.steps[dim]) for dim in own.dims]
-        return Patch(
-            box=own.box,
-            source=inner.source,
-            start=tuple(start),
-            dims=tuple(dim for dim, _ in ways),
-            steps=tuple(step * further for step, (_, further) in zip(own.steps, ways, strict=True)),
-        )
-
-    def of(self, fragment: Fragment) -> Fragment | None:
-        """The elements that a fragment of the source stores, as a fragment of the tensor that is made."""
-        own = self.within(fragment.box)
-        if own is None:
-            return None
-        ref = fragment.ref
-        first = sum(
-            (at - low) * step for at, low, step in zip(own.start, fragment.box.offsets, ref.strides, strict=True)
-        )
-        steps = tuple(
-            0 if dim is None else ref.strides[dim] * step for dim, step in zip(own.dims, own.steps, strict=True)
-        )
-        return replace(fragment, box=own.box, ref=_picked(ref, first, own.box.sizes, steps))
+__all__ = ["Made", "arranged", "patched", "rearranged", "with_copy"]
 
 
 class Made(NamedTuple):
@@ -102,13 +27,13 @@ class Made(NamedTuple):
 
     shape: tuple[int, ...]
     """Elements per dim."""
-    patches: tuple[Patch, ...]
-    """They tile it."""
+    patches: tuple[RegionPair, ...]
+    """Elements of others, by name, which it is made of; they tile it."""
 
     @classmethod
     def whole(cls, source: str, shape: tuple[int, ...]) -> Made:
         """A tensor as it is."""
-        return cls(shape, (_whole_patch(source, shape),))
+        return cls(shape, (RegionPair(Box.whole(shape), Box.whole(shape), source=source),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -118,12 +43,7 @@ class Made(NamedTuple):
     @property
     def renames(self) -> bool:
         """Whether it is one other tensor as it is, under another name at most, as far as patches tell."""
-        return len(self.patches) == 1 and self.patches[0] == _whole_patch(self.patches[0].source, self.shape)
-
-
-def _whole_patch(source: str, shape: tuple[int, ...]) -> Patch:
-    """All of a tensor, as it is."""
-    return Patch(Box.whole(shape), source, (0,) * len(shape), tuple(range(len(shape))), (1,) * len(shape))
+        return len(self.patches) == 1 and self == Made.whole(self.patches[0].source, self.shape)
 
 
 def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int) -> Made:
@@ -132,8 +52,8 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
     Raises ValueError where the dims of `view` do not divide those of the tensor.
 
     >>> made = rearranged("w", (4, 8), (2, 2, 8), (1, 0, 2), 2)  # rows 0, 2, 1, 3
-    >>> made.shape, [(str(patch.box), patch.start, patch.steps) for patch in made.patches]
-    ((4, 8), [('[0:2, 0:8]', (0, 0), (2, 1)), ('[2:4, 0:8]', (1, 0), (2, 1))])
+    >>> made.shape, [(str(patch.local), str(patch.whole), patch.steps) for patch in made.patches]
+    ((4, 8), [('[0:2, 0:8]', '[0:3, 0:8]', (2, 1)), ('[2:4, 0:8]', '[1:4, 0:8]', (2, 1))])
     """
     if not view:
         return Made.whole(source, ())
@@ -158,7 +78,7 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
         offsets = tuple(sum(chosen.get(dim, 0) * weights[dim] for dim in group) for group in groups)
         dims = tuple(parents[run[-1]][0] if run else None for run in runs)
         steps = tuple(parents[run[-1]][1] if run else 1 for run in runs)
-        patches.append(Patch(Box(offsets, sizes), source, tuple(start), dims, steps))
+        patches.append(RegionPair.strided(Box(offsets, sizes), source, start, dims, steps))
     return Made(tuple(prod(view[dim] for dim in group) for group in groups), tuple(patches))
 
 
@@ -200,7 +120,13 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     for name, own in made.items():
         for source in own.sources:
             names.setdefault(source, []).append(name)
-    _check_groups(index, made)
+    numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
+    for name, own in made.items():
+        if len({numbers.get(source) for source in own.sources}) > 1:
+            raise UnsupportedError(
+                f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
+                "Leave the optimizer out (--include '*/weight')"
+            )
     groups = tuple(
         replace(group, params=tuple(dict.fromkeys(new for old in group.params for new in names.get(old, ()))))
         for group in index.groups
@@ -214,10 +140,10 @@ def _check_once(index: Index, made: Mapping[str, Made]) -> None:
     taken: Counter[str] = Counter()
     problems = []
     for name, own in made.items():
-        if sum(patch.box.numel for patch in own.patches) != prod(own.shape) or not own.patches:
+        if sum(patch.local.numel for patch in own.patches) != prod(own.shape) or not own.patches:
             problems.append(f"{name} {list(own.shape)}: {', '.join(own.sources) or 'nothing'} does not fill it")
         for patch in own.patches:
-            taken[patch.source] += patch.box.numel
+            taken[patch.source] += patch.local.numel
     for source, count in taken.items():
         numel = prod(index.atoms[source].global_shape)
         if count != numel:
@@ -242,23 +168,22 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
     return replace(atom, states=states)
 
 
-def _check_groups(index: Index, made: Mapping[str, Made]) -> None:
-    numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
-    for name, own in made.items():
-        if len({numbers.get(source) for source in own.sources}) > 1:
-            raise UnsupportedError(
-                f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
-                "Leave the optimizer out (--include '*/weight')"
-            )
-
-
 def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
     first = sources[0]
     if made.renames and first.global_shape == made.shape:
         return replace(first, name=name)
     for own in sources[1:]:
         _check_alike(name, first, own)
-    states = {state: _state(name, state, made, sources) for state in first.states}
+    states = dict(first.states)
+    for key, state in first.states.items():
+        if first.is_count(key):  # one for all
+            continue
+        if any(own.states[key].global_shape != own.global_shape for own in sources):
+            raise UnsupportedError(
+                f"{name} is made of {', '.join(made.sources)}, whose {key} has not the shape of the parameter and "
+                f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
+            )
+        states[key] = patched(state, made, {own.name: own.states[key].fragments for own in sources})
     layouts = {own.name: own.layout for own in sources if own.layout.every}
     for own in sources:
         layouts |= own.made_of
@@ -275,46 +200,17 @@ def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
         (each.kind, each.model_dtype, *(each.states[state].dtype for state in first.states)) for each in (first, own)
     ]
     if types[0] != types[1]:
-        raise UnsupportedError(
-            f"{name} is made of {first.name} and {own.name}, which differ in kind or type "
-            f"({_told(first)}; {_told(own)})"
+        shown = (
+            ", ".join((each.kind, *(f"{state} {stored.dtype}" for state, stored in each.states.items())))
+            for each in (first, own)
         )
-
-
-def _told(atom: AtomIndex) -> str:
-    return ", ".join((atom.kind, *(f"{name} {state.dtype}" for name, state in atom.states.items())))
-
-
-def _state(param: str, name: str, made: Made, sources: Sequence[AtomIndex]) -> StateIndex:
-    first = sources[0]
-    state = first.states[name]
-    if first.is_count(name):  # one for all
-        return state
-    if any(own.states[name].global_shape != own.global_shape for own in sources):
         raise UnsupportedError(
-            f"{param} is made of {', '.join(made.sources)}, whose {name} has not the shape of the parameter and cannot "
-            f"be joined or split with it. Leave it out (--exclude '*/{name}')"
+            f"{name} is made of {first.name} and {own.name}, which differ in kind or type ({'; '.join(shown)})"
         )
-    by_name = {own.name: own.states[name].fragments for own in sources}
-    return patched(state, made, by_name)
 
 
 def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
     """`state`, made of the fragments of `sources`, by name."""
-    pieces = (patch.of(own) for patch in made.patches for own in sources[patch.source])
-    kept = tuple(piece for piece in pieces if piece is not None)
-    return replace(state, global_shape=made.shape, fragments=kept, layout=None, digests=(), digest_nbytes=0)
-
-
-def _picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Elements of a stored tensor from `first` on."""
-    if isinstance(ref, InlineTensor) and ref.repeats:
-        return replace(ref, shape=sizes)
-    if isinstance(ref, InlineTensor):
-        item = ref.dtype.itemsize
-        places = (at * item for at in starts_of(sizes, strides, first=first))
-        return replace(ref, data=b"".join(ref.data[at : at + item] for at in places), shape=sizes)
-    if ref.codec:
-        skipped = first * ref.dtype.itemsize
-        return replace(ref, codec_start=ref.codec_start + skipped, shape=sizes, strides=strides)
-    return ref.strided(first, sizes, strides)
+    pieces = (taken(patch, piece) for patch in made.patches for piece in sources[patch.source])
+    made_of = tuple(piece for piece in pieces if piece is not None)
+    return replace(state, global_shape=made.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)

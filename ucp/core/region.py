@@ -2,7 +2,7 @@
 
 1. `intersect` two boxes of the same whole.
 2. `flat_boxes` cuts a range of the row-major order of a tensor into at most 2 * ndim - 1 boxes.
-3. `compose` follows a piece of a piece back to the whole.
+3. `RegionPair.after` follows a piece of a piece back to the whole: transposed and in steps, if need be.
 4. `uncovered` proves that boxes tile the whole, or names the holes and overlaps.
 
 >>> flat_boxes((3, 4), 2, 9)
@@ -11,14 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from operator import add
+from operator import add, sub
+from typing import NamedTuple
 
-__all__ = ["Box", "Gap", "RegionPair", "compose", "flat_boxes", "intersect", "local_flat_pairs", "uncovered"]
+__all__ = ["Box", "Gap", "RegionPair", "flat_boxes", "intersect", "local_flat_pairs", "uncovered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,95 @@ def _whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class RegionPair:
-    """The same elements seen in the whole and in a local tensor; the sizes agree."""
+class RegionPair(NamedTuple):
+    """The same elements seen in a whole and in a local tensor: one is taken from the other, or made of it.
+
+    >>> transposed = RegionPair.strided(Box((0, 0), (3, 2)), "w", (0, 0), (1, 0), (1, 1))  # w is [2, 3]
+    >>> column = transposed.within(Box((0, 1), (2, 1)))
+    >>> str(column.local), str(column.whole)
+    ('[1:2, 0:2]', '[0:2, 1:2]')
+    """
 
     whole: Box
-    """Where they are in the global tensor."""
+    """Where they are in the global tensor: the box from the first of them to the last."""
     local: Box
     """Where they are in the local tensor."""
     copy: int = 0
     """Which copy of these elements it is, where several parts hold them; 0 is the first."""
+    source: str = ""
+    """Name of the global tensor, where there are several."""
+    dims: tuple[int | None, ...] | None = None
+    """Per dim of the local tensor, the dim of the whole that it runs along; None for a dim of one element, along none.
 
-    def __post_init__(self) -> None:
-        if self.whole.sizes != self.local.sizes:
-            raise ValueError(f"sizes differ: {self.whole} in the whole, {self.local} in the local tensor")
+    None in place of all: the same dims, in steps of one element."""
+    steps: tuple[int, ...] = ()
+    """Elements of the whole to step along each of `dims`."""
+
+    @classmethod
+    def strided(
+        cls,
+        local: Box,
+        source: str,
+        start: Sequence[int],
+        dims: tuple[int | None, ...],
+        steps: tuple[int, ...],
+    ) -> RegionPair:
+        """Elements of `source` from the coordinates `start` on, in these steps."""
+        extents = [1] * len(start)
+        for dim, step, size in zip(dims, steps, local.sizes, strict=True):
+            if dim is not None:
+                extents[dim] = (size - 1) * step + 1 if size else 0
+        whole = Box(tuple(start), tuple(extents))
+        if dims == tuple(range(len(start))) and set(steps) <= {1}:
+            return cls(whole, local, source=source)
+        return cls(whole, local, source=source, dims=dims, steps=steps)
+
+    def within(self, box: Box) -> RegionPair | None:
+        """The part whose elements lie in `box` of the whole; None where none does."""
+        shared = intersect(self.whole, box)
+        if shared is None:
+            return None
+        if self.dims is None:
+            return self._replace(whole=shared, local=_moved(shared, self.whole.offsets, self.local.offsets))
+        lows, highs = [0] * len(self.dims), list(self.local.sizes)
+        start = list(self.whole.offsets)
+        for at, (dim, step) in enumerate(zip(self.dims, self.steps, strict=True)):
+            if dim is None:
+                continue
+            lows[at] = -((start[dim] - shared.offsets[dim]) // step)
+            highs[at] = -((start[dim] - shared.stops[dim]) // step)
+            if lows[at] >= highs[at]:
+                return None
+            start[dim] += lows[at] * step
+        offsets, sizes = tuple(map(add, self.local.offsets, lows)), tuple(map(sub, highs, lows))
+        return self.strided(Box(offsets, sizes), self.source, start, self.dims, self.steps)
+
+    def after(self, outer: RegionPair) -> RegionPair | None:
+        """The same elements where `outer` has those of this one's whole; None where it has none.
+
+        `outer` maps a part to the whole, this one a part of that part to the part. Composition is associative.
+        """
+        near = self.within(outer.local)
+        if near is None:
+            return None
+        if near.dims is None and outer.dims is None:
+            whole = _moved(near.whole, outer.local.offsets, outer.whole.offsets)
+            return RegionPair(whole, near.local, source=outer.source)
+        start = list(outer.whole.offsets)
+        outer_ways, ways = outer.ways, near.ways
+        for at, first, (dim, step) in zip(near.whole.offsets, outer.local.offsets, outer_ways, strict=True):
+            if dim is not None:
+                start[dim] += (at - first) * step
+        both = [(None, 1) if dim is None else (outer_ways[dim][0], outer_ways[dim][1] * step) for dim, step in ways]
+        dims, steps = tuple(dim for dim, _ in both), tuple(step for _, step in both)
+        return self.strided(near.local, outer.source, start, dims, steps)
+
+    @property
+    def ways(self) -> list[tuple[int | None, int]]:
+        """Per dim of the local tensor, the dim of the whole, and the step along it."""
+        if self.dims is None:
+            return [(dim, 1) for dim in range(len(self.local.sizes))]
+        return list(zip(self.dims, self.steps, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,27 +255,6 @@ def local_flat_pairs(local_shape: Sequence[int], start: int, stop: int) -> tuple
     return tuple(pairs)
 
 
-def compose(outer: Iterable[RegionPair], inner: Iterable[RegionPair]) -> tuple[RegionPair, ...]:
-    """Where the pieces of a piece lie in the whole.
-
-    `outer` maps a part to the whole; `inner` maps a part of that part to the part. The result maps the innermost
-    part to the whole. Composition is associative.
-    """
-    inner = tuple(inner)
-    pairs = []
-    for far in outer:
-        for near in inner:
-            shared = intersect(far.local, near.whole)
-            if shared is not None:
-                pairs.append(
-                    RegionPair(
-                        _moved(shared, far.local.offsets, far.whole.offsets),
-                        _moved(shared, near.whole.offsets, near.local.offsets),
-                    )
-                )
-    return tuple(pairs)
-
-
 def _moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
     offsets = tuple(o - a + b for o, a, b in zip(box.offsets, origin, target, strict=True))
     return Box(offsets, box.sizes)
@@ -249,7 +304,7 @@ def _sweep(
         if len(live) != 1:
             gaps.append(Gap(Box(*done), tuple(position for position, _ in live)))
         return
-    if len(live) == 1 and _fills(live[0][1], stops, dim):
+    if len(live) == 1 and not any(live[0][1].offsets[dim:]) and live[0][1].stops[dim:] == stops[dim:]:
         return
     ordered = sorted(live, key=lambda item: item[1].offsets[dim])
     edges = sorted({0, stops[dim], *(e for _, b in live for e in (b.offsets[dim], b.stops[dim]))})
@@ -263,7 +318,3 @@ def _sweep(
         if len(gaps) >= most:
             return
         _sweep(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)
-
-
-def _fills(box: Box, stops: tuple[int, ...], dim: int) -> bool:
-    return not any(box.offsets[dim:]) and box.stops[dim:] == stops[dim:]

@@ -17,7 +17,7 @@ from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair, compose, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import Tensor, contiguous_strides
 from ucp.errors import CoverError
 
@@ -31,7 +31,6 @@ __all__ = [
     "resolve",
     "resolve_copies",
     "runs_of",
-    "starts_of",
     "whole_slice",
 ]
 
@@ -93,7 +92,8 @@ class Piece:
     @property
     def extent(self) -> int:
         """Bytes of the source from the first element to the end of the last."""
-        return _reach(self.sizes, self.src_strides) + self.ref.dtype.itemsize
+        reach = sum((count - 1) * step for count, step in zip(self.sizes, self.src_strides, strict=True))
+        return reach + self.ref.dtype.itemsize
 
 
 def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
@@ -196,15 +196,13 @@ class _Sorted:
         return self.fragments[self._first(box.flat_start(self.shape), high) : high]
 
     def flat(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]] | None:
-        return self._stretches(start, stop) if self.is_flat else None
-
-    def _stretches(self, start: int, stop: int) -> Iterator[tuple[Fragment, int, int]]:
+        if not self.is_flat:
+            return None
         high = bisect_left(self.starts, stop)
-        for at in range(self._first(start, high), high):
-            fragment, first = self.fragments[at], self.starts[at]
-            low, end = max(start, first), min(stop, first + fragment.ref.numel)
-            if low < end:
-                yield fragment, low, end
+        some = slice(self._first(start, high), high)
+        near = zip(self.fragments[some], self.starts[some], strict=True)
+        spans = ((own, max(start, first), min(stop, first + own.ref.numel)) for own, first in near)
+        return ((own, low, end) for own, low, end in spans if low < end)
 
     def _first(self, start: int, high: int) -> int:
         """The first fragment, before number `high`, that can reach position `start`."""
@@ -310,7 +308,8 @@ def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
     for run, position in local_flat_pairs(target.local_shape, start, stop):
-        for pair in compose(target.pairs, (RegionPair(run, Box.whole(run.sizes)),)):
+        near = RegionPair(run, Box.whole(run.sizes))
+        for pair in filter(None, map(near.after, target.pairs)):
             at = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
             for fragment in source.near(pair.whole, replica):
                 shared = intersect(pair.whole, fragment.box)
@@ -381,19 +380,3 @@ def runs_of(piece: Piece) -> tuple[int, int]:
             lead, run = dim + 1, reach
         reach += (piece.sizes[dim] - 1) * piece.src_strides[dim]
     return lead, run or reach
-
-
-def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
-    """Places of all elements of some dims, in row-major order.
-
-    >>> starts_of((2, 3), (100, 10), first=5)
-    [5, 15, 25, 105, 115, 125]
-    """
-    starts = [first]
-    for count, step in zip(sizes, strides, strict=True):
-        starts = [start + number * step for start in starts for number in range(count)]
-    return starts
-
-
-def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))

@@ -75,7 +75,13 @@ def state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
 
 
 def _lacking_states(index: Index) -> dict[str, tuple[str, ...]]:
-    switches = {name: own for group in index.groups for own in (_switches(group),) for name in group.params}
+    switches: dict[str, Hashable] = {}  # what tells optimizers and their choices apart: SGD keeps no zero momentum
+    for group in index.groups:
+        settings = frozenset(
+            (key, bool(own) if key == "momentum" else own if isinstance(own, bool | str | None) else ...)
+            for key, own in group.hyper.items()
+        )
+        switches |= dict.fromkeys(group.params, settings)
     trained = {
         name: atom
         for name, atom in index.atoms.items()
@@ -106,17 +112,6 @@ def _lacking_settings(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[str, str
 
 def _count_params(groups: Iterable[ParamGroup]) -> int:
     return sum(len(group.params) for group in groups)
-
-
-def _switches(group: ParamGroup) -> frozenset[tuple[str, object]]:
-    """What tells optimizers and their choices apart: names of hyper-parameters, values of such as `amsgrad`.
-
-    Without `momentum` RMSprop and SGD keep no buffer of it.
-    """
-    return frozenset(
-        (key, bool(own) if key == "momentum" else own if isinstance(own, bool | str | None) else ...)
-        for key, own in group.hyper.items()
-    )
 
 
 def with_gaps(index: Index) -> Index:

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from operator import mul
 
 from ucp.core.dtypes import DType
 
-__all__ = ["InlineTensor", "Record", "Tensor", "TensorRef", "contiguous_strides"]
+__all__ = ["InlineTensor", "Record", "Tensor", "TensorRef", "contiguous_strides", "picked", "starts_of"]
 
 
 @lru_cache(maxsize=4096)
@@ -147,6 +147,32 @@ class InlineTensor:
 
 
 Tensor = TensorRef | InlineTensor
+
+
+def picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Elements of a stored tensor from number `first` on, `sizes` of them per dim in these steps."""
+    if isinstance(ref, InlineTensor) and ref.repeats:
+        return replace(ref, shape=sizes)
+    if isinstance(ref, InlineTensor):
+        item = ref.dtype.itemsize
+        places = (at * item for at in starts_of(sizes, strides, first=first))
+        return replace(ref, data=b"".join(ref.data[at : at + item] for at in places), shape=sizes)
+    if ref.codec:
+        skipped = first * ref.dtype.itemsize
+        return replace(ref, codec_start=ref.codec_start + skipped, shape=sizes, strides=strides)
+    return ref.strided(first, sizes, strides)
+
+
+def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
+    """Places of all elements of some dims, in row-major order.
+
+    >>> starts_of((2, 3), (100, 10), first=5)
+    [5, 15, 25, 105, 115, 125]
+    """
+    starts = [first]
+    for count, step in zip(sizes, strides, strict=True):
+        starts = [start + number * step for start in starts for number in range(count)]
+    return starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

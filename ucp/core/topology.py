@@ -64,12 +64,9 @@ class Topology:
             raise TopologyError(f"expected a ZeRO stage of 0, 1, 2 or 3; got zero={self.zero!r}")
         if self.vpp > 1 and self.pp == 1:
             raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
-        if self.is_split:
-            self._split()
-
-    def _split(self) -> None:
-        """Make `dp` the product of its two parts, of which one may be left out."""
-        one = self.dp_replicate or self.dp_shard or 1
+        if not self.is_split:
+            return
+        one = self.dp_replicate or self.dp_shard or 1  # one of the two parts may be left out
         other = 1 if self.dp == 1 else self.dp // one
         replicas, shards = self.dp_replicate or other, self.dp_shard or other
         if self.dp not in (1, replicas * shards):

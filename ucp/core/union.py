@@ -3,7 +3,8 @@
 1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
 2. `Union.state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
 3. `Union.atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
-   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter.
+   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter
+   (`scalar_state`).
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from struct import pack
 from typing import NamedTuple
 
 from ucp.core.dtypes import DType
@@ -27,9 +29,9 @@ from ucp.core.index import AtomIndex, Kind, StateIndex
 from ucp.core.layout import Layout, Placed, place
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
 
-__all__ = ["ShardedTensor", "Shards", "State", "Union", "joined_counts"]
+__all__ = ["ShardedTensor", "Shards", "State", "Union", "joined_counts", "number_state", "scalar_state"]
 
 
 class Shards(NamedTuple):
@@ -176,3 +178,29 @@ def joined_counts(counts: Sequence[StateIndex]) -> StateIndex:
     """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
     pieces = [piece for count in counts for piece in count.fragments]
     return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
+
+
+_PAST_INT64 = 1 << 63
+"""One past the largest number of a state that is a Python int."""
+
+
+def number_state(number: float) -> StateIndex:
+    """A Python number as a 0-d state: bool, int64 or float64, so that no bit is lost.
+
+    >>> number_state(3).dtype, number_state(3.0).dtype
+    (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
+    """
+    if isinstance(number, bool):
+        ref = InlineTensor(data=bytes([number]), dtype=DType.BOOL)
+    elif isinstance(number, float):
+        ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
+    else:
+        ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
+    return StateIndex.whole(ref)
+
+
+def scalar_state(value: object) -> StateIndex | None:
+    """A Python number as a 0-d state, a tensor of one element in its shape; None for anything else."""
+    if isinstance(value, float) or (isinstance(value, int) and -_PAST_INT64 <= value < _PAST_INT64):
+        return number_state(value)
+    return StateIndex.whole(value) if isinstance(value, TensorRef) and value.numel == 1 else None

@@ -140,13 +140,10 @@ def _value(node: ast.expr, values: Mapping[str, object]) -> object:
         case ast.Compare():
             return _compared(node, values)
         case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(dim))):
-            return _length(name, dim, values)
-    return _number(node, values)
-
-
-def _number(node: ast.expr, values: Mapping[str, object]) -> int:
-    """Value of a node that computes."""
-    match node:
+            shape = _named(name, values)
+            if not isinstance(shape, Sequence) or isinstance(shape, str) or not 0 <= dim < len(shape):
+                raise UnknownNameError(f"{name}[{dim}]")
+            return shape[dim]
         case ast.UnaryOp():
             return -_whole(_value(node.operand, values), "-")
         case ast.BinOp():
@@ -160,13 +157,6 @@ def _named(name: str, values: Mapping[str, object]) -> object:
     if name not in values:
         raise UnknownNameError(name)
     return values[name]
-
-
-def _length(name: str, dim: int, values: Mapping[str, object]) -> object:
-    shape = _named(name, values)
-    if not isinstance(shape, Sequence) or isinstance(shape, str) or not 0 <= dim < len(shape):
-        raise UnknownNameError(f"{name}[{dim}]")
-    return shape[dim]
 
 
 def _either(node: ast.BoolOp, values: Mapping[str, object]) -> object:

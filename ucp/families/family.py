@@ -184,7 +184,7 @@ class Family:
         fields: Mapping[str, int] = {}
         for rule in self._rules.get(outline(name), ()):
             own = rule.name.fields_in(name)
-            holds = None if own is None else self._holds(rule.when)
+            holds = None if own is None else self.holds(rule.when)
             if own is not None and holds is not False:
                 fields = own
                 (undecided if holds is None else holding).append(rule)
@@ -192,12 +192,8 @@ class Family:
             return [Match(name=name, rules=tuple(undecided), fields=fields, values=self.values)]
         return [Match(name=name, rules=(rule,), fields=fields, values=self.values) for rule in holding]
 
-    def holds(self, rule: Rule) -> bool | None:
-        """Whether the rule's condition holds for the model; None when that is not known."""
-        return self._holds(rule.when)
-
-    def _holds(self, when: Expression | None) -> bool | None:
-        """Whether a condition holds; None when that is not known."""
+    def holds(self, when: Expression | None) -> bool | None:
+        """Whether the condition of a rule holds for the model; None when that is not known."""
         if when is None:
             return True
         value = _attempt(when, self.values)
@@ -320,7 +316,7 @@ class Family:
         """Ways in which a style may store a rule's parameters, and the templates of each, the likeliest first."""
         known, ways = self._ways.get((id(rule), style), (None, ()))
         if known is not rule:
-            aliases = sorted(self._aliases(rule, style), key=lambda own: self._holds(own.when) is False)
+            aliases = sorted(self._aliases(rule, style), key=lambda own: self.holds(own.when) is False)
             ways = tuple((own, tuple(map(Template, own.names))) for own in aliases)
             self._ways[id(rule), style] = rule, ways
         return ways
@@ -397,7 +393,7 @@ class Family:
         """The name that a parameter is stored under, when this name is its second; None otherwise."""
         for tie in self.tied:
             fields = Template(tie.name).fields_in(name)
-            if fields is not None and self._holds(tie.when):
+            if fields is not None and self.holds(tie.when):
                 return Template(tie.to).filled(fields)
         return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.layout import AxisLayout, Layout, Pattern, local_shape, whole_shape
+from ucp.core.layout import AxisLayout, Layout, local_shape, whole_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
@@ -134,7 +134,8 @@ def _from_parts(
     for axis in reversed(own):
         parts = degrees[axis.axis]
         groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
-        patterns = [_pattern_of(axis, values, group) for group in groups]
+        dims = [[shape[axis.dim] for shape in group if axis.dim < len(shape)] for group in groups]
+        patterns = [axis.made({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
         if any(pattern != patterns[0] for pattern in patterns):
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
@@ -151,11 +152,6 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
         if pieces > _MOST_PIECES:
             raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
     return layout
-
-
-def _pattern_of(axis: AxisRule, values: Mapping[str, object], group: Sequence[tuple[int, ...]]) -> Pattern:
-    length = sum(shape[axis.dim] for shape in group if axis.dim < len(shape)) if axis.needs_length else 0
-    return axis.made({**values, DIM: length})
 
 
 def cut_dim(family: Family, name: str) -> int | None:

@@ -64,7 +64,8 @@ class AxisRule:
         return self.factory(**{name: _computed(option, values) for name, option in self.options.items()})
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={_shown(option)}" for name, option in self.options.items())
+        shown = ((k, f"[{', '.join(map(str, v))}]" if isinstance(v, tuple) else v) for k, v in self.options.items())
+        options = ", ".join(f"{name}={option}" for name, option in shown)
         return f"{self.axis}: {self.pattern}({options})" if options else f"{self.axis}: {self.pattern}"
 
 
@@ -72,10 +73,6 @@ def _computed(option: OptionValue, values: Mapping[str, object]) -> int | tuple[
     if isinstance(option, tuple):
         return tuple(one.value(values) if isinstance(one, Expression) else one for one in option)
     return option.value(values) if isinstance(option, Expression) else option
-
-
-def _shown(option: OptionValue) -> str:
-    return f"[{', '.join(map(str, option))}]" if isinstance(option, tuple) else str(option)
 
 
 class JoinedBox(NamedTuple):

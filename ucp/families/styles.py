@@ -78,7 +78,9 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
 
 def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
     """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
-    stated = {rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule) is not False}
+    stated = {
+        rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule.when) is not False
+    }
     if len(stated) != 1 or not (shape := stated.pop()):
         return None
     lengths = [_length(own, family.values) for own in shape]
@@ -89,17 +91,12 @@ def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
     if alias.view or alias.views:
         return None
     if len(alias.names) > 1:
-        lengths[alias.dim] = _part_length(alias, named.part, lengths[alias.dim], family.values)
+        joined = lengths[alias.dim]
+        each = None if joined is None else joined // len(alias.names)
+        lengths[alias.dim] = _length(alias.lengths[named.part], family.values) if alias.lengths else each
     lengths = [*unknown, *lengths]
     order = (alias.orders[named.part] if alias.orders else alias.order) or range(len(lengths))
     return tuple(length for _, length in sorted(zip(order, lengths, strict=True), key=lambda pair: pair[0]))
-
-
-def _part_length(alias: Alias, part: int, joined: int | None, values: Mapping[str, object]) -> int | None:
-    """Length of one of several tensors along the dim in which they join."""
-    if alias.lengths:
-        return _length(alias.lengths[part], values)
-    return None if joined is None else joined // len(alias.names)
 
 
 def _length(option: OptionValue, values: Mapping[str, object]) -> int | None:

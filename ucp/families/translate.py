@@ -15,8 +15,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.patches import Made, Patch
-from ucp.core.region import Box
+from ucp.core.patches import Made
+from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import CANONICAL, Family, Named
@@ -67,7 +67,8 @@ def translated(
     if style == CANONICAL:
         whole = _canonical(family, units, shapes)
         return {name: whole[name].made for name in family.sorted(whole)}
-    kept = {unit: None for named, unit in units if _is_written_so(family, named, unit, style)}
+    ways = ((unit, () if named.stacked else family.spellings(named.canonical, style)) for named, unit in units)
+    kept = {unit: None for unit, first in ways if first and _Unit(*first[0]) == unit}  # the style writes them so
     whole = _canonical(family, [own for own in units if own[1] not in kept], shapes)
     found = {name: Made.whole(name, shapes[name]) for unit in kept for name in unit.names}
     return found | _styled(family, whole, shapes, style)
@@ -90,12 +91,6 @@ def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | 
     if problems:
         raise _misparted(family, problems)
     return units
-
-
-def _is_written_so(family: Family, named: Named, unit: _Unit, style: str) -> bool:
-    """Whether a style writes a parameter as the source has it."""
-    ways = () if named.stacked else family.spellings(named.canonical, style)
-    return bool(ways) and _Unit(*ways[0]) == unit
 
 
 def _canonical(
@@ -159,7 +154,7 @@ def _joined(
     shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
     dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
     for index in product(*map(range, seen[0].shape[:depth])):
-        wanted = [Patch(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+        wanted = [RegionPair.strided(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
         patches = tuple(
             found._replace(source=unit.names[pair.tensor])
             for pair, patch in zip(pairs, wanted, strict=True)
@@ -236,20 +231,22 @@ def _stored(
         raise _misfit(
             family, [f"{' and '.join(own.sources)}, {list(own.shape)}," for own in whole.values()], error
         ) from error
-    dims, steps = (*(None for _ in counts), *range(len(shape))), (1,) * (len(counts) + len(shape))
+    ones = (1,) * len(counts)
+    dims, steps = (*(None for _ in counts), *range(len(shape))), ones + (1,) * len(shape)
     found = {}
     for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
         seen = [
-            Patch(_under(index, pair.local), member, pair.whole.offsets, dims, steps)
+            RegionPair.strided(Box((*index, *own.offsets), (*ones, *own.sizes)), member, start, dims, steps)
             for index, member in sorted(members.items())
-            for pair in pairs
-            if pair.tensor == number
+            for own, start in ((pair.local, pair.whole.offsets) for pair in pairs if pair.tensor == number)
         ]
         found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
     return found
 
 
-def _followed(outer: Iterable[Patch], seen: Sequence[Patch], whole: Mapping[str, Made]) -> Iterator[Patch]:
+def _followed(
+    outer: Iterable[RegionPair], seen: Sequence[RegionPair], whole: Mapping[str, Made]
+) -> Iterator[RegionPair]:
     """Patches of a stored tensor, down to the tensors of the source."""
     for patch in outer:
         for inner in seen:
@@ -258,10 +255,6 @@ def _followed(outer: Iterable[Patch], seen: Sequence[Patch], whole: Mapping[str,
                 found = None if own is None else own.after(last)
                 if found is not None:
                     yield found
-
-
-def _under(index: tuple[int, ...], box: Box) -> Box:
-    return Box((*index, *box.offsets), (*(1 for _ in index), *box.sizes))
 
 
 def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:

@@ -10,12 +10,9 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError
 
-__all__ = ["Blocks", "codec_name", "decode", "encode"]
+__all__ = ["codec_name", "decode", "encode"]
 
 _PREFIX = "zstd-planes"
 _LEVEL = 3
@@ -55,32 +52,3 @@ def decode(data: memoryview, codec: str) -> memoryview:
         raise CorruptError(f"a compressed block does not decode: {error}") from error
     planes = np.frombuffer(raw, dtype=np.uint8).reshape(int(width), -1)
     return memoryview(planes.T.tobytes())
-
-
-class Blocks:
-    """The block decoded last: it is several pieces where it does not end with a row."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[str, int], memoryview] | None = None
-
-    def get(self, ref: TensorRef, nbytes: int, read: Callable[[str, int, int], memoryview]) -> memoryview:
-        """The block that `ref` lies in, of at least `nbytes` bytes; `read`: bytes of a file at an offset.
-
-        Raises CorruptError when it does not decode, or is shorter.
-        """
-        key = (ref.path, ref.offset)
-        if self._last is None or self._last[0] != key:
-            self._last = None  # one block at a time in memory
-            data = read(*key, ref.codec_nbytes)
-            try:
-                self._last = key, decode(data, ref.codec)
-            except CorruptError as error:
-                raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + data.nbytes}: {error}") from error
-        raw = self._last[1]
-        if nbytes > raw.nbytes:
-            raise CorruptError(
-                f"{ref.path}: expected a compressed block of {nbytes} bytes or more at {ref.offset}; got {raw.nbytes}"
-            )
-        return raw

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp.core.dtypes import DType
 
@@ -99,18 +99,15 @@ def mean_dtype(dtypes: Iterable[DType]) -> DType:
     return DType.FLOAT32 if exact else DType.FLOAT64
 
 
-class Difference:
+class Difference(NamedTuple):
     """How two arrays of the same elements differ."""
 
-    __slots__ = ("first", "largest", "numel")
-
-    def __init__(self, *, numel: int, first: int, largest: float) -> None:
-        self.numel = numel
-        """Elements whose bits differ."""
-        self.first = first
-        """Row-major position of the first of them."""
-        self.largest = largest
-        """Largest absolute difference of value; nan where one of the two is not a number."""
+    numel: int
+    """Elements whose bits differ."""
+    first: int
+    """Row-major position of the first of them."""
+    largest: float
+    """Largest absolute difference of value; nan where one of the two is not a number."""
 
 
 def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
@@ -121,20 +118,20 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
     if plain and np.array_equal(a.view(np.uint64), b.view(np.uint64)):
         return None
     raw = np.dtype(f"V{a.dtype.itemsize}") if a.dtype.itemsize > 8 else np.dtype(f"u{a.dtype.itemsize}")
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    found: Difference | None = None
+    found: list[Difference] = []
     for low in range(0, flat_a.size, _WINDOW):
-        own_a, own_b = flat_a[low : low + _WINDOW], flat_b[low : low + _WINDOW]
-        where = np.flatnonzero(own_a.view(raw) != own_b.view(raw))
-        if not where.size:
-            continue
-        largest = _largest(own_a[where], own_b[where])
-        if found is None:
-            found = Difference(numel=int(where.size), first=low + int(where[0]), largest=largest)
-        else:
-            found.numel += int(where.size)
-            found.largest = float(np.maximum(found.largest, largest))  # not a number stays so
-    return found
+        one, other = flat_a[low : low + _WINDOW], flat_b[low : low + _WINDOW]
+        where = np.flatnonzero(one.view(raw) != other.view(raw))
+        if where.size:
+            with np.errstate(invalid="ignore", over="ignore"):
+                largest = float(np.max(np.abs(one[where].astype(wide) - other[where].astype(wide))))
+            found.append(Difference(numel=int(where.size), first=low + int(where[0]), largest=largest))
+    if not found:
+        return None
+    largest = float(np.max([own.largest for own in found]))  # not a number stays so
+    return Difference(numel=sum(own.numel for own in found), first=found[0].first, largest=largest)
 
 
 def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
@@ -143,11 +140,3 @@ def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
 
     found: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
     return found
-
-
-def _largest(a: NDArray[Any], b: NDArray[Any]) -> float:
-    import numpy as np
-
-    wide = np.complex128 if a.dtype.kind == "c" else np.float64
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(np.max(np.abs(a.astype(wide) - b.astype(wide))))

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = ["LocalFile", "SourceFile", "Sources", "join_ranges", "let_go", "open_source", "split_parts"]
+__all__ = [
+    "LocalFile",
+    "SourceFile",
+    "Sources",
+    "join_ranges",
+    "let_go",
+    "open_source",
+    "parts_of",
+    "split_parts",
+    "truncated",
+]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
@@ -85,6 +95,11 @@ class SourceFile(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise truncated(self.path, self.nbytes, offset, nbytes)
+        data = bytearray(nbytes)
+        self.read_into([memoryview(data)], offset)
+        return bytes(data)
 
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
@@ -94,12 +109,14 @@ class SourceFile(Protocol):
 
     def __enter__(self) -> Self:
         """The file itself."""
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the file."""
+        self.close()
 
 
-class LocalFile:
+class LocalFile(SourceFile):
     """A source on this machine."""
 
     gap = GAP
@@ -131,7 +148,7 @@ class LocalFile:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if got == 0:
-                raise _truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
+                raise truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
             offset += got
             while first < len(rest) and got >= rest[first].nbytes:
                 got -= rest[first].nbytes
@@ -155,17 +172,13 @@ class LocalFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise _truncated(self.path, self.nbytes, offset, nbytes)
+            raise truncated(self.path, self.nbytes, offset, nbytes)
         descriptor, within = self._place(offset)
         try:
             data = os.pread(descriptor, nbytes, within)
         except OSError as error:
             raise _unreadable(self.path, error) from error
-        if len(data) == nbytes:
-            return data
-        buffer = bytearray(nbytes)
-        self.read_into([memoryview(buffer)], offset)
-        return bytes(buffer)
+        return data if len(data) == nbytes else super().read(offset, nbytes)
 
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Nothing: the system reads ahead."""
@@ -174,14 +187,6 @@ class LocalFile:
         """Close the file; reading afterwards is an error."""
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
-        self.close()
 
     def _place(self, offset: int) -> tuple[int, int]:
         """Descriptor of the part that byte `offset` lies in, and that byte there."""
@@ -203,7 +208,8 @@ class Sources:
         """The file at `path`, opened if it is not open."""
         file = self._open.get(path)
         if file is None:
-            file = self._open[path] = self._remote(path) if is_url(path) else open_source(path)
+            ahead, version = (self._announced(), self._versions.get(path, "")) if is_url(path) else (None, "")
+            file = self._open[path] = open_source(path, version=version, ahead=ahead)
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(path)
@@ -234,14 +240,11 @@ class Sources:
             self._ahead = Ahead(lambda path: cast("RemoteFile", self.get(path)))  # only URLs are announced
         return self._ahead
 
-    def _remote(self, path: str) -> RemoteFile:
-        from ucp.io.remote.file import RemoteFile
 
-        return RemoteFile(path, _parts(path), version=self._versions.get(path, ""), ahead=self._announced())
-
-
-def open_source(path: str) -> SourceFile:
+def open_source(path: str, *, version: str = "", ahead: Ahead | None = None) -> SourceFile:
     """The file at `path`, or the concatenation of its parts when only those are there.
+
+    `version`, `ahead`: of an object of a store, what it is expected to be, and who has it read ahead.
 
     Raises
     ------
@@ -251,11 +254,12 @@ def open_source(path: str) -> SourceFile:
     if is_url(path):
         from ucp.io.remote.file import RemoteFile
 
-        return RemoteFile(path, _parts(path))
-    return LocalFile(path, _parts(path))
+        return RemoteFile(path, parts_of(path), version=version, ahead=ahead)
+    return LocalFile(path, parts_of(path))
 
 
-def _parts(path: str) -> tuple[str, ...]:
+def parts_of(path: str) -> tuple[str, ...]:
+    """The file itself, or the parts that it is split into."""
     return (path,) if is_there(path) else split_parts(path) or (path,)
 
 
@@ -296,19 +300,16 @@ def split_parts(path: str) -> tuple[str, ...]:
             f"expected one set of parts of {path}; got sets of {sorted(found)} parts. Remove those of the other run"
         )
     ((count, indices),) = found.items()
-    _check_parts(path, count, indices)
-    return tuple(f"{path}-{index}.{count}" for index in range(count))
-
-
-def _check_parts(path: str, count: int, indices: set[int]) -> None:
     surplus = sorted(index for index in indices if index >= count)
     if surplus:
         raise MalformedError(f"expected parts 0 to {count - 1} of {path}; got also part {surplus[0]} of {count}")
-    missing = [f"{path}-{index}.{count}" for index in range(count) if index not in indices]
+    parts = [f"{path}-{index}.{count}" for index in range(count)]
+    missing = [part for index, part in enumerate(parts) if index not in indices]
     if missing:
         raise MissingFileError(
             f"{path} is split into {count} parts and {len(missing)} are not there; copy them:\n{listed(missing)}"
         )
+    return tuple(parts)
 
 
 def _open(path: str) -> tuple[int, int]:
@@ -316,7 +317,8 @@ def _open(path: str) -> tuple[int, int]:
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
-            raise MalformedError(f"expected a regular file; got {_kind(mode)} at {path}")
+            kind = "a folder" if stat.S_ISDIR(mode) else "a special file"
+            raise MalformedError(f"expected a regular file; got {kind} at {path}")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise MissingFileError(f"expected a file at {path}; nothing is there. Check the path, or copy it") from error
@@ -325,17 +327,14 @@ def _open(path: str) -> tuple[int, int]:
     return os.fstat(descriptor).st_size, descriptor
 
 
-def _kind(mode: int) -> str:
-    return "a folder" if stat.S_ISDIR(mode) else "a special file"
-
-
 def _unreadable(path: str, error: Exception) -> SourceError:
     if isinstance(error, OSError):
         return SourceError(f"cannot read {path}: {error.strerror}")
     return SourceError(f"cannot read {path!r}: expected the name of a file; it holds a character that no name can hold")
 
 
-def _truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
+def truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
+    """The error for bytes past the end of a file of `total` bytes."""
     return MalformedError(
         f"expected {nbytes} bytes at {offset}; the file ends at {total}: {path} is truncated. Copy it again"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,8 +13,8 @@ import xxhash
 
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, listed
-from ucp.io.files import open_source, split_parts
-from ucp.io.folder import files_below, is_there, is_url, names_in, path_of, see_afresh
+from ucp.io.files import open_source, parts_of
+from ucp.io.folder import files_below, is_url, names_in, path_of, see_afresh
 
 __all__ = [
     "check_unchanged",
@@ -42,7 +42,17 @@ def entry_points(group: str) -> dict[str, str]:
 
     As `importlib.metadata` finds them, whose import takes longer than to read them all.
     """
-    return {name: value for _, _, folder in _installed(tuple(sys.path)) for name, value in _declared(folder, group)}
+    declared = {}
+    for _, _, folder in _installed(tuple(sys.path)):
+        with suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
+            section = ""
+            for line in map(str.strip, file):
+                if line.startswith("["):
+                    section = line.strip("[]")
+                elif section == group and "=" in line and line[0] not in "#;":
+                    name, _, value = line.partition("=")
+                    declared[name.strip()] = value.partition("[")[0].strip()  # without extras
+    return declared
 
 
 @cache
@@ -57,24 +67,12 @@ def _installed(path: tuple[str, ...]) -> list[tuple[str, str, str]]:
     return list(found.values())
 
 
-def _declared(folder: str, group: str) -> Iterator[tuple[str, str]]:
-    """Entry points in one group of one package: name and value, without extras."""
-    with suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
-        section = ""
-        for line in map(str.strip, file):
-            if line.startswith("["):
-                section = line.strip("[]")
-            elif section == group and "=" in line and line[0] not in "#;":
-                name, _, value = line.partition("=")
-                yield name.strip(), value.partition("[")[0].strip()
-
-
 def size_and_time(path: str) -> tuple[int, int]:
     """Bytes of a file (of all its parts, where it is split) and its last change in nanoseconds since 1970.
 
     Raises OSError when it is not there.
     """
-    stats = [path_of(part).stat() for part in _parts(path)]
+    stats = [path_of(part).stat() for part in parts_of(path)]
     return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
@@ -98,7 +96,12 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
     if not remote:
         return
     see_afresh(file.path for file in remote)
-    changed = [file.path for file in remote if _now(file) != (file.nbytes, file.mtime_ns, file.version)]
+    changed = []
+    for file in remote:
+        with suppress(OSError):
+            if (*size_and_time(file.path), _version(file.path)) == (file.nbytes, file.mtime_ns, file.version):
+                continue
+        changed.append(file.path)
     if changed:
         raise ChangedError(
             f"objects were replaced while they were read:\n{listed(changed)}\nWait until whoever writes there is done, "
@@ -106,23 +109,12 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
         )
 
 
-def _now(file: SourceFile) -> tuple[int, int, str]:
-    try:
-        return *size_and_time(file.path), _version(file.path)
-    except OSError:
-        return -1, -1, ""
-
-
-def _parts(path: str) -> tuple[str, ...]:
-    return (path,) if is_there(path) else split_parts(path) or (path,)
-
-
 def _version(path: str) -> str:
     if not is_url(path):
         return ""
     from ucp.io.remote.file import RemoteFile
 
-    return RemoteFile(path, _parts(path)).version
+    return RemoteFile(path, parts_of(path)).version
 
 
 def contents_of(path: Path) -> str:

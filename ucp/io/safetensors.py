@@ -20,7 +20,7 @@ import msgspec
 from ucp.core.dtypes import DType
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.files import SourceFile, open_source
+from ucp.io.files import open_source
 from ucp.io.json_text import parsed, read_object
 from ucp.io.pickle.fields import described
 
@@ -64,12 +64,33 @@ def read_header(path: str) -> SafetensorsHeader:
         An element type that this version does not know.
     """
     with open_source(path) as file:
-        text, start = _header_text(file)
         nbytes = file.nbytes
-    document = _decode(text) or _decode_pairs(path, text)
-    metadata = _metadata(path, document.pop("__metadata__", {}))
+        if nbytes < 10:
+            raise _malformed(path, f"expected at least 10 bytes; got {nbytes}")
+        start = 8 + int.from_bytes(file.read(0, 8), "little")
+        if start - 8 > _MOST_HEADER_NBYTES or start > nbytes:
+            raise _malformed(path, f"expected a header within its {nbytes} bytes; got one of {start - 8}")
+        text = file.read(8, start - 8)
+    document = _decode(text)
+    if document is None:
+        try:
+            entries = parsed(text, pairs=_unique)
+        except ValueError as error:
+            raise _malformed(path, f"expected a header of JSON; {str(error)[:200]}") from None
+        if not isinstance(entries, dict):
+            raise _malformed(path, f"expected a header that is a JSON object; got a {type(entries).__name__}")
+        document = entries
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _malformed(path, "expected __metadata__ that maps text to text")
     tensors = {name: _tensor(path, name, entry, start) for name, entry in document.items()}
-    _check_tiling(path, tensors, start=start, stop=nbytes)
+    at = start  # every byte after the header belongs to exactly one tensor
+    for offset, length, name in sorted((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()):
+        if offset != at:
+            raise _malformed(path, f"expected {name!r} at byte {at}; got {offset}: a hole or an overlap")
+        at += length
+    if at != nbytes:
+        raise _malformed(path, f"expected {at} bytes; got {nbytes}")
     return SafetensorsHeader(tensors=tensors, metadata=metadata)
 
 
@@ -127,16 +148,6 @@ def layout_safetensors(
     )
 
 
-def _header_text(file: SourceFile) -> tuple[bytes, int]:
-    """The JSON and the byte after it."""
-    if file.nbytes < 10:
-        raise _malformed(file.path, f"expected at least 10 bytes; got {file.nbytes}")
-    nbytes = int.from_bytes(file.read(0, 8), "little")
-    if nbytes > _MOST_HEADER_NBYTES or 8 + nbytes > file.nbytes:
-        raise _malformed(file.path, f"expected a header within its {file.nbytes} bytes; got one of {nbytes}")
-    return file.read(8, nbytes), 8 + nbytes
-
-
 class _Entry(msgspec.Struct, gc=False):
     dtype: str
     shape: list[int]
@@ -165,16 +176,6 @@ def _decode(text: bytes) -> dict[str, object] | None:
     return {"__metadata__": metadata, **entries} if is_unique and "__metadata__" not in entries else None
 
 
-def _decode_pairs(path: str, text: bytes) -> dict[str, object]:
-    try:
-        entries = parsed(text, pairs=_unique)
-    except ValueError as error:
-        raise _malformed(path, f"expected a header of JSON; {str(error)[:200]}") from None
-    if not isinstance(entries, dict):
-        raise _malformed(path, f"expected a header that is a JSON object; got a {type(entries).__name__}")
-    return entries
-
-
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
@@ -183,23 +184,14 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
-def _metadata(path: str, entry: object) -> dict[str, str]:
-    if isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values()):
-        return entry
-    raise _malformed(path, "expected __metadata__ that maps text to text")
-
-
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
-    match entry:
-        case _Entry(dtype=code, shape=shape, data_offsets=(first, stop)):
-            pass
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(first), int(stop)]} if all(
-            type(n) is int for n in (*shape, first, stop)
-        ):
-            pass
-        case _:
-            raise _malformed(path, f"expected dtype, shape and data_offsets of {name!r}; got {str(entry)[:200]}")
-    if min(first, stop, *shape) < 0 or max(first, stop, *shape) >= 1 << 63 or len(shape) > _MOST_DIMS:
+    try:
+        found = entry if isinstance(entry, _Entry) else msgspec.convert(entry, _Entry)
+        (first, stop), shape, code = found.data_offsets, found.shape, found.dtype
+        is_valid = min(first, stop, *shape) >= 0 and max(first, stop, *shape) < 1 << 63 and len(shape) <= _MOST_DIMS
+    except msgspec.ValidationError:
+        is_valid = False
+    if not is_valid:
         raise _malformed(path, f"expected dtype, shape and data_offsets of {name!r}; got {str(entry)[:200]}")
     try:
         dtype = DType.from_safetensors(code)
@@ -209,17 +201,6 @@ def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
         raise _malformed(path, f"expected {dtype} of shape {shape} for {name!r}; got {stop - first} bytes")
     sizes = tuple(shape)
     return TensorRef(path=path, offset=start + first, dtype=dtype, shape=sizes, strides=contiguous_strides(sizes))
-
-
-def _check_tiling(path: str, tensors: Mapping[str, TensorRef], *, start: int, stop: int) -> None:
-    """Every byte after the header belongs to exactly one tensor."""
-    at = start
-    for offset, nbytes, name in sorted((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()):
-        if offset != at:
-            raise _malformed(path, f"expected {name!r} at byte {at}; got {offset}: a hole or an overlap")
-        at += nbytes
-    if at != stop:
-        raise _malformed(path, f"expected {at} bytes; got {stop}")
 
 
 def _malformed(path: str, found: str) -> MalformedError:

@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair
@@ -128,7 +126,12 @@ class Checkpoint(Report, Mapping[str, Atom]):
     def page(self) -> Page:
         """What it is, and its parameters."""
         rows = [
-            (name, shape_text(atom.global_shape), ", ".join(atom.states), ", ".join(_dtypes(atom)))
+            (
+                name,
+                shape_text(atom.global_shape),
+                ", ".join(atom.states),
+                ", ".join(dict.fromkeys(own.dtype for own in atom.states.values())),
+            )
             for name, atom in self.index.atoms.items()
         ]
         columns = ("name", "shape", "states", "dtypes")
@@ -214,14 +217,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         """
         if not isinstance(ref, TensorRef | InlineTensor):
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
-        whole = Box.whole(ref.shape)
-        fragment = Fragment(box=whole, ref=ref)
-        return _read(
-            StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,)),
-            whole,
-            "an extra",
-            self.index.files,
-        )
+        return _read(StateIndex.whole(ref), Box.whole(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises KeyError with what there is instead."""
@@ -280,7 +276,3 @@ def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) 
         gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
         gatherer.sources.close()
     return tensor
-
-
-def _dtypes(atom: AtomIndex) -> Iterator[DType]:
-    yield from dict.fromkeys(state.dtype for state in atom.states.values())

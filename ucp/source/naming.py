@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, names_of
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged, with_copy
-from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed
+from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
 from ucp.families.family import CANONICAL, Family
 from ucp.families.library import rules_text
 from ucp.families.styles import find_source_style
@@ -134,7 +134,11 @@ def check_styles(family: Family, naming: Naming) -> None:
     styles = [CANONICAL, *family.styles]
     for style in filter(None, (naming.style, naming.source)):
         if style not in styles:
-            raise UsageError(f"expected one of the naming styles {', '.join(styles)} of {family.name!r}; got {style!r}")
+            near = nearest(style, styles)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise UsageError(
+                f"expected one of the naming styles {', '.join(styles)} of {family.name!r}; got {style!r}{hint}"
+            )
 
 
 def _unread(family: Family, names: Iterable[str]) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from zlib_ng import zlib_ng
 
 from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.tensor import Record
-from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, counted, listed
+from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, listed
 from ucp.io.files import SourceFile as OpenFile
 from ucp.io.files import open_source
 from ucp.io.folder import names_of_folder
@@ -72,13 +71,7 @@ def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...
 
 
 def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
-    """What no checksum covers, and what lies beside the extras and is none."""
-    bare = [extra.name for extra in stored if extra.crc32 is None]
-    if bare:
-        yield (
-            f"without checksums: {counted(len(bare), 'extra')} of {root}, which was written before they were recorded; "
-            "`ucp convert` makes a store of it that has them"
-        )
+    """What lies beside the extras and is none."""
     known = {extra.file for extra in stored}
     folder = root / EXTRAS
     strays = sorted(f"{EXTRAS}/{name}" for name in (names_of_folder(folder) if folder.is_dir() else ()))
@@ -105,16 +98,8 @@ def _difference(stored: StoredFile, file: SourceFile) -> str:
     if stored.nbytes != file.nbytes:
         return f"{stored.nbytes} bytes then, {file.nbytes} now"
     if stored.mtime_ns != file.mtime_ns:
-        then = "unknown" if stored.mtime_ns is None else _when(stored.mtime_ns)
-        return f"last written {then} then, {_when(file.mtime_ns)} now (copying with `cp -p` keeps the time)"
+        return f"last written {stored.mtime_ns} ns after 1970 then, {file.mtime_ns} now (`cp -p` keeps the time)"
     return "" if identity_of(file.path) == stored.identity else "its first or last 64 KiB differ"
-
-
-def _when(mtime_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(mtime_ns / 1e9, tz=UTC).isoformat(sep=" ", timespec="microseconds")
-    except (ValueError, OverflowError, OSError):  # a damaged manifest may say any number
-        return f"{mtime_ns} ns after 1970"
 
 
 def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, ...]]:
@@ -130,21 +115,20 @@ def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, .
     if not path.endswith(".pt"):
         text = read_text(path)
         _check(path, stored, nbytes=len(text), crc32=zlib_ng.crc32(text))
-        whole = Record(path=path, name=stored.file, offset=0, nbytes=len(text), crc32=stored.crc32 or 0)
+        whole = Record(path=path, name=stored.file, offset=0, nbytes=len(text), crc32=stored.crc32)
         try:
-            return from_json(parsed(text)), () if stored.crc32 is None else (whole,)
+            return from_json(parsed(text)), (whole,)
         except (ValueError, RecursionError, MalformedError) as error:
             raise MalformedError(f"expected JSON of ucp in {path}; {error}. It is damaged: copy it again") from error
     with open_source(path) as file:
         archive = read_embedded(file, start=0, nbytes=file.nbytes)
-        if stored.crc32 is not None:
-            _check(path, stored, nbytes=file.nbytes, crc32=_crc_of(file, archive.records))
+        _check(path, stored, nbytes=file.nbytes, crc32=_crc_of(file, archive.records))
     return archive.root, archive.records
 
 
 def _check(path: str, stored: StoredExtra, *, nbytes: int, crc32: int) -> None:
     """Raise CorruptError for a file that is not the one that was stored."""
-    if stored.crc32 is not None and (nbytes, crc32) != (stored.nbytes, stored.crc32):
+    if (nbytes, crc32) != (stored.nbytes, stored.crc32):
         raise CorruptError(
             f"expected {stored.nbytes} bytes of CRC-32 {stored.crc32:08x} in {path}; got {nbytes} of {crc32:08x}. It "
             "was changed after it was written: copy it again from where the store was made, or make the store again"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -27,8 +28,8 @@ from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
 from ucp.io.folder import is_there, is_url, see_afresh, seen_from
-from ucp.io.identity import size_and_time, source_file
-from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredFile, StoredState
+from ucp.io.identity import source_file
+from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
 
 __all__ = ["find_files", "inside", "interpret"]
@@ -39,26 +40,28 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
 
     Raises MalformedError, and MissingFileError when one is not there.
     """
-    if manifest.virtual:
-        paths = [_outside(root, file) for file in manifest.files]
-        see_afresh(paths)
-    else:
-        paths = [inside(root, file.path) for file in manifest.files]
-    missing = [path for path in paths if not _is_there(path, whole=not manifest.virtual)]
+    paths = []
+    for file in manifest.files:
+        if manifest.virtual and (not file.identity or file.nbytes is None or file.mtime_ns is None):
+            raise _wrong(root, f"there is no identity of {file.path!r}, to which a virtual store refers")
+        paths.append(str(seen_from(root, file.path)) if manifest.virtual else inside(root, file.path))
+    see_afresh(paths if manifest.virtual else ())
+    files, missing = [], []
+    for path, file in zip(paths, manifest.files, strict=True):
+        try:
+            files.append(source_file(path, file.role or "pack"))
+        except OSError:
+            missing.append(path)
+            continue
+        if not manifest.virtual and not is_there(path):  # parts of a file are one only where it was split
+            missing.append(path)
     if missing:
         raise MissingFileError(
             f"expected {counted(len(missing), 'file')} "
             f"that {root / MANIFEST} refers to; nothing is there. Copy what is missing:\n"
             f"{listed(missing)}"
         )
-    return tuple(source_file(path, file.role or "pack") for path, file in zip(paths, manifest.files, strict=True))
-
-
-def _outside(root: Path, file: StoredFile) -> str:
-    """Path of a file that a virtual store refers to, wherever it lies: it must say what it knows the file by."""
-    if not file.identity or file.nbytes is None or file.mtime_ns is None:
-        raise _wrong(root, f"there is no identity of {file.path!r}, to which a virtual store refers")
-    return str(seen_from(root, file.path))
+    return tuple(files)
 
 
 def _wrong(root: Path, what: object) -> MalformedError:
@@ -85,15 +88,6 @@ def inside(root: Path, file: str) -> str:
     return path
 
 
-def _is_there(path: str, *, whole: bool) -> bool:
-    """Whether a file is there; unless it must be `whole`, in one piece or split in parts."""
-    try:
-        size_and_time(path)
-    except OSError:
-        return False
-    return not whole or is_there(path)
-
-
 def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> Index:
     """The index that a manifest describes, without its extras. `files`: those of `find_files`.
 
@@ -112,9 +106,13 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         if not manifest.virtual:
             _check_apart([*records, *states.records])
         topology = Topology.parse(manifest.source.topology)
+        hypers = [from_json(group.hyper) for group in manifest.groups]
+        groups = [
+            ParamGroup(params=group.params, hyper=msgspec.convert(hyper, dict[str, object]))
+            for group, hyper in zip(manifest.groups, hypers, strict=True)
+        ]
     except (ValueError, UsageError) as error:
         raise _wrong(root, error) from error
-    origin = manifest.source.origin or manifest.source.format
     return Index(
         path=str(root),
         format="ucp",
@@ -124,11 +122,18 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         step=manifest.step,
         skipped=manifest.skipped,
         atoms=atoms,
-        groups=tuple(_groups(manifest, root)),
+        groups=tuple(groups),
         aliases=manifest.aliases,
         files=tuple(files),
         records=(*records, *states.records),
-        notes=manifest.notes,
+        notes=(
+            *manifest.notes,
+            *(
+                f"how parameters lay over {own.axis} is not shown: no pattern {own.pattern!r} is installed here"
+                for own, made in zip(manifest.axes, axes, strict=True)
+                if made is None
+            ),
+        ),
         recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
         dropped=manifest.dropped,
         lost={
@@ -136,7 +141,7 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
             for loss in manifest.lost
             for name, detail in loss.params.items()
         },
-        origin="" if origin == "ucp" else origin,  # a store of a store, written before this was recorded
+        origin=manifest.source.origin,
         unselected=manifest.unselected,
         unordered=manifest.unordered,
     )
@@ -153,22 +158,12 @@ def _check_apart(records: Sequence[Record]) -> None:
             )
 
 
-def _groups(manifest: Manifest, root: Path) -> Iterator[ParamGroup]:
-    for group in manifest.groups:
-        hyper = from_json(group.hyper)
-        if not isinstance(hyper, dict) or not all(isinstance(key, str) for key in hyper):
-            raise _wrong(root, f"expected hyper-parameters by name, got {group.hyper!r}")
-        yield ParamGroup(params=group.params, hyper=hyper)
-
-
 def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
     """An axis, and whether it is flat; None for a pattern that is not installed here. Raises ValueError."""
-    try:
-        factory = pattern_factory(axis.pattern)
-    except UsageError:
-        return None
-    made = msgspec.convert(axis.fields, type=factory)
-    return AxisLayout(axis.axis, axis.parts, made, axis.known_from), axis.is_flat
+    with suppress(UsageError):
+        made = msgspec.convert(axis.fields, type=pattern_factory(axis.pattern))
+        return AxisLayout(axis.axis, axis.parts, made, axis.known_from), axis.is_flat
+    return None
 
 
 def _layout(numbers: Sequence[int], axes: Sequence[tuple[AxisLayout, bool] | None]) -> Layout:

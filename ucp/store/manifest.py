@@ -60,7 +60,7 @@ class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoint, absolute."""
     format: str
     """Name of its format."""
-    origin: str = ""
+    origin: str
     """Format that the extras were read from; of a store of a store, the first one's."""
     producer: str
     """Program that wrote it."""
@@ -165,8 +165,6 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """What it is to the optimizer."""
     model_dtype: DType | None = None
     """Type in which the model computes with it, where its weight is a master of higher precision."""
-    patterns: dict[str, str] = {}
-    """Mesh axis to the name of its pattern, in stores written before `layout`; not read."""
     layout: tuple[Natural, ...] = ()
     """How it lay over the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}
@@ -210,10 +208,10 @@ class StoredExtra(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Rank whose value it is; None for all."""
     file: str
     """File that holds it, relative to the store."""
-    nbytes: Natural | None = None
-    """Bytes of the file; None in a store that was written before they were recorded."""
-    crc32: Crc32 | None = None
-    """CRC-32 of the whole file; None as before."""
+    nbytes: Natural
+    """Bytes of the file."""
+    crc32: Crc32
+    """CRC-32 of the whole file."""
 
 
 class StoredLoss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,7 +226,7 @@ class StoredLoss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The document. What has a default is absent in stores that were written before it was recorded."""
+    """The document."""
 
     ucp: int
     """Version of the store."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from urllib.parse import quote
 
 from ucp.contract.output_names import check_named, check_text
@@ -52,10 +53,22 @@ class StoreTarget(Target):
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Packs and extras. Raises UsageError for options that do not go together."""
         layout = options.layout or LAYOUTS[0]
-        _check_options(layout, topology, options)
+        if topology is not None:
+            raise UsageError(
+                "atoms are rank-independent; --topology applies to other targets: drop it, or name a target with --to"
+            )
+        if options.compress and layout != "packed":
+            raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
+        if layout == "virtual" and options.dtypes:
+            raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
         check_text((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
         _check_groups(index)
-        slices = [] if layout == "virtual" else list(_slices(index, options))
+        slices = [
+            whole_slice(atom.name, name, state, dtype=dtype)
+            for atom, name, state in (() if layout == "virtual" else index.states())
+            for dtype in (atom.dtype_of(name, options.dtypes),)
+            if dtype is not state.dtype or not is_inline(state)
+        ]
         files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
         extras = list(_laid(index.extras))
         return TargetPlan(
@@ -92,17 +105,6 @@ class StoreTarget(Target):
         return (OutputFile(path=MANIFEST, nbytes=len(text), literals=(Literal(0, text),)),)
 
 
-def _check_options(layout: str, topology: Topology | None, options: TargetOptions) -> None:
-    if topology is not None:
-        raise UsageError(
-            "atoms are rank-independent; --topology applies to other targets: drop it, or name a target with --to"
-        )
-    if options.compress and layout != "packed":
-        raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
-    if layout == "virtual" and options.dtypes:
-        raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
-
-
 def _check_groups(index: Index) -> None:
     """Raise DestinationError for hyper-parameters that the manifest cannot keep."""
     wrong = [
@@ -117,13 +119,6 @@ def _check_groups(index: Index) -> None:
             f"{listed(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, or "
             "make them numbers and save again"
         )
-
-
-def _slices(index: Index, options: TargetOptions) -> Iterator[Slice]:
-    for atom, name, state in index.states():
-        dtype = atom.dtype_of(name, options.dtypes)
-        if dtype is not state.dtype or not is_inline(state):
-            yield whole_slice(atom.name, name, state, dtype=dtype)
 
 
 def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
@@ -182,12 +177,11 @@ def _folder(name: str) -> str:
 def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
     files, placements = [], []
     for number, pack in enumerate(_packs(slices, ENCODED_PACK)):
-        path = f"packs/{number:05d}.zst"
-        at = 0
-        for own in pack:
-            placements.append(Placement(slice=own, path=path, offset=at))
-            at += own.nbytes
-        files.append(OutputFile(path=path, nbytes=0))
+        files.append(OutputFile(path=f"packs/{number:05d}.zst", nbytes=0))
+        starts = accumulate((own.nbytes for own in pack), initial=0)
+        placements += [
+            Placement(slice=own, path=files[-1].path, offset=at) for own, at in zip(pack, starts, strict=False)
+        ]
     return files, placements
 
 

@@ -15,7 +15,7 @@ import base64
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ucp.core.pickle_values import GlobalName, TorchSize
 from ucp.errors import MalformedError
@@ -75,7 +75,10 @@ class PlainJson:
 
     def of(self, value: object) -> object:
         """`value` in terms of JSON."""
-        self._room -= _nbytes(value) + self._depth
+        # bytes of JSON, about; of a container, those that it adds to what it holds
+        nbytes = len(value) if isinstance(value, str | bytes | bytearray) else 8
+        nbytes += value.bit_length() // 3 if isinstance(value, int) else 0
+        self._room -= nbytes + self._depth
         if self._room < 0 or self._depth > _DEEPEST:
             return self._cut(value)
         self._depth += 1
@@ -98,36 +101,16 @@ class PlainJson:
             case GlobalName():
                 return {"!global": [value.module, value.qualname]}
             case dict() if not getattr(value, "__dict__", None):
-                return self._dict(value)
+                if type(value) is dict and all(isinstance(key, str) and not key.startswith("!") for key in value):
+                    return {key: self.of(item) for key, item in value.items()}
+                tag = "!ordered" if isinstance(value, OrderedDict) else "!dict"
+                return {tag: [[self.of(key), self.of(item)] for key, item in value.items()]}
             case list() | tuple() | set() | frozenset() if type(value) in _SEQUENCES:
-                return self._sequence(value)
+                items = [*map(self.of, value)]
+                if isinstance(value, set | frozenset):
+                    items.sort(key=json.dumps)  # the order of a set changes from run to run
+                return {_SEQUENCES[type(value)]: items} if type(value) is not list else items
         return self._other(value)
-
-    def _sequence(self, value: Iterable[object]) -> object:
-        items = [*map(self.of, value)]
-        if isinstance(value, set | frozenset):
-            items.sort(key=json.dumps)  # the order of a set changes from run to run
-        tag = _SEQUENCES[type(value)]
-        return {tag: items} if tag else items
-
-    def _dict(self, value: dict[object, object]) -> object:
-        plain = all(isinstance(key, str) and not key.startswith("!") for key in value)
-        if type(value) is dict and plain:
-            return {key: self.of(item) for key, item in value.items()}
-        tag = "!ordered" if isinstance(value, OrderedDict) else "!dict"
-        return {tag: [[self.of(key), self.of(item)] for key, item in value.items()]}
-
-
-def _nbytes(value: object) -> int:
-    """Bytes of a value as JSON, about; of a container, those that it adds to what it holds."""
-    match value:
-        case str():
-            return len(value)
-        case bytes() | bytearray():
-            return len(value) * 4 // 3
-        case int():
-            return value.bit_length() // 3
-    return 8
 
 
 _SEQUENCES: dict[type, str] = {

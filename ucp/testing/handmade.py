@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.names import WEIGHT
-from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor, Record, TensorRef
+from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
-from ucp.io.identity import size_and_time
+from ucp.io.identity import source_file
 from ucp.store.describe import describe
 from ucp.store.manifest import MANIFEST, dump
 from ucp.store.target import recogniser
@@ -60,13 +58,16 @@ class Shards:
             wide = filled.reshape(*spaced.shape[:-1], spaced.shape[-1] * (gap + 1)).copy()
             wide[..., :: gap + 1] = spaced
             spaced = wide
-        steps = _row_major(spaced.shape)
+        steps = contiguous_strides(spaced.shape)
         if gap and array.ndim:
             steps = (*steps[:-1], gap + 1)
         strides = [0] * array.ndim
         for place, dim in enumerate(order):
             strides[dim] = steps[place]
-        offset = self._append(file, spaced.tobytes(), before=gap)
+        with (self.folder / file).open("ab") as shard:
+            shard.write(b"\x5a" * gap)
+            offset = shard.tell()
+            shard.write(spaced.tobytes())
         return TensorRef(
             path=str(self.folder / file),
             offset=offset,
@@ -75,22 +76,9 @@ class Shards:
             strides=tuple(strides),
         )
 
-    def expanded(self, array: NDArray[Any], shape: tuple[int, ...], *, file: str = "shard.bin") -> TensorRef:
-        """Append `array` and refer to it as if broadcast to `shape`: dims of stride 0."""
-        ref = self.put(array, file=file)
-        missing = len(shape) - array.ndim
-        strides = (0,) * missing + tuple(
-            s if own == wanted else 0 for s, own, wanted in zip(ref.strides, array.shape, shape[missing:], strict=True)
-        )
-        return TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=shape, strides=strides)
-
     def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
         """Append `array` and describe it as a state of one piece."""
-        return StateIndex(
-            dtype=DType(array.dtype.name),
-            global_shape=array.shape,
-            fragments=(Fragment(box=Box.whole(array.shape), ref=self.put(array, file=file)),),
-        )
+        return StateIndex.whole(self.put(array, file=file))
 
     def record(self, ref: TensorRef) -> Record:
         """A checksum of the bytes that `ref` spans, as a writer would record it."""
@@ -99,21 +87,6 @@ class Shards:
             data = file.read(ref.extent)
         name = f"{Path(ref.path).name}:{ref.offset}"
         return Record(path=ref.path, name=name, offset=ref.offset, nbytes=ref.extent, crc32=zlib_ng.crc32(data))
-
-    def _append(self, file: str, data: bytes, *, before: int) -> int:
-        with (self.folder / file).open("ab") as shard:
-            shard.write(b"\x5a" * before)
-            offset = shard.tell()
-            shard.write(data)
-        return offset
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    steps, step = [], 1
-    for length in reversed(shape):
-        steps.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(steps))
 
 
 def inline(array: NDArray[Any]) -> InlineTensor:
@@ -151,14 +124,9 @@ def make_index(
         atoms=atoms,
         groups=tuple(groups),
         extras=tuple(extras),
-        files=tuple(_source_file(path) for path in paths),
+        files=tuple(source_file(path, "shard") for path in paths),
         records=tuple(records),
     )
-
-
-def _source_file(path: str) -> SourceFile:
-    nbytes, mtime_ns = size_and_time(path)
-    return SourceFile(path=path, nbytes=nbytes, mtime_ns=mtime_ns, role="shard")
 
 
 def write_checkpoint(index: Index) -> Path:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from ucp.contract.protocols import Observer
+from ucp.core.dtypes import DType
 from ucp.core.index import Index, StateIndex
 from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_slice
 from ucp.core.tensor import Record, TensorRef
@@ -81,13 +82,26 @@ def apart(
 
     By parameter, state and elements of the whole. `cast`: those of the first after a cast to the type of the second.
     """
-    nbytes = sum(_width(one, other, cast) * one.numel for *_, one, other in shared)
+    pairs = ((one.numel, _read_as(one, other, cast=cast), other.dtype) for *_, one, other in shared)
+    nbytes = sum(numel * max(left.itemsize, right.itemsize) for numel, left, right in pairs)
     found: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
     def some(jobs: Sequence[_Compared], gatherer: Gatherer) -> None:
-        for job, result in _differing(jobs, gatherer):
-            found.setdefault((job.own.param, job.own.state, job.left.locator.state.numel), []).append(result)
         observer.advance(sum(job.nbytes for job in jobs))
+        lefts, rights = _read([job.left for job in jobs], gatherer), _read([job.right for job in jobs], gatherer)
+        if lefts[0].obj == rights[0].obj and all(job.left.own.dtype is job.right.own.dtype for job in jobs):
+            return
+        for job, *data in zip(jobs, lefts, rights, strict=True):
+            left, right = viewed(data[0], job.left.own.dtype), viewed(data[1], job.right.own.dtype)
+            if left.dtype != right.dtype:
+                wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
+                left, right = widened(left, wide), widened(right, wide)
+            result = differing(left, right)
+            if result and job.left.locator.state.dtype is not job.right.locator.state.dtype:
+                result = differing(without_payloads(left, right), right)  # casts need not agree in payloads of NaNs
+            if result is not None:
+                key = job.left.own.param, job.left.own.state, job.left.locator.state.numel
+                found.setdefault(key, []).append((result.numel, result.largest))
 
     jobs = (job for pair in shared for job in _compared(*pair, cast=cast))
     _each(bundle(jobs, limit=BLOCK), some, threads, observer, title="compare", nbytes=nbytes)
@@ -229,68 +243,33 @@ class _Compared(NamedTuple):
     """Of the second."""
 
     @property
-    def own(self) -> Slice:
-        """Which they are."""
-        return self.left.own
-
-    @property
     def nbytes(self) -> int:
         """Bytes of them, in the wider type."""
         return max(self.left.nbytes, self.right.nbytes)
 
 
-def _is_alike(a: StateIndex, b: StateIndex, cast: bool) -> bool:  # noqa: FBT001
-    """Whether the bits of two states are compared, those of the first after a cast to the type of the second."""
-    return a.dtype is b.dtype or (cast and a.dtype.is_floating and b.dtype.is_floating)
-
-
-def _width(a: StateIndex, b: StateIndex, cast: bool) -> int:  # noqa: FBT001
-    """Bytes of an element, in the wider type."""
-    return b.dtype.itemsize if _is_alike(a, b, cast) else max(a.dtype.itemsize, b.dtype.itemsize)
+def _read_as(a: StateIndex, b: StateIndex, *, cast: bool) -> DType:
+    """Type as which the first of two states is read to be compared."""
+    return b.dtype if cast and a.dtype.is_floating and b.dtype.is_floating else a.dtype
 
 
 def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool) -> Iterator[_Compared]:
     """All elements of both, a block at a time, such that either is read once."""
-    alike = _is_alike(a, b, cast)
-    left, right = whole_slice(param, name, a, dtype=b.dtype if alike else None), whole_slice(param, name, b)
+    left, right = whole_slice(param, name, a, dtype=_read_as(a, b, cast=cast)), whole_slice(param, name, b)
     first, second = Locator(a), Locator(b)
     if 0 < a.numel * _WIDEST <= BLOCK:
         yield _Compared(_Part(left, first), _Part(right, second))
         return
     lead, state = (right, b) if is_crosswise(right, b, nbytes=BLOCK) else (left, a)
-    nbytes = BLOCK // (_width(a, b, cast) if alike else _WIDEST) * lead.dtype.itemsize
+    nbytes = BLOCK // (b.dtype.itemsize if left.dtype is b.dtype else _WIDEST) * lead.dtype.itemsize
     for part in blocks(lead, state, nbytes=nbytes):
         typed = [part if part.dtype is dtype else replace(part, dtype=dtype) for dtype in (left.dtype, right.dtype)]
         yield _Compared(_Part(typed[0], first), _Part(typed[1], second))
 
 
-def _differing(jobs: Sequence[_Compared], gatherer: Gatherer) -> Iterator[tuple[_Compared, tuple[int, float]]]:
-    """Those of some elements that differ, with how many do, and by how much."""
-    lefts, rights = _read([job.left for job in jobs], gatherer), _read([job.right for job in jobs], gatherer)
-    if lefts[0].obj == rights[0].obj and all(job.left.own.dtype is job.right.own.dtype for job in jobs):
-        return
-    for job, *data in zip(jobs, lefts, rights, strict=True):
-        left, right = viewed(data[0], job.left.own.dtype), viewed(data[1], job.right.own.dtype)
-        if left.dtype != right.dtype:
-            wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-            left, right = widened(left, wide), widened(right, wide)
-        result = differing(left, right)
-        if result and job.left.locator.state.dtype is not job.right.locator.state.dtype:
-            result = differing(without_payloads(left, right), right)  # casts need not agree in the payload of a NaN
-        if result is not None:
-            yield job, (result.numel, result.largest)
-
-
 def _read(parts: Sequence[_Part], gatherer: Gatherer) -> list[memoryview]:
     """The bytes of parts in one buffer; they are read together where they are neighbours in a file."""
-    data = memoryview(bytearray(sum(part.nbytes for part in parts)))
-    views, wanted, at = [], [], 0
-    for own, locator in parts:
-        views.append(data[at : at + own.nbytes])
-        wanted.append((views[-1], own.dtype, resolve(own, locator, own.start, own.stop)))
-        at += own.nbytes
-    gatherer.fill_many(wanted)
-    return views
+    return gatherer.read([(p.stop - p.start, p.dtype, resolve(p, at, p.start, p.stop)) for p, at in parts])
 
 
 def _each(

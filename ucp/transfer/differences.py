@@ -8,13 +8,9 @@ from dataclasses import dataclass, replace
 from math import isnan
 
 from ucp.contract.protocols import Observer
-from ucp.contract.rank_extras import Checksums
-from ucp.contract.value_diff import Apart, differing_values
-from ucp.core.fragments import Fragment
+from ucp.contract.rank_extras import Apart, Checksums, differing_values
 from ucp.core.index import Index, Kind, StateIndex
 from ucp.core.names import WEIGHT
-from ucp.core.region import Box
-from ucp.core.tensor import Tensor
 from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.transfer.compare import THREADS, Pair, apart
@@ -164,13 +160,7 @@ def _extras(a: Index, b: Index) -> Iterator[Change | Pair]:
             if isinstance(item, Apart):
                 yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
             else:
-                yield Pair(label, item.place, _state_of(item.a), _state_of(item.b))
-
-
-def _state_of(tensor: Tensor) -> StateIndex:
-    """A tensor of an extra, as if it were the state of a parameter."""
-    whole = Fragment(box=Box.whole(tensor.shape), ref=tensor)
-    return StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(whole,))
+                yield Pair(label, item.place, StateIndex.whole(item.a), StateIndex.whole(item.b))
 
 
 def _missing(name: str, state: str, *, in_a: bool) -> Change:
@@ -186,14 +176,14 @@ def _groups(a: Index, b: Index) -> Iterator[Change]:
     """
     left, right = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
     if bool(left) is not bool(right):
-        own, other = (f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right))
-        yield Change(param="", state="", what="group", a=own, b=other)
+        sides = [f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right)]
+        yield Change(param="", state="", what="group", a=sides[0], b=sides[1])
         return
     for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
         is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
         if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
-            own, other = ("in a group" if name in hyper else "-" for hyper in (left, right))
-            yield Change(param=name, state="", what="group", a=own, b=other)
+            sides = ["in a group" if name in hyper else "-" for hyper in (left, right)]
+            yield Change(param=name, state="", what="group", a=sides[0], b=sides[1])
     checksums = Checksums((*a.records, *b.records))
     found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for name in sorted(set(left) & set(right)):

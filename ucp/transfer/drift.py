@@ -44,13 +44,8 @@ def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
 
 def _hold(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
     """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
-    data = bytearray(sum(piece.sizes[0] for _, piece in pairs) * copied.itemsize)
-    wanted, at = [], 0
-    for _, piece in pairs:
-        nbytes = piece.sizes[0] * copied.itemsize
-        wanted.append((memoryview(data)[at : at + nbytes], copied, (replace(piece, dst_offset=0),)))
-        at += nbytes
-    gatherer.fill_many(wanted)
+    wanted = [(piece.sizes[0], copied, (replace(piece, dst_offset=0),)) for _, piece in pairs]
+    data = gatherer.read(wanted)[0].obj
     joined = b"".join(view for view, _ in pairs)
     if copied is dtype:
         return joined == data  # bytes with bytes: without numpy, which takes a worker longer to import

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby, islice, repeat
+from itertools import accumulate, chain, groupby, islice, repeat
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from zlib_ng import zlib_ng
 
 from ucp.core.dtypes import DType
-from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of, starts_of
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
-from ucp.io.codec import Blocks
+from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
+from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides, starts_of
+from ucp.errors import CorruptError
+from ucp.io.codec import decode
 from ucp.io.elements import add, assign, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
 
@@ -90,11 +91,20 @@ class Gatherer:
     """What was read of tracked files."""
     nbytes_read: int = 0
     """Bytes read, of all files."""
-    _blocks: Blocks = field(default_factory=Blocks)
+    _block: tuple[tuple[str, int], memoryview] | None = None
+    """The block decoded last: it is several pieces where it does not end with a row."""
 
-    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], at: int = 0) -> None:
-        """Put `pieces` into `buffer`, elements of `dtype`, positions counted from byte `at`."""
-        self.fill_many([(buffer[at:], dtype, pieces)])
+    def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
+        """Put `pieces` into `buffer`, elements of `dtype`."""
+        self.fill_many([(buffer, dtype, pieces)])
+
+    def read(self, wanted: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
+        """So many elements of each kind, filled from pieces: views of one buffer, in order."""
+        data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in wanted)))
+        stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in wanted))
+        views = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+        self.fill_many([(view, dtype, pieces) for view, (_, dtype, pieces) in zip(views, wanted, strict=True)])
+        return views
 
     def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
         """Read ranges (first byte, one past the last), in increasing order and near one another, to sum each."""
@@ -189,7 +199,7 @@ class Gatherer:
             yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
             first = piece.ref.codec_start + piece.src_offset
-            yield piece, piece_values(self._blocks.get(piece.ref, first + piece.extent, self._encoded), piece, first)
+            yield piece, piece_values(self._decoded(piece.ref, first + piece.extent), piece, first)
         else:
             for part in _stretches(in_file_order(piece)):
                 yield part, self._stretch(part)
@@ -209,10 +219,23 @@ class Gatherer:
         steps = tuple(step * nbytes for step in contiguous_strides(part.sizes[:lead]))
         return piece_values(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
 
-    def _encoded(self, path: str, offset: int, nbytes: int) -> memoryview:
-        data = memoryview(bytearray(nbytes))
-        self._read(path, offset, [data])
-        return data
+    def _decoded(self, ref: TensorRef, nbytes: int) -> memoryview:
+        """The block that `ref` lies in, of at least `nbytes` bytes. Raises CorruptError if it is none, or shorter."""
+        key = (ref.path, ref.offset)
+        if self._block is None or self._block[0] != key:
+            self._block = None  # one block at a time in memory
+            data = memoryview(bytearray(ref.codec_nbytes))
+            self._read(ref.path, ref.offset, [data])
+            try:
+                self._block = key, decode(data, ref.codec)
+            except CorruptError as error:
+                raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + data.nbytes}: {error}") from error
+        raw = self._block[1]
+        if nbytes > raw.nbytes:
+            raise CorruptError(
+                f"{ref.path}: expected a compressed block of {nbytes} bytes or more at {ref.offset}; got {raw.nbytes}"
+            )
+        return raw
 
 
 class Reader:

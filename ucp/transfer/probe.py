@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
-from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.core.tensor import Tensor, TensorRef
 from ucp.transfer.gather import Gatherer, Sources
@@ -52,7 +50,14 @@ class Prober:
         """
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f"elements {start}:{stop} of a tensor of {tensor.numel}")
-        data = self._raw(tensor, start, stop)
+        if isinstance(tensor, TensorRef) and tensor.is_contiguous and not tensor.codec:
+            first, nbytes = (n * tensor.dtype.itemsize for n in (start, stop - start))
+            self._gatherer.nbytes_read += nbytes
+            data = self._gatherer.sources.get(tensor.path).read(tensor.offset + first, nbytes)
+        else:
+            state = StateIndex.whole(tensor)
+            pieces = resolve(whole_slice("", "", state), Locator(state), start, stop)
+            data = bytes(self._gatherer.read([(stop - start, tensor.dtype, pieces)])[0])
         return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
 
     def joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
@@ -75,19 +80,6 @@ class Prober:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _raw(self, tensor: Tensor, start: int, stop: int) -> bytes:
-        item = tensor.dtype.itemsize
-        if isinstance(tensor, TensorRef) and tensor.is_contiguous and not tensor.codec:
-            nbytes = (stop - start) * item
-            self._gatherer.nbytes_read += nbytes
-            return self._gatherer.sources.get(tensor.path).read(tensor.offset + start * item, nbytes)
-        box = Box.whole(tensor.shape)
-        state = StateIndex(dtype=tensor.dtype, global_shape=tensor.shape, fragments=(Fragment(box=box, ref=tensor),))
-        data = bytearray((stop - start) * item)
-        pieces = resolve(whole_slice("", "", state), Locator(state), start, stop)
-        self._gatherer.fill(memoryview(data), tensor.dtype, pieces)
-        return bytes(data)
-
 
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
     """Elements of `dtype` as elements of `to`, rounded as torch rounds: to the nearest, ties to even.
@@ -97,9 +89,13 @@ def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
     """
     if dtype is to and not dtype.is_floating:
         return data
-    short = _short_cast(data, dtype, to) if len(data) <= _SHORT else None
-    if short is not None:
-        return short
+    if len(data) <= _SHORT and to is DType.BFLOAT16:  # element by element
+        if dtype is DType.FLOAT32:
+            words = memoryview(data).cast("I")
+            halves = (_NAN if w & 0x7FFFFFFF > _INFINITE else w + 0x7FFF + (w >> 16 & 1) >> 16 for w in words)
+            return array("H", halves).tobytes()
+        if dtype is to and all(w & 0x7FFF <= _INFINITE >> 16 for w in memoryview(data).cast("H")):
+            return data
     import numpy as np
 
     from ucp.io.elements import assign, numpy_dtype, viewed  # numpy is imported when it is needed
@@ -113,17 +109,3 @@ def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
     if wrong.any():
         out[wrong] = np.nan
     return out.tobytes()
-
-
-def _short_cast(data: bytes, dtype: DType, to: DType) -> bytes | None:
-    """`cast_bits` to bfloat16, element by element; None where that is not told here."""
-    if to is not DType.BFLOAT16:
-        return None
-    if dtype is to:
-        numbers = all(w & 0x7FFF <= _INFINITE >> 16 for w in memoryview(data).cast("H"))
-        return data if numbers else None
-    if dtype is not DType.FLOAT32:
-        return None
-    words = memoryview(data).cast("I")
-    halves = (_NAN if w & 0x7FFFFFFF > _INFINITE else w + 0x7FFF + (w >> 16 & 1) >> 16 for w in words)
-    return array("H", halves).tobytes()

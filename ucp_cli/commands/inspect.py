@@ -55,11 +55,11 @@ def command(
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
             raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
-        left = api.survey(path)
+        survey = api.survey(path)
         if as_json:
-            write_json(survey_document(left, str(error)))
+            write_json(survey_document(survey, str(error)))
         else:
-            write(*remains(left, str(error), each=files))
+            write(*remains(survey, str(error), each=files))
         raise
     wanted = []
     if params:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, SourceFile
 from ucp.core.tensor import TensorRef
-from ucp.core.text.tally import count_kinds, count_patterns, count_states
+from ucp.core.text.overview import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def _file(file: SourceFile) -> dict[str, object]:
 def plan_document(report: PlanReport) -> dict[str, object]:
     """What `ucp plan` decided."""
     index = report.source
-    told = {field.name: getattr(report, field.name) for field in fields(report)}
-    unsaid = ["format", "layout", "compressed", *([] if report.scratch else ["scratch", "scratch_bytes"])]
-    layouts = {"source": told.pop("source_layout"), "target": told.pop("target_layout")}
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    hidden = ["format", "layout", "compressed", *([] if report.scratch else ["scratch", "scratch_bytes"])]
+    layouts = {"source": values.pop("source_layout"), "target": values.pop("target_layout")}
     return {
         "schema": "ucp.plan/1",
-        **{name: value for name, value in told.items() if name not in unsaid},
+        **{name: value for name, value in values.items() if name not in hidden},
         "source": _source(index),
         "topology": None if report.topology is None else asdict(report.topology),
         "files": [{"path": path, "nbytes": nbytes} for path, nbytes in report.files.items()],

@@ -29,8 +29,6 @@ from ucp.io.pickle.fields import Shape, text
 from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.run import SavedRun
 
-__all__ = ["ExpertGroups", "Experts", "Numbered", "holders", "is_expert", "ranks_joined", "renumbered"]
-
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d+)(\..*)")
 
 
@@ -113,14 +111,9 @@ def ranks_joined(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
     >>> [name.replace("deepspeed_experts.", "") for name in ranks_joined(own)]
     ['a.0.w', 'a.1.w', 'b.0.w', 'b.1.w']
     """
-    runs = [[list(run) for _, run in groupby(own, key=_layer)] for own in ranks]
+    layers = [groupby(names, key=lambda name: form[1] if (form := _EXPERT.fullmatch(name)) else "") for names in ranks]
+    runs = [[list(run) for _, run in layer] for layer in layers]
     return tuple(dict.fromkeys(name for alike in zip_longest(*runs, fillvalue=()) for run in alike for name in run))
-
-
-def _layer(name: str) -> str:
-    """Start of the names of the experts of a layer; empty for other parameters."""
-    found = _EXPERT.fullmatch(name)
-    return "" if found is None else found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +132,7 @@ class ExpertGroups:
     @classmethod
     def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
         """Those of a run; `groups`: names of its parameters, with numbers on their own ranks."""
-        local: dict[str, int] = {}
-        for found in (_EXPERT.fullmatch(name) for own in groups for name in own):
-            if found is not None:
-                local[found[1]] = max(local.get(found[1], 0), int(found[2]) + 1)
+        local = Numbered.of(name for group in groups for name in group).counts
         degrees = [_degree(run, number) if any(map(is_expert, own)) else 1 for number, own in enumerate(groups)]
         contiguous = run.config.raw.get("use_data_before_expert_parallelism") is True
         return cls(ranks=run.ranks, contiguous=contiguous, local=local, degrees=tuple(degrees))

@@ -20,17 +20,6 @@ from operator import add
 
 from ucp.contract.flat_buffer import FlatBuffer
 
-__all__ = [
-    "alignment_paddings",
-    "chunk",
-    "optimizer_order",
-    "round_robin",
-    "share",
-    "shared_buffers",
-    "sub_groups",
-    "undo_round_robin",
-]
-
 START_ALIGNMENT = 2
 """Elements; `nccl_start_alignment_factor` of stage_1_and_2.py and bf16_optimizer.py, 0.19.8."""
 
@@ -118,8 +107,12 @@ def optimizer_order(
     in `param_slice_mappings`, in the optimizer's order.
     """
     orders = {False: tuple(names), True: undo_round_robin(names, ranks=ranks)}
-    recorded = [list(own) for own in mappings]
-    fits = {key: _keeps_order(recorded, order) for key, order in orders.items()}
+    recorded = [list(rank) for rank in mappings]
+    fits = {}
+    for key, order in orders.items():
+        place = {name: at for at, name in enumerate(order)}
+        runs = ([place[name] for name in rank if name in place] for rank in recorded)
+        fits[key] = all(a < b for run in runs for a, b in pairwise(run))
     chosen = dealt if fits[dealt] or not fits[not dealt] else not dealt
     return orders[chosen], chosen
 
@@ -132,9 +125,3 @@ def undo_round_robin(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
     """
     places = [int(place) for place in round_robin([str(at) for at in range(len(names))], ranks=ranks)]
     return tuple(name for _, name in sorted(zip(places, names, strict=True)))
-
-
-def _keeps_order(recorded: Iterable[Iterable[str]], order: Sequence[str]) -> bool:
-    """Whether the names of each come in the order of `order`."""
-    place: Mapping[str, int] = {name: at for at, name in enumerate(order)}
-    return all(a < b for own in recorded for a, b in pairwise(place[name] for name in own if name in place))

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.companions import Companion, companion_extra, companions_of
-from ucp.contract.model.arguments import CONFIG_EXTRA, run_arguments
-from ucp.contract.model.transformers import family_of_type
+from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Extra, Index
 from ucp.core.names import WEIGHT

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
-from ucp.contract.model.arguments import CONFIG_EXTRA, config_in
-from ucp.contract.model.transformers import by_number, in_model_order, tied_output
+from ucp.contract.model import CONFIG_EXTRA, by_number, config_in, in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format
 from ucp.contract.registry import choose_family
 from ucp.core.dtypes import DType

@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_adapter, is_companion, left_text, place_companions
-from ucp.contract.model.arguments import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values
-from ucp.contract.model.transformers import tied_output
+from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
 from ucp.contract.output_names import check_text
 from ucp.contract.protocols import Target
 from ucp.contract.registry import names_of, target_family

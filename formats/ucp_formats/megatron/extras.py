@@ -6,10 +6,9 @@ Of what ranks do not agree on, each has its own under its place in the grid (`rn
 
 from __future__ import annotations
 
-from ucp.contract.extras import ExtraRow, ExtraTable
-from ucp.contract.run_extras import LossScale
+from ucp.contract.run_extras import ExtraRow, ExtraTable, LossScale
 from ucp.core.index import Index
-from ucp_formats.megatron.run.modules import MODULES
+from ucp_formats.megatron.names import MODULES
 
 __all__ = ["EXTRAS", "RANDOM", "SCHEDULER", "megatron_scale", "scaler_of"]
 

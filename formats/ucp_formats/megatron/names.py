@@ -7,8 +7,6 @@
 | iteration, `torch` | a rank of the model-parallel grid | mp_rank_03, mp_rank_03_001, mp_rank_03_001_007 |
 | rank | model, optimizer, random states | model_optim_rng.pt |
 | rank | distributed optimizer (since 2023-05) | distrib_optim.pt |
-| rank, 2022-03 to 2023-05 | model without the optimizer | model_rng.pt |
-| rank and data-parallel rank, then | optimizer of that rank | mp_rank_03_001_007/optim.pt |
 | rank | Muon: optimizer of a data-parallel rank | layer_wise_optimizer_3.pt |
 | rank | where a data loader stands | train_dataloader_dprank007.pt |
 | iteration, others | how it was saved | metadata.json, .metadata, common.pt, __3_0.distcp |
@@ -25,19 +23,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 __all__ = [
     "COMMON",
     "DCP_METADATA",
     "DISTRIBUTED_OPTIMIZER",
+    "EMBEDDING",
     "METADATA",
     "MODEL",
-    "MODEL_APART",
-    "OPTIMIZER_APART",
+    "MODULES",
+    "OUTPUT",
     "RELEASE",
     "TRACKER",
     "GridPlace",
     "RankFolder",
+    "SavedAs",
     "is_side_file",
     "parse_iteration",
     "parse_rank_folder",
@@ -52,10 +53,6 @@ MODEL = "model_optim_rng.pt"
 """Model, optimizer, scheduler, random states and arguments of one rank."""
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 """The masters and moments of one rank's data-parallel group, gathered."""
-MODEL_APART = "model_rng.pt"
-"""The model where the optimizer lies in files of its own, one per data-parallel rank (2022-03 to 2023-05)."""
-OPTIMIZER_APART = "optim.pt"
-"""Those files."""
 METADATA = "metadata.json"
 """Says which backend of megatron-core wrote the folder."""
 DCP_METADATA = ".metadata"
@@ -63,9 +60,27 @@ DCP_METADATA = ".metadata"
 COMMON = "common.pt"
 """What all ranks have in common, in files of torch_dist up to 0.18."""
 
+MODULES = "modules"
+"""Name of the extra that says which modules layers are built of."""
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
 _ITERATION = re.compile(r"iter_(?P<number>\d{7,})")
 _RANK_FOLDER = re.compile(r"mp_rank_(?P<tp>\d{2,})(_(?P<first>\d{3,}))?(_(?P<second>\d{3,}))?")
 _SIDE_FILE = re.compile(r"layer_wise_optimizer_\d+\.pt|train_dataloader_dprank\d+\.pt")
+
+
+class SavedAs(StrEnum):
+    """How an iteration was saved (`--ckpt-format`)."""
+
+    TORCH = "torch"
+    """A folder per rank, files of torch.save."""
+    TORCH_DIST = "torch_dist"
+    """megatron-core over torch.distributed.checkpoint."""
+    ZARR = "zarr"
+    """megatron-core over zarr, up to 0.15."""
+    TORCH_DCP = "torch_dcp"
+    """Plain torch.distributed.checkpoint: torch_dcp, or the fsdp_dtensor of Megatron-FSDP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -78,6 +93,10 @@ class GridPlace:
     """Pipeline stage."""
     ep: int
     """Expert-parallel rank."""
+
+    def __str__(self) -> str:
+        """Its three ranks, for messages."""
+        return f"tp rank {self.tp}, stage {self.pp}, expert rank {self.ep}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,30 +1,174 @@
 """Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
 
-They are told by names alone; the readers are imported by what needs them.
+Which folder holds the checkpoint, and how it was saved, names tell, the tracker and metadata.json alone; the readers
+are imported by what needs them. A user may pass the save folder (with its tracker), an iteration folder, or the folder
+of one rank. What an iteration folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format):
+metadata.json, then folders of ranks, then the .metadata of torch.distributed.checkpoint.
+
+metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
+
+| written by | text |
+|---|---|
+| core 0.3 to 0.18 | {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", ...} |
+| core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
+
+Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from ucp.contract import locating
 from ucp.contract.companions import with_companions
-from ucp.contract.locating import Located
+from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
-from ucp.errors import UnsupportedError
-from ucp_formats.megatron.locate import (
+from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
+from ucp.io.folder import is_there, names_in, short_text
+from ucp_formats.megatron.extras import megatron_scale
+from ucp_formats.megatron.names import (
+    COMMON,
+    DCP_METADATA,
+    DISTRIBUTED_OPTIMIZER,
+    METADATA,
+    MODEL,
+    RELEASE,
+    TRACKER,
     SavedAs,
-    is_of_the_format,
-    locate,
-    lost_backend,
-    the_folder,
-    unknown_version,
+    parse_iteration,
+    parse_rank_folder,
 )
-from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, METADATA, MODEL, MODEL_APART
 
-__all__ = ["MegatronFormat"]
+__all__ = [
+    "MegatronFormat",
+    "is_of_the_format",
+    "locate",
+    "the_folder",
+]
+
+
+_INNER = ("", "weights", "model_weights")
+"""Folders of an iteration that may hold it: libraries built on megatron-core nest it."""
+_MOST_BYTES = 1 << 20
+_VERSION = 1
+"""The only version there is, of any backend; megatron-core up to 0.18 refuses others (strategies/base.py)."""
+_COMMON_STATE = "common_state/"
+_SHOWN = 40
+
+
+_TRACKER = Pointer(
+    TRACKER,
+    lambda text: text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None,
+    is_binding=False,
+)
+
+
+def locate(path: Path) -> Located[SavedAs] | None:
+    """Where the checkpoint at `path` lies, or None if there is none."""
+    located = locating.locate(path, _look, (_TRACKER,)) if path.is_dir() else None
+    if located is None or located.choices or located.saved_in is None or located.saved_in.path != path:
+        return located
+    if _TRACKER.read(path) is not None or not is_there(path / TRACKER):
+        return located
+    text = short_text(path / TRACKER, most_bytes=_MOST_BYTES)
+    shown = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
+    note = (
+        f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, the only one there. Megatron "
+        "stops at such a file. Whether it is the last one that was saved is not known"
+    )
+    return replace(located, notes=(note,))
+
+
+def the_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
+    """The iteration folder found.
+
+    Raises UnknownFormatError when there is none, MalformedError when the tracker names one that is not there, and
+    UsageError when there are several.
+    """
+    example = (
+        f"a folder with {TRACKER}, or an iteration folder such as iter_0001000 with {METADATA} or folders like "
+        "mp_rank_00"
+    )
+    return the_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
+
+
+def is_of_the_format(path: Path) -> bool:
+    """Whether an entry of a save folder is an iteration, or names one."""
+    return path.name == TRACKER or parse_iteration(path.name) is not None
+
+
+def _look(path: Path) -> Located[SavedAs] | None:
+    """The iteration folder that `path` is, that it has within, or that it is the folder of one rank of."""
+    if parse_rank_folder(path.name) is not None and (path / MODEL).is_file():
+        return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it",))
+    return next(filter(None, (_look_at_iteration(path / name if name else path) for name in _INNER)), None)
+
+
+def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
+    backend = _read_backend(path)
+    if backend.get("sharded_backend") in (SavedAs.TORCH_DIST, SavedAs.ZARR):
+        saved_as = SavedAs(str(backend["sharded_backend"]))
+        return Located(root=path, content=saved_as, reasons=(f"{METADATA} of {saved_as}",))
+    ranks = sorted(
+        name for name in names_in(path) if parse_rank_folder(name) is not None and (path / name / MODEL).is_file()
+    )
+    if ranks:
+        reason = f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
+        return Located(root=path, content=SavedAs.TORCH, reasons=(reason,))
+    if parse_iteration(path.name) is not None and (path / DCP_METADATA).is_file():
+        beside = f"beside a {METADATA} that names no backend" if is_there(path / METADATA) else f"without {METADATA}"
+        return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {beside}",))
+    return None
+
+
+def _read_backend(folder: Path) -> Mapping[str, object]:
+    """What the file in `folder` says of the backend; nothing when there is none, or it is damaged."""
+    try:
+        values = json.loads(short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) and isinstance(values.get("sharded_backend"), str) else {}
+
+
+def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
+    """Why a folder is not read: another version of torch_dist, or one of torch_dist that lost its METADATA."""
+    file, backend = folder / METADATA, _read_backend(folder)
+    if saved_as is SavedAs.TORCH_DIST:
+        version = backend.get("sharded_backend_version", _VERSION)
+        if version == _VERSION:
+            return None
+        return UnsupportedError(
+            f"expected version {_VERSION} of {saved_as} in {file}, which all megatron-core up to 0.19 "
+            f"writes; got {str(version)[:_SHOWN]!r}. Where the file is damaged, copy it again; where a later "
+            "megatron-core wrote it, save with one that is known"
+        )
+    remedy = "Copy it again from where it was saved; it is the same in all checkpoints of a run"
+    wanted = f'expected the backend that wrote the folder, as in {{"sharded_backend": "torch_dist"}}, in {file}'
+    if backend:
+        shown = str(backend["sharded_backend"])[:_SHOWN]
+        return UnsupportedError(f"{wanted}; got {shown!r}, which is not known here. {remedy}")
+    if is_there(file):  # the folders of torch_dcp never have it, and neither a common state
+        text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
+        shown = "no short text" if text is None else repr(text[:_SHOWN]) if text else "nothing"
+        return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
+    is_torch_dist = is_there(folder / COMMON)
+    if not is_torch_dist:
+        from ucp.io.dcp.metadata import read_metadata
+
+        with suppress(SourceError):
+            objects = read_metadata(str(folder / DCP_METADATA)).objects
+            is_torch_dist = any(key.startswith(_COMMON_STATE) for key in objects)
+    if is_torch_dist:
+        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+    return None
+
 
 _REMEDIES = {
     SavedAs.ZARR: (
@@ -36,12 +180,6 @@ _REMEDIES = {
         "Load it in the job that wrote it and save it with --ckpt-format torch_dist",
     ),
 }
-
-
-def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.megatron.extras import megatron_scale
-
-    return megatron_scale(index)
 
 
 class MegatronFormat(Format):
@@ -65,7 +203,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         scheduler="opt_param_scheduler",
-        scale=_scale,
+        scale=megatron_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 
@@ -83,7 +221,7 @@ class MegatronFormat(Format):
 
     def owns(self, name: str) -> bool:
         """Whether it is a file of a rank, or says how an iteration was saved."""
-        return name in (MODEL, MODEL_APART, DISTRIBUTED_OPTIMIZER, METADATA)
+        return name in (MODEL, DISTRIBUTED_OPTIMIZER, METADATA)
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
@@ -91,10 +229,12 @@ class MegatronFormat(Format):
         return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
 
     def _read(self, located: Located[SavedAs]) -> Index:
+        refusal = None
+        if located.content in (SavedAs.TORCH_DIST, SavedAs.TORCH_DCP):
+            refusal = _refusal(located.root, located.content)
+        if refusal is not None:
+            raise refusal
         if located.content is SavedAs.TORCH_DIST:
-            refused = unknown_version(located.root)
-            if refused is not None:
-                raise refused
             from ucp_formats.megatron.torch_dist.source import read_dist
 
             return read_dist(located, self.name, self._options)
@@ -102,8 +242,5 @@ class MegatronFormat(Format):
             from ucp_formats.megatron.legacy.source import read_legacy
 
             return read_legacy(located, self.name, self._options)
-        lost = lost_backend(located.root) if located.content is SavedAs.TORCH_DCP else None
-        if lost is not None:
-            raise lost
         what, remedy = _REMEDIES[located.content]
         raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")

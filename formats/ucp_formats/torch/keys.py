@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import AtomIndex, Kind, ParamGroup, StateIndex
 from ucp.core.names import WEIGHT, OptimizerKeys, StateDictKeys
 from ucp.core.tensor import TensorRef
+from ucp.core.union import scalar_state
 from ucp.errors import UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path

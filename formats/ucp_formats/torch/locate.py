@@ -19,7 +19,7 @@ from ucp.contract import locating
 from ucp.contract.locating import Located, the_checkpoint
 from ucp.contract.registry import is_of_another
 from ucp.errors import MissingFileError
-from ucp.io.dcp.local import local_files, rank_of
+from ucp.io.dcp.checkpoint import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import is_there, names_in
 

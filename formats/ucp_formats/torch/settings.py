@@ -45,6 +45,9 @@ DECOUPLED = "decoupled_weight_decay"
 """The one of them that tells AdamW from Adam."""
 DECOUPLED_MEANING = "true for AdamW, false for Adam, where the source does not say"
 
+_ELSEWHERE = "Leave the optimizer out (--include '*/weight'), or take another target"
+"""What to do with counts that torch cannot keep."""
+
 
 def check_options(options: TargetOptions, choices: Mapping[str, Sequence[str]]) -> None:
     """Raise UsageError for what torch has no place for. `choices`: further settings, to the values they take."""
@@ -70,17 +73,18 @@ def checked_decoupled(index: Index, options: TargetOptions) -> str | None:
 def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str) -> tuple[DType, bytes]:
     """Type and bytes of a count as torch's optimizers keep it: 0-d, and `step` in float32.
 
-    Raises UnsupportedError for one with dims.
+    Raises UnsupportedError for one with dims, or a `step` that float32 does not hold.
     """
     source = index.atoms[param].states[state]
     count = optimizer.count(param, state)
     if source.global_shape or count is None:
         raise UnsupportedError(
             f"{index.path} keeps {state} as a tensor of shape {list(source.global_shape)}, torch's optimizers as one "
-            "without dims. Leave the optimizer out (--include '*/weight'), or take another target"
+            f"without dims. {_ELSEWHERE}"
         )
     if state != STEP:
         return source.dtype, optimizer.stored(param, state)
+    optimizer.check_float32(param, state, remedy=_ELSEWHERE)
     optimizer.note_cast(state, source.dtype, DType.FLOAT32)
     return DType.FLOAT32, pack("<f", count)
 

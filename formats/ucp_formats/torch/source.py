@@ -18,8 +18,8 @@ from typing import cast
 from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
 from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
+from ucp.contract.rank_extras import differing_values
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
-from ucp.contract.value_diff import differing_values
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.layout import Layout
@@ -27,8 +27,7 @@ from ucp.core.names import WEIGHT, StateDictKeys
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
-from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, read_dcp
-from ucp.io.dcp.local import rank_of
+from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.keys import find_keys, kind_of, number_of, untrained_notes

@@ -52,6 +52,12 @@ def test_it_says_how_tensors_lie_before_and_after(ucp: Run, zero3: Path) -> None
     assert "known from ZeRO-1: " in after
 
 
+def test_the_layout_of_a_store_is_that_of_the_run_that_was_saved(ucp: Run, zero3: Path, tmp_path: Path) -> None:
+    ucp("convert", zero3, tmp_path / "store", "-q")
+    page = ucp("plan", tmp_path / "store", "--to", "dcp").stdout
+    assert "dp=4: flat chunk(dim=0)" in page.split("Layout of the run that was saved (deepspeed)\n")[1]
+
+
 def test_casts_are_named(ucp: Run, zero3: Path) -> None:
     page = ucp("plan", zero3, "--dtype", "weight=bf16").stdout
     assert "weight: float32 -> bfloat16" in page

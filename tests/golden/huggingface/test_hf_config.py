@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ucp_formats.huggingface.config import derive_config
 
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.registry import choose_family, families, family, recognise
 from ucp.errors import MisfitError
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.contract.model.transformers import in_model_order
+from ucp.contract.model import in_model_order
 from ucp.core.index import Index, Kind, check_cover
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"

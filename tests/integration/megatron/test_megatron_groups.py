@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.param_groups.rules import SavedGroup, dealt_out, group_rule
+from ucp_formats.megatron.groups import SavedGroup, dealt_out, group_rule
 
 from tests.integration.megatron.megatron_jobs import environment
 

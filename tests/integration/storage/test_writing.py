@@ -288,9 +288,9 @@ def test_only_one_of_two_begins(bucket, dst, source, scratch, monkeypatch):
 def test_parts_of_uploads_that_were_cut_off_are_removed(bucket, dst, source, scratch):
     bucket.client.create_multipart_upload(Bucket=BUCKET, Key="out/step1/big")
     bucket.client.create_multipart_upload(Bucket=BUCKET, Key="out/step10/other")
-    from ucp.io.remote.write import abort_uploads
+    from ucp.io.remote.link import link_of
 
-    abort_uploads(dst)
+    link_of(dst).abort_uploads(dst)
     left = bucket.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     assert [own["Key"] for own in left] == ["out/step10/other"]
     bucket.client.abort_multipart_upload(Bucket=BUCKET, Key="out/step10/other", UploadId=left[0]["UploadId"])

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
-from ucp.contract.model.transformers import MODEL_TYPES, in_model_order
+from ucp.contract.model import MODEL_TYPES, in_model_order
 
 pytestmark = pytest.mark.integration
 

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from ucp_formats.deepspeed.tp.affine_map import affine_layout
-from ucp_formats.deepspeed.tp.layout import TensorLayout, cut_layout, equal_layout
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes, affine_layout, cut_layout, equal_layout
+from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 from ucp_patterns.chunk import Chunk
 
 from ucp.core.dtypes import DType

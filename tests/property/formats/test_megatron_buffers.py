@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.megatron.flat_buffer.layout import BufferLayout, Place, simulate, walk
+from ucp_formats.megatron.buffers.layout import BufferLayout, Place, simulate, walk
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 

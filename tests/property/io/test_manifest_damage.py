@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -154,11 +155,12 @@ def test_an_extra_stays_below_the_store(stores, file):
 
 def test_an_extra_that_is_damaged_is_named(stores):
     document = json.loads((stores["packed"] / "ucp.json").read_bytes())
-    document["extras"] = [{"name": "e", "rank": None, "file": "extra/e.json"}]
     del document["xxh3"]
     extra = stores["packed"] / "extra" / "e.json"
     extra.parent.mkdir(exist_ok=True)
     for text in (b"", b"{", b'{"!tuple": 1}', b"\xff", b"[" * 100_000):
+        sums = {"nbytes": len(text), "crc32": zlib.crc32(text)}
+        document["extras"] = [{"name": "e", "rank": None, "file": "extra/e.json", **sums}]
         extra.write_bytes(text)
         with pytest.raises(MalformedError, match=r"e\.json"):
             read(stores["packed"], json.dumps(document).encode())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ucp.checks.explain import explain_index
-from ucp.contract.model.arguments import run_arguments
+from ucp.contract.model import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Extra, Index
 from ucp.core.pickle_values import GlobalName, Stub

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import pytest
 
-from ucp.contract.value_diff import TensorPair, differing_values
+from ucp.contract.rank_extras import TensorPair, differing_values
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.tensor import InlineTensor, TensorRef

@@ -76,3 +76,9 @@ def test_no_layer_is_on_two_stages_and_none_is_without_a_file() -> None:
     assert possible_places([[Slots(((4, 4),))], [Slots(((4,),))]], [[(4, 4), (4,)]]) is None
     stages: list[list[SlotGroup]] = [[Slots(((7, 4), (4, 4), (4,)))], [Slots(((4, 4), (4, 7), (7, 4)))]]
     assert possible_places(stages, [[shape for _, shape in layer] for layer in LAYERS]) is None
+
+
+def test_the_last_stage_may_train_nothing() -> None:
+    stages = [stage(2), []]
+    assert names(stages, alike(2)) == [(tuple(name for layer in alike(2) for name, _ in layer),), ()]
+    assert possible_places([stage(1), []], [[(4, 4), (4,)], [(9, 9)]]) == [{(0, 0)}, {(0, 1)}, {None}]

@@ -17,8 +17,8 @@ from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
 from ucp.core.index import ParamGroup, StateIndex, check_cover
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.patches import Made, Patch, arranged, rearranged
-from ucp.core.region import Box
+from ucp.core.patches import Made, arranged, rearranged
+from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
 from ucp.io.codec import codec_name, encode
@@ -33,7 +33,9 @@ TURNS = np.concatenate([Q[:4], K[:2], Q[4:], K[2:]])
 
 def joined() -> Made:
     places = [("q", 0, 0, 4), ("k", 4, 0, 2), ("q", 6, 4, 4), ("k", 10, 2, 2)]
-    patches = (Patch(Box((to, 0), (rows, 4)), atom, (at, 0), (0, 1), (1, 1)) for atom, to, at, rows in places)
+    patches = (
+        RegionPair.strided(Box((to, 0), (rows, 4)), atom, (at, 0), (0, 1), (1, 1)) for atom, to, at, rows in places
+    )
     return Made((12, 4), tuple(patches))
 
 
@@ -134,12 +136,12 @@ def filled(made: Made, array: np.ndarray) -> np.ndarray:
     """What patches take of one array, each of their elements once."""
     target = np.full(made.shape, -1, dtype=array.dtype)
     for patch in made.patches:
-        for at in np.ndindex(patch.box.sizes):
-            place = list(patch.start)
-            for number, dim, step in zip(at, patch.dims, patch.steps, strict=True):
+        for at in np.ndindex(patch.local.sizes):
+            place = list(patch.whole.offsets)
+            for number, (dim, step) in zip(at, patch.ways, strict=True):
                 if dim is not None:
                     place[dim] += number * step
-            spot = tuple(map(int.__add__, patch.box.offsets, at))
+            spot = tuple(map(int.__add__, patch.local.offsets, at))
             assert target[spot] == -1
             target[spot] = array[tuple(place)]
     return target
@@ -196,7 +198,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
 def test_no_element_is_lost_or_taken_twice(tmp_path: Path) -> None:
     shards = Shards(tmp_path)
     index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, "rows"), ("k", "weight"): cut(shards, K, "rows")})
-    half = Made((4, 4), (Patch(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
+    half = Made((4, 4), (RegionPair.strided(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
     for made in ({"a": half}, {"a": half, "b": half, "c": half}, {"a": Made((12, 4), joined().patches[:3])}):
         with pytest.raises(UnsupportedError, match="every element is kept, and kept once"):
             arranged(index, made)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ucp.contract.scalars import number_state
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
+from ucp.core.union import number_state
 from ucp.errors import MalformedError
 from ucp.io.elements import numpy_dtype
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments, moments_note

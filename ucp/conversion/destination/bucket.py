@@ -9,30 +9,38 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
-from ucp.conversion.destination.disk import why_unwritable
+from ucp.conversion.destination.disk import WRONG, why_unwritable
 from ucp.conversion.destination.place import Begun
 from ucp.conversion.destination.scratch import Scratch, scratch_folder
 from ucp.conversion.destination.uploads import Upload, Uploads, uploads_to
 from ucp.conversion.journal import done_of, line_of
 from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
-from ucp.errors import DestinationError, UcpError, counted, listed
-from ucp.io.destination.goal import Making, begun_otherwise, check_apart, check_distinct, check_goal
-from ucp.io.destination.mark import MARK, is_complete, read_mark
-from ucp.io.destination.staging import Staging, Waiting
-from ucp.io.folder import path_of
+from ucp.errors import DestinationError, UcpError, UsageError, counted, listed
+from ucp.io.destination.goal import (
+    Making,
+    begun_otherwise,
+    check_apart,
+    check_distinct,
+    check_foreign,
+    check_goal,
+)
+from ucp.io.destination.mark import is_complete, read_mark
+from ucp.io.folder import MARK, path_of
+from ucp.io.remote.link import link_of, preview
 from ucp.io.remote.listing import forget
-from ucp.io.remote.preview import preview
 from ucp.io.remote.unfinished import FOLDER, Unfinished
-from ucp.io.remote.write import MEMORY, Stored, abort_uploads, check_writable, put_file, remove, stored_below
+from ucp.io.remote.url import key_of
+from ucp.io.remote.write import MEMORY, Stored, check_writable, put_file, remove, stored_below
 from ucp.transfer.output_files import create, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
@@ -59,7 +67,8 @@ class InBucket:
         self.dst = dst
         self.root = self._parent = scratch_folder(options.scratch)
         self.scratch_bytes = 0
-        self.shared: Staging | None = None
+        self._options = options
+        self._is_taken = False
         self._unfinished = Unfinished(dst)
         self._scratch: Scratch | None = None
         self._uploads: Uploads | None = None
@@ -70,9 +79,30 @@ class InBucket:
         self._stored: dict[str, Stored] = {}
         self._last: tuple[OutputFile, ...] = ()
 
-    def check(self, src: Path) -> None:
-        """Raise OverlapError where it could touch the source `src`."""
-        check_distinct(src, path_of(self.dst))
+    def check(self, src: Path, job: Job | None = None) -> None:
+        """Raise OverlapError where it could touch the source `src`.
+
+        Raises DestinationError where keys are too long, or a file has no room to grow; UsageError for a part.
+        """
+        if job is None:
+            if self._options.part is not None or self._options.finalize:
+                raise UsageError(
+                    "parts of a conversion share a folder of a disk, and the destination is in a bucket: write to a "
+                    "folder that all of them see, and upload that; or leave out --part and --finalize"
+                )
+            check_distinct(src, path_of(self.dst))
+            return
+        check_apart(path_of(self.dst), job.index.path, (file.path for file in job.index.files))
+        check_fits(self._parent / f"{_NAME}/data", (file.path for file in job.target.files))
+        prefix = len(key_of(self.dst).partition("/")[2].encode()) + 1
+        long = [file.path for file in job.target.files if prefix + len(file.path.encode()) > _MOST_KEY]
+        if long:
+            raise DestinationError(
+                f"expected keys of at most {_MOST_KEY} bytes below {self.dst}; got "
+                f"{counted(len(long), 'longer one')}:\n{listed(long)}\nchoose a shorter destination, or a layout or "
+                "target that makes no files of names"
+            )
+        self.scratch_for(job)
 
     def scratch_for(self, job: Job) -> int:
         """Bytes of the scratch folder that files take at most before they are uploaded.
@@ -83,53 +113,27 @@ class InBucket:
         self._room = room_for(job, _grown(job), free=free, place=str(self._parent))
         return self._room.nbytes
 
-    def check_job(self, job: Job) -> None:
-        """The same, knowing what is read; DestinationError where keys are too long, or a file has no room to grow."""
-        check_apart(path_of(self.dst), job.index.path, (file.path for file in job.index.files))
-        check_fits(self._parent / f"{_NAME}/data", (file.path for file in job.target.files))
-        _check_keys(self.dst, job)
-        self.scratch_for(job)
-        self._job = job
+    def begin(self, prepared: Prepared, observer: Observer) -> Begun | None:
+        """Take the place, and go on with the objects that are there, as far as they are as noted: none is read.
+
+        Nobody is waited for. None where all is done. Raises DestinationError, OSError.
+        """
+        options, job, unfinished = self._options, prepared.job, self._unfinished
+        self._job, self._observer = job, observer
         self._numbers = {file.path: number for number, file in enumerate(job.target.files)}
-
-    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
-        """Whether the same conversion was made here, and finished. Raises DestinationError where it is damaged."""
+        making = Making(prepared.fingerprint, prepared.facts)
         forget(self.dst)
-        return not self.is_begun() and is_complete(path_of(self.dst), fingerprint, overwrite=overwrite)
-
-    def is_begun(self) -> bool:
-        """Whether an unfinished conversion lies here."""
-        return self._unfinished.is_there()
-
-    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
-        """Take the place, and clear what is to go; nobody is waited for. Raises DestinationError."""
-        del waiting
+        is_done = options.resume and not unfinished.is_there()
+        if is_done and is_complete(path_of(self.dst), making.fingerprint, overwrite=options.overwrite):
+            return None
         self._scratch = Scratch(self._parent, self.dst)
         self.root = self._scratch.root
-        try:
-            before = self._unfinished.first()
-            if before and not resume and not overwrite:
-                raise DestinationError(
-                    f"an unfinished conversion lies at {self.dst}, last written by {self._unfinished.owner()}. If that "
-                    "still runs, wait for it; if not, continue with --resume, or discard it and start over with "
-                    "--overwrite"
-                )
-            if before and resume:
-                self._go_on(making, before)
-            else:
-                self._start(making, before, resume=resume, overwrite=overwrite)
-        except BaseException:
-            self._scratch.close()
-            raise
-
-    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
-        """Go on with the objects that are there, as far as they are those that were noted: none is read."""
-        del threads, believe
-        self._observer = observer
+        self._take(making)
+        self._is_taken = True
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
         self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
-        self._uploads = uploads_to(self._unfinished)
+        self._uploads = uploads_to(unfinished)
         todo = self._job.tasks[len(self._job.tasks) - sum(len(each.tasks) for each in self._rounds) :]
         return Begun(job=self._job, done=tuple(finished.values()), todo=todo)
 
@@ -156,7 +160,7 @@ class InBucket:
         while self._collect(at_once=True):
             pass
 
-    def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
+    def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Wait until all is uploaded."""
         left = self._taken()
         if left:
@@ -168,135 +172,104 @@ class InBucket:
             finally:
                 self._observer.end()
         self._stop()
-        return receipts_of(job, sums)
+        sizes = {file.path: file.nbytes for file in job.target.files}
+        return receipts_of(job, sums), sizes | {path: stored.nbytes for path, stored in self._stored.items()}
 
-    def add_last(self, files: Sequence[OutputFile]) -> None:
+    def seal(self, files: Sequence[OutputFile]) -> None:
         """Make the last files here; they are uploaded by `commit`."""
         planned = [file for file in self._job.target.files if file.path in self._job.target.last]
-        first, *sealed = files
-        self._last = (first, *planned, *sealed)
+        self._last = (files[0], *planned, *files[1:])
         for file in self._last:
             create(self.root, file)
         fill_checksums(self._job, self.root, planned, ())
 
-    def nbytes_of(self, file: OutputFile) -> int:
-        """Bytes of a planned file as it was uploaded."""
-        own = self._stored.get(file.path)
-        return file.nbytes if own is None else own.nbytes
-
     @contextmanager
     def as_written(self) -> Iterator[Path]:
         """The destination as it will be, with the last files."""
+        forget(self.dst)
         with preview(self.dst, {file.path: self.root / file.path for file in self._last}, hidden=FOLDER):
             yield path_of(self.dst)
+        forget(self.dst)
 
     def commit(self, *, fsync: bool) -> None:
         """Upload the last files, in order: with the last one it is there. Then nothing marks it as unfinished."""
         self._unfinished.check_ours()
-        self._check_still_there()
-        self._unfinished.note_last([file.path for file in self._last])
-        for file in self._last:
-            put_file(f"{self.dst}/{file.path}", str(self.root / file.path))
-        self._unfinished.clear()
-        self.release()
-
-    def discard(self) -> None:
-        """Remove what was written, unless another conversion took the place; what stays is refused as unfinished."""
-        self._stop()
-        with suppress(UcpError):
-            self._unfinished.check_ours()
-            abort_uploads(self.dst)
-            remove(f"{self.dst}/{name}" for name in self._names())
-            self._unfinished.clear()
-        self.release()
-
-    def sweep(self) -> None:
-        """Nothing is left behind here by what is finished."""
-
-    def release(self) -> None:
-        """Let go of the scratch folder; what was uploaded stays, to be resumed."""
-        self._stop()
-        forget(self.dst)
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
-
-    def unwritable(self, error: OSError) -> DestinationError:
-        """The error that a failure of the scratch folder's disk is."""
-        return DestinationError(
-            f"cannot write {error.filename or self.root}, where files grow before they are uploaded (--scratch names "
-            f"another folder): {why_unwritable(error)}"
-        )
-
-    def _check_still_there(self) -> None:
-        """Raise DestinationError where objects are not those that were uploaded: somebody else wrote there too."""
         there = stored_below(self.dst)
-        changed = [path for path, own in self._stored.items() if there.get(path) != own]
-        if changed:
+        changed = [path for path, stored in self._stored.items() if there.get(path) != stored]
+        if changed:  # somebody else wrote there too
             raise DestinationError(
                 f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
                 f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
                 "--resume"
             )
+        self._unfinished.note_last([file.path for file in self._last])
+        for file in self._last:
+            put_file(f"{self.dst}/{file.path}", str(self.root / file.path))
+        self._unfinished.clear()
 
-    def _go_on(self, making: Making, before: dict[str, Any]) -> None:
-        if before.get("fingerprint") != making.fingerprint:
-            raise begun_otherwise(self.dst, making, before)
-        clears = before.get("clears", ())
-        self._check_foreign([*clears, *self._written_last(before), *self._names()])
-        self._unfinished.take()
-        abort_uploads(self.dst)
-        self._clear(clears)
+    def __enter__(self) -> Self:
+        """The place itself."""
+        return self
 
-    def _start(self, making: Making, before: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
-        """Begin, in place of what is there if that may go."""
-        if before:
-            clears = [*self._written_last(before), *before.get("clears", ()), *before.get("files", ())]
-            self._check_foreign(clears)
-        else:
-            forget(self.dst)
-            if stored_below(self.dst):
-                if self.is_begun():
-                    raise self._just_begun()
-                check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
-            files = list(read_mark(path_of(self.dst)).files)
-            clears = [*(name for name in files if name in self._job.target.last), *reversed(files)]
-        first = {
-            "fingerprint": making.fingerprint,
-            "made": dict(making.facts),
-            "clears": clears,
-            "files": self._names(),
-        }
-        if not self._unfinished.begin(first, anew=bool(before)):
-            raise self._just_begun()
-        self._unfinished.take()
-        if before:
-            abort_uploads(self.dst)
-            self._unfinished.forget_files()
-        self._clear(clears)
-
-    def _written_last(self, before: Mapping[str, Any]) -> list[str]:
-        """Files that say what the others hold, as far as an earlier run came so far.
-
-        One that was ended while it removed what it had said of them had written them all, its mark among them.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let go of the place; what was uploaded stays, to be resumed, unless it is wrong and still ours."""
+        self._stop()
+        if self._is_taken and isinstance(error, WRONG):
+            with suppress(UcpError):
+                self._unfinished.check_ours()
+                link_of(self.dst).abort_uploads(self.dst)
+                remove(f"{self.dst}/{name}" for name in self._names())
+                self._unfinished.clear()
         forget(self.dst)
-        mark = read_mark(path_of(self.dst))
-        is_own = mark.fingerprint == before.get("fingerprint")
-        return self._unfinished.last() or (list(mark.files) if is_own else [])
-
-    def _just_begun(self) -> DestinationError:
-        return DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
-
-    def _check_foreign(self, known: Iterable[str]) -> None:
-        """Raise DestinationError for objects below an unfinished destination that no conversion wrote or replaces."""
-        found = (name for name in stored_below(self.dst) if not name.startswith(f"{FOLDER}/"))
-        foreign = sorted(set(found).difference(known))
-        if foreign:
+        if self._scratch is not None:
+            self._scratch.close()
+        if isinstance(error, OSError):
             raise DestinationError(
-                f"{self.dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-                f"first:\n{listed(foreign)}"
+                f"cannot write {error.filename or self.root}, where files grow before they are uploaded (--scratch "
+                f"names another folder): {why_unwritable(error)}"
+            ) from error
+
+    def _take(self, making: Making) -> None:
+        """Say that this conversion is at work, in place of what is there or on with it, and clear what is to go."""
+        unfinished, resume, overwrite = self._unfinished, self._options.resume, self._options.overwrite
+        before = unfinished.first()
+        if before and not resume and not overwrite:
+            raise DestinationError(
+                f"an unfinished conversion lies at {self.dst}, last written by {unfinished.owner()}. If that still "
+                "runs, wait for it; if not, continue with --resume, or discard it and start over with --overwrite"
             )
+        if before and resume and before.get("fingerprint") != making.fingerprint:
+            raise begun_otherwise(self.dst, making, before)
+        just_begun = DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
+        forget(self.dst)
+        there = stored_below(self.dst)
+        if there and not before:
+            if unfinished.is_there():
+                raise just_begun
+            check_goal(path_of(self.dst), making, resume=resume, overwrite=overwrite)
+        mark = read_mark(path_of(self.dst))
+        if before:
+            # a run that was ended while it removed what it had said of its last files had written them all
+            last = unfinished.last() or (mark.files if mark.fingerprint == before.get("fingerprint") else ())
+            clears = [
+                *(() if resume else last),
+                *before.get("clears", ()),
+                *(() if resume else before.get("files", ())),
+            ]
+            known = {*clears, *last, *(self._names() if resume else ())}
+            check_foreign(self.dst, {name for name in there if not name.startswith(f"{FOLDER}/")} - known)
+        else:
+            clears = [*(name for name in mark.files if name in self._job.target.last), *reversed(list(mark.files))]
+        if not (before and resume):
+            made = {"fingerprint": making.fingerprint, "made": dict(making.facts)}
+            if not unfinished.begin({**made, "clears": clears, "files": self._names()}, anew=bool(before)):
+                raise just_begun
+        unfinished.take()
+        if before:
+            link_of(self.dst).abort_uploads(self.dst)
+        if before and not resume:
+            unfinished.forget_files()
+        self._clear(clears)
 
     def _clear(self, names: Sequence[str]) -> None:
         """Remove what is replaced: first the file that made it a checkpoint."""
@@ -315,7 +288,9 @@ class InBucket:
         """Reports of files whose objects are there as they were noted, by path."""
         lines = list(self._unfinished.lines())
         there = stored_below(self.dst) if lines else {}
-        wanted = _sections(job) if lines else {}
+        wanted: dict[str, set[tuple[int, int, int]]] = {file.path: set() for file in job.target.files}
+        for fill in (fill for task in (job.tasks if lines else ()) for fill in task.fills):
+            wanted[fill.path].update((section.placement, section.start, section.nbytes) for section in fill.sections)
         found: dict[str, Done] = {}
         for line in lines:
             path, done = str(line.get("file")), done_of(line)
@@ -401,23 +376,3 @@ def _path_of(job: Job, number: int) -> str:
     """File of a placement, or of a raw copy counted on from these."""
     placements = job.target.placements
     return placements[number].path if number < len(placements) else job.target.raw[number - len(placements)].path
-
-
-def _sections(job: Job) -> dict[str, set[tuple[int, int, int]]]:
-    """What is written to each file: placement, first element, bytes."""
-    found: dict[str, set[tuple[int, int, int]]] = {file.path: set() for file in job.target.files}
-    for task in job.tasks:
-        for fill in task.fills:
-            found[fill.path].update((own.placement, own.start, own.nbytes) for own in fill.sections)
-    return found
-
-
-def _check_keys(dst: str, job: Job) -> None:
-    """Raise DestinationError for keys that are longer than stores allow."""
-    prefix = len(dst.partition("://")[2].partition("/")[2].encode()) + 1
-    long = [file.path for file in job.target.files if prefix + len(file.path.encode()) > _MOST_KEY]
-    if long:
-        raise DestinationError(
-            f"expected keys of at most {_MOST_KEY} bytes below {dst}; got {counted(len(long), 'longer one')}:\n"
-            f"{listed(long)}\nchoose a shorter destination, or a layout or target that makes no files of names"
-        )

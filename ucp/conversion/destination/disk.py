@@ -6,31 +6,50 @@ import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
-from ucp.conversion.destination.place import Begun
+from ucp.conversion.destination.place import Begun, Destination, waiting_for
 from ucp.conversion.journal import Line, line_of, trusted
-from ucp.conversion.parts.finalize import busy_text, vouched
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished, vouched
 from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
-from ucp.errors import BusyError, DestinationError
+from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, ReplicaError, UsageError
 from ucp.io.destination.goal import Making, check_apart, check_destination
-from ucp.io.destination.staging import Staging, Waiting
+from ucp.io.destination.staging import Staging
 from ucp.io.destination.write import check_space
+from ucp.io.folder import is_url
 from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["OnDisk", "taken_up", "why_unwritable"]
+__all__ = ["WRONG", "OnDisk", "destination_at", "taken_up", "why_unwritable"]
 
 AGAIN = "continue with --resume"
 """How a conversion that failed goes on."""
+
+WRONG = (ChangedError, CorruptError, ReplicaError)
+"""Failures after which what was written is not continued."""
+
+
+def destination_at(dst: Path, options: ConvertOptions) -> Destination:
+    """The place at a path or a URL. Raises UsageError."""
+    if is_url(str(dst)):
+        from ucp.conversion.destination.bucket import InBucket  # with fsspec
+
+        return InBucket(str(dst), options)
+    if options.scratch is not None:
+        raise UsageError(f"a scratch folder is for destinations in a bucket, and {dst} is none: drop --scratch")
+    return OnDisk(dst, options)
 
 
 class OnDisk:
@@ -39,86 +58,86 @@ class OnDisk:
     beside_bytes = 0
     scratch_bytes = 0
 
-    def __init__(self, dst: Path, *, again: str = AGAIN) -> None:
-        """`again`: how a command goes on that failed."""
+    def __init__(self, dst: Path, options: ConvertOptions) -> None:
+        self.staging = Staging(dst.resolve())
+        self.root = self.staging.data
         self._named = dst
-        self._again = again
-        self._staging = Staging(dst.resolve())
-        self.shared: Staging | None = self._staging
-        self._journal: Iterable[Line] = ()
-        self._begun: Begun | None = None
-        self._is_packed = False
-        self.root = self._staging.data
+        self._options = options
+        self._is_taken = False
 
-    def check(self, src: Path) -> None:
+    def check(self, src: Path, job: Job | None = None) -> None:
         """Raise OverlapError where it could touch the source `src`, DestinationError where nothing can be written."""
-        check_fits(self.root, ())
-        check_destination(src, self._named)
+        check_fits(self.root, () if job is None else (file.path for file in job.target.files))
+        if job is None:
+            check_destination(src, self._named)
+        else:
+            check_apart(self._named, job.index.path, (file.path for file in job.index.files))
 
     def scratch_for(self, job: Job) -> int:
         """None: files are where they will be."""
         del job
         return 0
 
-    def check_job(self, job: Job) -> None:
-        """The same, knowing what is read and written."""
-        check_apart(self._named, job.index.path, (file.path for file in job.index.files))
-        check_fits(self.root, (file.path for file in job.target.files))
-        self._is_packed = job.target.compress
-        self._nbytes = sum(file.nbytes for file in job.target.files)
-
-    def is_complete(self, fingerprint: str, *, overwrite: bool) -> bool:
-        """Whether the same conversion was made here, and finished. Raises DestinationError where it is damaged."""
-        return self._staging.is_complete(fingerprint, overwrite=overwrite)
-
-    def is_begun(self) -> bool:
-        """Whether an unfinished conversion lies here."""
-        return self._staging.folder.exists()
-
-    def open(self, making: Making, *, resume: bool, overwrite: bool, waiting: Waiting) -> None:
-        """Take the place. Raises DestinationError when something is in the way."""
-        if not self.is_begun():
-            check_space(self._nbytes, self._staging.dst.parent)
+    def begin(self, prepared: Prepared, observer: Observer) -> Begun | None:
+        """Take the place, and go on with what is there; None where all is done. Raises DestinationError, OSError."""
+        options, staging, self._job = self._options, self.staging, prepared.job
+        resume = options.resume or options.finalize
+        if resume and staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
+            staging.sweep()
+            return None
+        if options.finalize:
+            check_begun(self._job, staging)
+        if not staging.folder.exists():
+            check_space(sum(file.nbytes for file in self._job.target.files), staging.dst.parent)
+        making, waiting = Making(prepared.fingerprint, prepared.facts), partial(waiting_for, observer)
         try:
-            own = self._staging.open(making, resume=resume, overwrite=overwrite, waiting=waiting)
+            noted = staging.open(making, resume=resume, overwrite=options.overwrite, waiting=waiting)
         except BusyError as error:
-            raise BusyError(busy_text(error, self._staging)) from error
-        self._journal = chain(own, chain.from_iterable(run.lines() for run in runs_in(self._staging)))
-
-    def begin(self, job: Job, observer: Observer, threads: int, *, believe: bool) -> Begun:
-        """Go on with what is there, as far as it is what was reported; `threads` read it."""
+            raise BusyError(busy_text(error, staging)) from error
+        except DestinationError:
+            if resume and staging.is_complete(prepared.fingerprint):  # by another run, which was waited for
+                staging.sweep()
+                return None
+            raise
+        self._is_taken = True
+        believe = options.finalize and not options.verify
         if not believe:
-            self._staging.reopen()
-        known = vouched(job, self._staging) if believe else {}
-        self._begun = taken_up(job, self.root, self._journal, known=known, observer=observer, threads=threads)
+            staging.reopen()
+        self._begun = taken_up(
+            self._job,
+            self.root,
+            chain(noted, chain.from_iterable(run.lines() for run in runs_in(staging))),
+            known=vouched(self._job, staging) if believe else {},
+            observer=observer,
+            threads=prepared.workers * prepared.threads,
+        )
+        if options.finalize and self._begun.todo:
+            raise unfinished(self._job, staging, self._begun.todo)
         return self._begun
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """All at once: every file is there. None where all was done before."""
-        assert self._begun is not None
-        for file in self._begun.job.target.files:
+        for file in self._job.target.files:
             create(self.root, file, afresh=not self._begun.done)
         if todo or not self._begun.done:
             yield todo
 
     def note(self, done: Done) -> None:
         """Add a line to the journal."""
-        self._staging.note(line_of(done))
+        self.staging.note(line_of(done))
 
-    def finish(self, job: Job, sums: Sequence[Sum]) -> Receipts:
+    def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Fill in the checksum fields of all files, which end where they were planned to."""
         cut_surplus(job, self.root, sums)
         fill_checksums(job, self.root, job.target.files, sums)
-        return receipts_of(job, sums)
+        files, is_packed = job.target.files, job.target.compress  # packs of encoded blocks are as long as they came out
+        sizes = {file.path: (self.root / file.path).stat().st_size if is_packed else file.nbytes for file in files}
+        return receipts_of(job, sums), sizes
 
-    def add_last(self, files: Sequence[OutputFile]) -> None:
+    def seal(self, files: Sequence[OutputFile]) -> None:
         """Make the files that say what the others hold."""
         for file in files:
             create(self.root, file)
-
-    def nbytes_of(self, file: OutputFile) -> int:
-        """Bytes of a planned file; packs of encoded blocks alone have another length than was planned."""
-        return (self.root / file.path).stat().st_size if self._is_packed else file.nbytes
 
     def as_written(self) -> AbstractContextManager[Path]:
         """The folder in which it grows."""
@@ -126,24 +145,28 @@ class OnDisk:
 
     def commit(self, *, fsync: bool) -> None:
         """Put the destination in place, by a rename."""
-        self._staging.commit(fsync=fsync)
+        self.staging.commit(fsync=fsync)
+        self._is_taken = False
 
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._staging.discard()
+    def __enter__(self) -> Self:
+        """The place itself."""
+        return self
 
-    def sweep(self) -> None:
-        """Remove what a finished conversion that was cut off left behind."""
-        self._staging.sweep()
-
-    def release(self) -> None:
-        """Let go of the place; what was written stays, to be resumed, if any of it was."""
-        self._staging.give_up()
-
-    def unwritable(self, error: OSError) -> DestinationError:
-        """The error that a failure of the disk is."""
-        why = why_unwritable(error, again=self._again if self.is_begun() else "run the command again")
-        return DestinationError(f"cannot write {error.filename or self._staging.folder}: {why}")
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Let go of the place; what was written stays, to be resumed, if any of it was and it is not wrong."""
+        if self._is_taken and isinstance(error, WRONG):
+            self.staging.discard()
+        elif self._is_taken:
+            self.staging.give_up()
+        else:
+            self.staging.release()
+        if isinstance(error, OSError):
+            again = "run the command again"
+            if self.staging.folder.exists():
+                part = "this part" if self._options.part else "--finalize" if self._options.finalize else ""
+                again = f"run {part} again" if part else AGAIN
+            why = why_unwritable(error, again=again)
+            raise DestinationError(f"cannot write {error.filename or self.staging.folder}: {why}") from error
 
 
 def taken_up(

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from ucp.errors import DestinationError
-from ucp.io.destination.process import describe_process, this_process
+from ucp.io.destination.goal import describe_process, this_process
 
 __all__ = ["Scratch", "scratch_folder"]
 

@@ -12,10 +12,11 @@ import os
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ucp.errors import UcpError, WorkerDiedError
 from ucp.io.files import let_go
@@ -51,22 +52,9 @@ class Uploaded(NamedTuple):
     """What the store says of it."""
 
 
-class Uploads(Protocol):
-    """Carries uploads out."""
-
-    def put(self, upload: Upload) -> None:
-        """Begin, or do it. Raises UcpError, OSError for what went wrong so far."""
-
-    def wait(self, *, at_once: bool = False) -> Uploaded | None:
-        """The next file that is there; None where none is, with `at_once`, or none is under way."""
-
-    def close(self) -> None:
-        """End, with what is under way."""
-
-
 def uploads_to(unfinished: Unfinished) -> Uploads:
     """What uploads to the place of an unfinished conversion."""
-    return _Here(unfinished) if is_of_this_process(unfinished.dst) else _Process(unfinished)
+    return _Here(unfinished) if is_of_this_process(unfinished.dst) else Uploads(unfinished)
 
 
 def _carry_out(unfinished: Unfinished, upload: Upload) -> Uploaded:
@@ -77,24 +65,7 @@ def _carry_out(unfinished: Unfinished, upload: Upload) -> Uploaded:
     return Uploaded(upload.path, found)
 
 
-class _Here:
-    """One after another, by this process."""
-
-    def __init__(self, unfinished: Unfinished) -> None:
-        self._unfinished = unfinished
-        self._done: list[Uploaded] = []
-
-    def put(self, upload: Upload) -> None:
-        self._done.append(_carry_out(self._unfinished, upload))
-
-    def wait(self, *, at_once: bool = False) -> Uploaded | None:
-        return self._done.pop(0) if self._done else None
-
-    def close(self) -> None:
-        pass
-
-
-class _Process:
+class Uploads:
     """Several side by side, by a process of their own."""
 
     def __init__(self, unfinished: Unfinished) -> None:
@@ -112,6 +83,7 @@ class _Process:
         back.close()
 
     def put(self, upload: Upload) -> None:
+        """Begin, or do it. Raises UcpError, OSError for what went wrong so far."""
         try:
             self._orders.send(upload)
         except BrokenPipeError:
@@ -119,6 +91,7 @@ class _Process:
         self._under_way += 1
 
     def wait(self, *, at_once: bool = False) -> Uploaded | None:
+        """The next file that is there; None where none is, with `at_once`, or none is under way."""
         if not self._under_way or (at_once and not self._reports.poll()):
             return None
         try:
@@ -132,6 +105,7 @@ class _Process:
         return report
 
     def close(self) -> None:
+        """End, with what is under way."""
         self._process.kill()
         self._process.join()
         self._orders.close()
@@ -143,31 +117,41 @@ class _Process:
         )
 
 
+class _Here(Uploads):
+    """One after another, by this process."""
+
+    def __init__(self, unfinished: Unfinished) -> None:
+        self._unfinished = unfinished
+        self._done: list[Uploaded] = []
+
+    def put(self, upload: Upload) -> None:
+        self._done.append(_carry_out(self._unfinished, upload))
+
+    def wait(self, *, at_once: bool = False) -> Uploaded | None:
+        return self._done.pop(0) if self._done else None
+
+    def close(self) -> None:
+        pass
+
+
 def _serve(unfinished: Unfinished, orders: Any, reports: Any, parent: int) -> None:
     """Body of the process."""
     as_worker(parent)
     lock = Lock()
 
-    def told(work: Callable[[], object]) -> None:
+    def report(work: Callable[[], object]) -> None:
         try:
-            report = work()
+            result = work()
         except (UcpError, OSError) as error:
-            report = error
+            result = error
         except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
-            report = WorkerDiedError(f"an upload failed in a way that was not foreseen:\n{traceback.format_exc()}")
+            result = WorkerDiedError(f"an upload failed in a way that was not foreseen:\n{traceback.format_exc()}")
         with lock:
-            reports.send(report)
+            reports.send(result)
 
-    with ThreadPoolExecutor(UPLOADS) as large, ThreadPoolExecutor(SMALL_UPLOADS) as small:
-        while (upload := _next(orders)) is not None:
+    nobody_left = suppress(EOFError)
+    with nobody_left, ThreadPoolExecutor(UPLOADS) as large, ThreadPoolExecutor(SMALL_UPLOADS) as small:
+        while True:
+            upload: Upload = orders.recv()
             pool = small if upload.nbytes <= SMALL else large
-            pool.submit(told, partial(_carry_out, unfinished, upload))
-
-
-def _next(orders: Any) -> Upload | None:
-    """What is to be done; None where nobody is left to say."""
-    try:
-        upload: Upload = orders.recv()
-    except EOFError:
-        return None
-    return upload
+            pool.submit(report, partial(_carry_out, unfinished, upload))

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from ucp.conversion.journal import done_of, fits
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
-from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, UnfinishedError, counted, listed
 from ucp.io.destination.staging import Staging
 from ucp.transfer.output_files import is_whole
@@ -38,9 +37,9 @@ _MOST_NAMED = 20
 """Parts that a command line names."""
 
 
-def check_begun(prepared: Prepared, staging: Staging) -> None:
+def check_begun(job: Job, staging: Staging) -> None:
     """Raise UnfinishedError where there is work, and no part of it was ever run."""
-    if prepared.job.tasks and not staging.folder.exists():
+    if job.tasks and not staging.folder.exists():
         raise UnfinishedError(
             f"nothing of the conversion to {staging.dst} is there to finalize: first run its parts, the same command "
             "with --part 1/N, ... --part N/N in place of --finalize"
@@ -58,10 +57,9 @@ def busy_text(error: BusyError, staging: Staging) -> str:
     )
 
 
-def unfinished(prepared: Prepared, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
+def unfinished(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
     runs = list(runs_in(staging))
-    job = prepared.job
     head = (
         f"{len(todo):,} of {counted(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "
         f"bytes) of the conversion to {staging.dst} are missing"

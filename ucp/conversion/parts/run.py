@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.disk import taken_up
-from ucp.conversion.destination.waiting import waiting_for
+from ucp.conversion.destination.place import waiting_for
 from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
@@ -25,6 +25,7 @@ from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging, sync
+from ucp.io.destination.write import check_space
 from ucp.transfer.output_files import create, is_whole
 from ucp.transfer.plan.tasks import Share
 
@@ -70,6 +71,8 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, obser
     """What was noted outside of parts, once the place is taken; None where the destination is complete."""
     if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
         return None
+    if not staging.data.exists():
+        check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
     try:
         making, waiting = Making(prepared.fingerprint, prepared.facts), partial(waiting_for, observer)
         before = staging.join(making, overwrite=options.overwrite, waiting=waiting)

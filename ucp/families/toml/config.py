@@ -98,7 +98,11 @@ def derived_config(
     lines: list[str] = []
     for part in parts:
         if part.when is None or _holds(part.when, known):
-            lines += (f"{_plain(own)}: {_told(own, known)}" for own in part.needs if not _holds(own, known))
+            lines += (
+                f"{own.text.removeprefix('not not (').removesuffix(')')}: {_told(own, known)}"
+                for own in part.needs
+                if not _holds(own, known)
+            )
             lines += (
                 f"{name} == {own!r}: {_told(Expression(name), known)}"
                 for name, own in part.equals.items()
@@ -106,8 +110,10 @@ def derived_config(
             )
             flat |= part.fixed
             lines += _filled(part, known, flat)
-    missing = dict.fromkeys(key for part in parts for key in part.must if key not in flat)
-    lines += (f"{key}: {', '.join(_asked(key, parts, known))} not recorded" for key in missing)
+    for key in dict.fromkeys(key for part in parts for key in part.must if key not in flat):
+        giving = (part.when for part in parts if part.when and (key in part.fixed or key in part.keys))
+        asked = sorted({name for when in giving for name in when.names if name not in known})
+        lines.append(f"{key}: {', '.join(asked)} not recorded")
     return _nested(flat), tuple(dict.fromkeys(lines))
 
 
@@ -145,24 +151,12 @@ def _holds(condition: Expression, known: Mapping[str, object]) -> bool:
         return False
 
 
-def _plain(condition: Expression) -> str:
-    return condition.text.removeprefix("not not (").removesuffix(")")
-
-
 def _told(expression: Expression, known: Mapping[str, object]) -> str:
     """What is known of the names in an expression."""
     return ", ".join(
         f"{name} = {known[name]!r}"[:80] if known.get(name) is not None else f"{name} is not recorded"
         for name in sorted(expression.names)
     )
-
-
-def _asked(key: str, parts: Iterable[ConfigPart], known: Mapping[str, object]) -> list[str]:
-    """Names on which it depends which part gives a key."""
-    names = {
-        name for part in parts if part.when and (key in part.fixed or key in part.keys) for name in part.when.names
-    }
-    return sorted(name for name in names if name not in known)
 
 
 def _nested(flat: Mapping[str, object]) -> dict[str, object]:

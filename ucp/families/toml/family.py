@@ -76,7 +76,17 @@ def read_family(
                     for style, tables in document.config.items()
                 },
             ),
-            tied=(*base.tied, *_tied(document)),
+            tied=(
+                *base.tied,
+                *(
+                    Tied(
+                        name=Template(table.name).text,
+                        to=Template(table.to).text,
+                        when=None if table.when is None else make_expression(table.when),
+                    )
+                    for table in document.tied
+                ),
+            ),
             ignored=(*base.ignored, *document.ignored),
             order=base.order if document.order is None else document.order,
             kind_of=document.kind_of,
@@ -264,14 +274,3 @@ def _styles(document: FamilyDocument) -> dict[str, Style]:
         )
         for name, table in document.style.items()
     }
-
-
-def _tied(document: FamilyDocument) -> list[Tied]:
-    return [
-        Tied(
-            name=Template(table.name).text,
-            to=Template(table.to).text,
-            when=None if table.when is None else make_expression(table.when),
-        )
-        for table in document.tied
-    ]

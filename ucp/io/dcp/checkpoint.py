@@ -2,6 +2,8 @@
 
     .metadata            which tensors and objects there are, and in which bytes of which file each item lies
     __<rank>_<n>.distcp  items, one after another; each is a whole file of torch.save
+    __<rank>.metadata    of runs whose ranks wrote it each for itself (`use_collectives=False`), with copies of what
+                         other ranks have too
 
 Only files that `.metadata` refers to are touched: a folder may hold stale ones of an earlier, larger run.
 
@@ -13,19 +15,19 @@ ucp.errors.MissingFileError: expected a file at nowhere/.metadata; nothing is th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
-from ucp.errors import counted
+from ucp.errors import MissingFileError, counted, listed
 from ucp.io.dcp.items import Item, check_files, of_other_saves, read_items
-from ucp.io.dcp.local import local_files, merged, read_local
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
 from ucp.io.folder import is_there, names_of_folder, path_of
 
-__all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "read_dcp"]
+__all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "local_files", "rank_of", "read_dcp"]
 
 
 class StoredChunk(NamedTuple):
@@ -124,13 +126,72 @@ def read_dcp(folder: str) -> Dcp:
         and path_of(folder).is_dir()
         and local_files(names_of_folder(folder))
     ):
-        parts = read_local(folder)
-        metadata = merged(folder, parts)
+        parts = _read_local(folder)
+        metadata = _merged(folder, parts)
     else:
         metadata = read_metadata(os.path.join(folder, METADATA))
         parts = {METADATA: metadata}
     places = (place for part in parts.values() for place in part.places())
     return Dcp(folder=folder, metadata=metadata, files=check_files(folder, places), parts=parts)
+
+
+_LOCAL = re.compile(r"__(\d+)\.metadata")
+"""`__3.metadata`: of rank 3."""
+_ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
+"""`__3_0.distcp`: the first file of rank 3."""
+
+
+def local_files(names: Iterable[str]) -> dict[int, str]:
+    """Rank to the name of its metadata, in the order of the ranks."""
+    return dict(sorted((int(found[1]), name) for name in names if (found := _LOCAL.fullmatch(name))))
+
+
+def rank_of(name: str) -> int | None:
+    """Rank that wrote a file of items; None for another name.
+
+    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
+    (3, None)
+    """
+    found = _ITEMS.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def _read_local(folder: str) -> dict[str, DcpMetadata]:
+    """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
+    names = names_of_folder(folder)
+    files = local_files(names)
+    saved = {rank for name in names if (rank := rank_of(name)) is not None}
+    missing = sorted((saved | set(range(max(files) + 1))) - files.keys())
+    if missing:
+        raise MissingFileError(
+            f"expected the metadata of every rank in {folder}, as each wrote its own; copy what is missing:\n"
+            f"{listed((f'__{rank}.metadata' for rank in missing), most=100)}"
+        )
+    return {name: read_metadata(os.path.join(folder, name)) for name in files.values()}
+
+
+def _merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
+    """One for all: chunks of all ranks, and of objects that several have the first.
+
+    Raises MalformedError where a rank describes a key otherwise than others do.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    objects: dict[str, ItemPlace] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for name, part in parts.items():
+        for key, own in part.tensors.items():
+            known = tensors.setdefault(key, own)
+            if (known.shape, known.dtype) != (own.shape, own.dtype):
+                forms = f"{known.dtype} {list(known.shape)} by other ranks, {own.dtype} {list(own.shape)}"
+                raise of_other_saves(folder, {name: f"{key} is {forms} here"})
+            if known is not own:
+                tensors[key] = known._replace(chunks=known.chunks + own.chunks)
+        objects = {**part.objects, **objects}
+        for key, path in part.paths.items():
+            if paths.setdefault(key, path) != path:
+                others = f"{paths[key]} by other ranks, {path}"
+                raise of_other_saves(folder, {name: f"the path of {key} is {others} here"})
+    return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)
 
 
 def _stored(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str]]) -> StoredTensor:

@@ -1,16 +1,18 @@
-"""What may lie at a destination, and which conversion it is that goes there: nothing else is replaced."""
+"""What may lie at a destination, and which conversion, of which process, goes there: nothing else is replaced."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, OverlapError, counted, listed
-from ucp.io.destination.mark import MARK, read_mark
-from ucp.io.folder import files_below, path_of, url_scheme
+from ucp.io.destination.mark import read_mark
+from ucp.io.folder import MARK, files_below, path_of, url_scheme
 
 __all__ = [
     "Making",
@@ -18,7 +20,10 @@ __all__ = [
     "check_apart",
     "check_destination",
     "check_distinct",
+    "check_foreign",
     "check_goal",
+    "describe_process",
+    "this_process",
 ]
 
 
@@ -46,6 +51,26 @@ class Making:
             own, other = self.facts.get(name), there.get(name)
             if own != other:
                 yield f"{name}: {other or 'by default'} then, {own or 'by default'} now"
+
+
+def this_process() -> dict[str, str | int]:
+    """Host and number of this process, for JSON."""
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def describe_process(text: bytes) -> str:
+    """The process that a JSON text names, for messages.
+
+    >>> describe_process(b'{"host": "node7", "process": 1234}')
+    'process 1234 on node7'
+    >>> describe_process(b"")
+    'a process that left no name'
+    """
+    try:
+        noted = json.loads(text)
+        return f"process {noted['process']} on {noted['host']}"
+    except (ValueError, TypeError, KeyError):
+        return "a process that left no name"
 
 
 def check_destination(src: Path, dst: Path) -> None:
@@ -116,11 +141,15 @@ def check_goal(dst: Path, making: Making, *, resume: bool, overwrite: bool) -> N
         )
     if not overwrite:
         raise DestinationError(f"{dst} is not empty; choose another folder, or pass --overwrite")
-    foreign = sorted({str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).files))
+    check_foreign(dst, {str(file.relative_to(dst)) for file in files_below(dst)} - set(read_mark(dst).files))
+
+
+def check_foreign(dst: Path | str, foreign: Collection[str]) -> None:
+    """Raise DestinationError for files at `dst` that no conversion wrote or replaces, if there are any."""
     if foreign:
         raise DestinationError(
             f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-            f"first:\n{listed(foreign)}"
+            f"first:\n{listed(sorted(foreign))}"
         )
 
 

@@ -17,6 +17,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from struct import pack
 
@@ -122,6 +123,13 @@ class Rewriter:
         if code in _COUNT_NBYTES:
             self.take(self.number(_COUNT_NBYTES[code]))
             return self.data[self.instruction : self.at]
+        if code == b".":
+            self.is_whole = True
+            return code
+        if code == b"\x95":  # a frame: it must be there, and is read like the rest
+            if self.number(8) > len(self.data) - self.at:
+                raise EndOfPickleError
+            return b""
         if code in _REFUSED:
             raise RefusedOpcodeError(_REFUSED[code])
         if code not in _STEPS:
@@ -156,13 +164,11 @@ def _number(line: bytes, kind: type[float] = int) -> float:
         raise PickleFaultError(f"{shown} where a number is expected") from None
 
 
-def _int(r: Rewriter) -> bytes:
-    line = r.line()
-    return {b"00": b"\x89", b"01": b"\x88"}.get(line) or _constant(_number(line))
-
-
 def _constant(value: str | bytes | float) -> bytes:
-    """The instruction that leaves `value` on the stack."""
+    """The instruction that leaves `value` on the stack; bytes (a `str` of Python 2) as text where they are UTF-8."""
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            value = value.decode()
     match value:
         case str():
             text = value.encode("utf-8", "surrogatepass")
@@ -179,16 +185,7 @@ def _string(r: Rewriter) -> bytes:
     line = r.line()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise PickleFaultError("a quoted string without its quotes")
-    text = _ESCAPE.sub(lambda match: match[1] or rb"\\", line[1:-1])
-    return _python2_text(codecs.escape_decode(text)[0])
-
-
-def _python2_text(data: bytes) -> bytes:
-    """A `str` of Python 2: text when it is UTF-8, as torch.load reads it, else the bytes."""
-    try:
-        return _constant(data.decode())
-    except UnicodeDecodeError:
-        return _constant(data)
+    return _constant(codecs.escape_decode(_ESCAPE.sub(lambda match: match[1] or rb"\\", line[1:-1]))[0])
 
 
 def _name(r: Rewriter) -> bytes:
@@ -210,25 +207,14 @@ def _proto(r: Rewriter) -> bytes:
     return b""
 
 
-def _frame(r: Rewriter) -> bytes:
-    if r.number(8) > len(r.data) - r.at:
-        raise EndOfPickleError
-    return b""
-
-
-def _stop(r: Rewriter) -> bytes:
-    r.is_whole = True
-    return b"."
-
-
 _STEPS: dict[bytes, Callable[[Rewriter], bytes]] = {
-    b"I": _int,
+    b"I": lambda r: {b"00": b"\x89", b"01": b"\x88"}.get(line := r.line()) or _constant(_number(line)),
     b"L": lambda r: _constant(_number(r.line().removesuffix(b"L"))),
     b"F": lambda r: _constant(_number(r.line(), float)),
     b"V": lambda r: _constant(str(r.line(), "raw-unicode-escape")),
     b"S": _string,
-    b"T": lambda r: _python2_text(r.take(r.number(4))),
-    b"U": lambda r: _python2_text(r.take(r.number(1))),
+    b"T": lambda r: _constant(r.take(r.number(4))),
+    b"U": lambda r: _constant(r.take(r.number(1))),
     b"P": lambda r: _constant(r.line().decode()) + _REQUESTS[b"Q"],
     b"c": _name,
     b"i": lambda r: b"t" + _name(r) + b"Ki\x87Q",  # args, class
@@ -236,6 +222,4 @@ _STEPS: dict[bytes, Callable[[Rewriter], bytes]] = {
     b"r": lambda r: _memo(r, b"r", r.number(4)),
     b"g": lambda r: _memo(r, b"j", _number(r.line())),
     b"\x80": _proto,
-    b"\x95": _frame,
-    b".": _stop,
 }

@@ -136,9 +136,7 @@ class _Machine(pickle.Unpickler):
         for own in args:
             if type(own) is tuple or isinstance(own, Sized):  # the commonest first
                 values += len(own)
-        self._left -= values
-        if self._left < 0:
-            self.count(0)  # raises
+        self.count(values)
         return args
 
     def counted_keys(self, result: object) -> object:

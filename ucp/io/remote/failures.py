@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 from ucp.errors import (
     AccessError,
@@ -21,16 +22,13 @@ from ucp.errors import (
 )
 from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
 
-__all__ = ["CREDENTIALS", "changed", "cut_short", "failure", "missing_library", "told"]
+__all__ = ["CREDENTIALS", "changed", "failure", "missing_library", "told"]
 
 _LIBRARIES = (
     *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google"),
     *("httpx", "httpx2", "huggingface_hub", "requests", "s3fs"),
 )
 """Packages whose own exceptions are failures of a store, not mistakes of this program."""
-
-_SPEAK = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "huggingface_hub")
-"""Those that also raise ValueError itself for what a store answers, or for a name or an endpoint that none has."""
 
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
@@ -65,24 +63,12 @@ def told(url: str, *, doing: str = "read") -> Iterator[None]:
     except UcpError:
         raise
     except Exception as error:
-        if _is_of_store(error):
+        modules = [type(error).__module__]
+        if isinstance(error, ValueError):  # for what a store answers, or for a name or an endpoint that none has
+            modules += [frame.f_globals.get("__name__", "") for frame, _ in list(walk_tb(error.__traceback__))[-1:]]
+        if isinstance(error, OSError | ImportError) or any(own.partition(".")[0] in _LIBRARIES for own in modules):
             raise failure(error, url, doing=doing) from None
         raise
-
-
-def _is_of_store(error: Exception) -> bool:
-    """Whether an error is one of a store, or of its library, rather than a mistake of this program."""
-    if isinstance(error, OSError | ImportError) or _package(type(error).__module__) in _LIBRARIES:
-        return True
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    where = "" if at is None else _package(at.tb_frame.f_globals.get("__name__", ""))
-    return isinstance(error, ValueError) and where in _SPEAK
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
@@ -147,11 +133,6 @@ def changed(url: str) -> ChangedError:
         f"{url} was replaced while it was read: it is not the object that was seen at first. Wait until whoever writes "
         "there is done, then begin again"
     )
-
-
-def cut_short(url: str, *, expected: int, got: int) -> ConnectionLostError:
-    """The error for an answer of another length than was asked for."""
-    return ConnectionLostError(f"expected {expected} bytes of {url}; the store gave {got}. Try again")
 
 
 def _reason(error: BaseException) -> str:

@@ -8,13 +8,12 @@ it beforehand, and is announced (`ucp.io.remote.ahead`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Self
+from functools import lru_cache
 
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.files import join_ranges
+from ucp.io.files import SourceFile, join_ranges, truncated
 from ucp.io.remote.ahead import GAP, REQUEST, Ahead, Extent
 from ucp.io.remote.ends import BLOCK, end_of
 from ucp.io.remote.failures import changed
@@ -30,7 +29,7 @@ _KEPT = 2
 """Blocks of a file that are kept: those at its ends."""
 
 
-class RemoteFile:
+class RemoteFile(SourceFile):
     """Bytes of an object, or of several read as one."""
 
     gap = GAP
@@ -41,11 +40,15 @@ class RemoteFile:
         self.nbytes = 0
         self._starts: list[int] = []
         self._parts: list[tuple[str, Entry]] = []
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._block = lru_cache(_KEPT)(self._read_block)
         self._ahead = ahead
         self._is_alone = ahead is None
         for part in parts:
-            entry = _found(part)
+            entry = entry_of(part)
+            if entry is None:
+                raise MissingFileError(f"expected an object at {part}; nothing is there. Check the URL, or copy it")
+            if entry.is_folder:
+                raise MalformedError(f"expected an object; got a folder at {part}")
             self._starts.append(self.nbytes)
             self._parts.append((part, entry))
             self.nbytes += entry.nbytes
@@ -61,7 +64,8 @@ class RemoteFile:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
         own = [view.cast("B") for view in views if view.nbytes]
         total = sum(view.nbytes for view in own)
-        self._check(offset, total)
+        if offset < 0 or offset + total > self.nbytes:
+            raise truncated(self.path, self.nbytes, offset, total)
         if len(own) == 1:
             self._fill(own[0], offset)
             return
@@ -78,19 +82,13 @@ class RemoteFile:
         runs = ((start, start + nbytes) for start in starts)
         at = 0
         for low, high, count in join_ranges(runs, gap=self.gap, most=2 * REQUEST):
-            self._check(low, high - low)
+            if low < 0 or high > self.nbytes:
+                raise truncated(self.path, self.nbytes, low, high - low)
             data = memoryview(bytearray(high - low))
             self._fill(data, low, wanted=count * nbytes)
             for start in starts[at : at + count]:
                 buffer[at * nbytes : (at + 1) * nbytes] = data[start - low : start - low + nbytes]
                 at += 1
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
-        self._check(offset, nbytes)
-        data = bytearray(nbytes)
-        self._fill(memoryview(data), offset)
-        return bytes(data)
 
     def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have stretches (first byte, one past the last) come that will be read in this order."""
@@ -101,15 +99,7 @@ class RemoteFile:
         """Let go of what is kept."""
         if self._is_alone and self._ahead is not None:
             self._ahead.drop(batch=0)
-        self._blocks.clear()
-
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let go of what is kept."""
-        self.close()
+        self._block.cache_clear()
 
     def start(self, start: int, stop: int) -> list[tuple[int, int, Future[bytes]]]:
         """Begin to read bytes: requests under way (first byte, one past the last, what comes)."""
@@ -126,60 +116,24 @@ class RemoteFile:
 
     def _fill(self, view: memoryview, offset: int, wanted: int | None = None) -> None:
         """Fill a buffer; `wanted`: how many of its bytes will be used."""
-        stop = offset + view.nbytes
+        rest: Iterable[tuple[int, int]] = ((offset, offset + view.nbytes),)
         if self._ahead is not None:
-            for low, high in self._ahead.take(self, view, offset, wanted=view.nbytes if wanted is None else wanted):
-                self._direct(view[low - offset : high - offset], low, high)
-        else:
-            self._direct(view, offset, stop)
+            rest = self._ahead.take(self, view, offset, wanted=view.nbytes if wanted is None else wanted)
+        last = max(0, self.nbytes - BLOCK)
+        for start, stop in rest:
+            if stop - start > _SMALL:
+                for low, high, data in self.start(start, stop):
+                    view[low - offset : high - offset] = data.result()
+                continue
+            at = start
+            while at < stop:  # in blocks counted from the start, or in the last bytes of the file
+                low = last if at >= last else at // BLOCK * BLOCK
+                high = self.nbytes if at >= last else min(low + BLOCK, last)
+                end = min(stop, high)
+                view[at - offset : end - offset] = self._block(low, high)[at - low : end - low]
+                at = end
 
-    def _direct(self, view: memoryview, offset: int, stop: int) -> None:
-        if stop - offset <= _SMALL:
-            self._from_blocks(view, offset, stop)
-            return
-        for low, high, data in self.start(offset, stop):
-            view[low - offset : high - offset] = data.result()
-
-    def _from_blocks(self, view: memoryview, offset: int, stop: int) -> None:
-        """Fill a small buffer from the blocks that it lies in."""
-        at = offset
-        while at < stop:
-            low, high = self._block(at)
-            data = self._blocks.get(low)
-            if data is None:
-                data = self._blocks[low] = self._fetched(low, high)
-                if len(self._blocks) > _KEPT:
-                    self._blocks.popitem(last=False)
-            self._blocks.move_to_end(low)
-            end = min(stop, high)
-            view[at - offset : end - offset] = data[at - low : end - low]
-            at = end
-
-    def _fetched(self, low: int, high: int) -> bytes:
+    def _read_block(self, low: int, high: int) -> bytes:
         if len(self._parts) == 1:
             return end_of(*self._parts[0], low, high)
-        return b"".join(own.result() for _, _, own in self.start(low, high))
-
-    def _block(self, offset: int) -> tuple[int, int]:
-        """The block of a byte: of those counted from the start, or the last bytes of the file."""
-        last = max(0, self.nbytes - BLOCK)
-        if offset >= last:
-            return last, self.nbytes
-        low = offset // BLOCK * BLOCK
-        return low, min(low + BLOCK, last)
-
-    def _check(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise MalformedError(
-                f"expected {nbytes} bytes at {offset}; the object ends at {self.nbytes}: {self.path} is truncated. "
-                "Copy it again"
-            )
-
-
-def _found(url: str) -> Entry:
-    entry = entry_of(url)
-    if entry is None:
-        raise MissingFileError(f"expected an object at {url}; nothing is there. Check the URL, or copy it")
-    if entry.is_folder:
-        raise MalformedError(f"expected an object; got a folder at {url}")
-    return entry
+        return b"".join(data.result() for _, _, data in self.start(low, high))

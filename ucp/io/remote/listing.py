@@ -21,7 +21,8 @@ from typing import Any
 
 from ucp.errors import AccessError
 from ucp.io.remote.failures import CREDENTIALS
-from ucp.io.remote.link import link_of, see_afresh, version_of
+from ucp.io.remote.link import link_of, see_afresh
+from ucp.io.remote.stores import version_of
 from ucp.io.remote.url import bucket_of, scheme_of
 
 __all__ = ["Entry", "entry_of", "folder_of", "forget", "named", "siblings", "time_of", "why_absent"]
@@ -69,12 +70,8 @@ class _Seen:
 _seen = _Seen()
 
 
-def _unlock() -> None:
-    """In a child of a fork: whoever held it is not there."""
-    _seen.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_unlock)
+# in a child of a fork: whoever held it is not there
+os.register_at_fork(after_in_child=lambda: setattr(_seen, "lock", threading.RLock()))
 
 
 def named(url: str) -> None:
@@ -88,13 +85,14 @@ def forget(url: str) -> None:
     """See everything afresh at and around a URL."""
     see_afresh(url)
     with _seen.lock:
-        folder = url + "/"
-        above = tuple(_above(url))
+        above, at = [], url
+        while (at := _parent(at)) and not at.endswith(("/", ":")):
+            above.append(at)
         for known in (_seen.folders, _seen.single, _seen.asked):
-            for own in [own for own in known if own == url or own.startswith(folder) or own in above]:
-                del known[own]
-        for own in [own for own in _seen.single if _parent(own) in above]:
-            del _seen.single[own]
+            for seen in [seen for seen in known if f"{seen}/".startswith(f"{url}/") or seen in above]:
+                del known[seen]
+        for seen in [seen for seen in _seen.single if _parent(seen) in above]:
+            del _seen.single[seen]
         _seen.around.clear()
 
 
@@ -125,21 +123,21 @@ def siblings(url: str) -> tuple[str, dict[str, Entry]]:
     That is the folder of the object; or the one above, where several folders in it were listed.
     """
     with _seen.lock:
+
+        def objects_in(folder: str) -> dict[str, Entry]:
+            inside = _seen.folders.get(folder) or {}
+            return {f"{folder}/{name}": entry for name, entry in inside.items() if not entry.is_folder}
+
         parent = _parent(url)
         root = _parent(parent)
         if _seen.asked.get(root, 0) <= _SIDE_BY_SIDE:
-            return parent, _objects(parent)
+            return parent, objects_in(parent)
         known, objects = _seen.around.get(root, (0, {}))
         if known != len(_seen.folders):
-            inside = [own for own in _seen.folders if own == root or own.startswith(root + "/")]
-            objects = {name: own for folder in inside for name, own in _objects(folder).items()}
+            folders = [folder for folder in _seen.folders if f"{folder}/".startswith(f"{root}/")]
+            objects = {name: entry for folder in folders for name, entry in objects_in(folder).items()}
             _seen.around[root] = len(_seen.folders), objects
         return root, objects
-
-
-def _objects(folder: str) -> dict[str, Entry]:
-    inside = _seen.folders.get(folder) or {}
-    return {f"{folder}/{name}": own for name, own in inside.items() if not own.is_folder}
 
 
 def why_absent(url: str) -> str:
@@ -177,15 +175,14 @@ def _listed(url: str) -> _Folder | None:
     if count > _WHOLE and known is not None:
         _list_below(parent)
         return _seen.folders.setdefault(url, None)
-    link = link_of(url)
-    beside = _beside(url, count) if count > _SIDE_BY_SIDE and known is not None else []
-    coming = {own: link.submit(link.list, own) for own in beside}
-    _seen.asked[parent] += len(beside)
-    found = link.list(url)
-    _seen.folders[url] = None if found is None else _folder(found)
-    for sibling, listing in coming.items():
-        other = listing.result()
-        _seen.folders[sibling] = None if other is None else _folder(other)
+    link, urls = link_of(url), [url]
+    if count > _SIDE_BY_SIDE and known is not None:  # with the next folders of the parent, in order
+        folders = (f"{parent}/{name}" for name, entry in known.items() if entry.is_folder)
+        urls += islice((folder for folder in folders if folder > url and folder not in _seen.folders), count)
+        _seen.asked[parent] += len(urls) - 1
+    for folder, listing in [(folder, link.submit(link.list, folder)) for folder in urls]:
+        inside = listing.result()
+        _seen.folders[folder] = inside and {name: _entry(details) for name, details in sorted(inside.items())}
     return _seen.folders[url]
 
 
@@ -198,13 +195,6 @@ def _is_no_folder(url: str) -> bool:
         return _is_no_folder(parent)
     own = (_seen.folders[parent] or {}).get(url.rpartition("/")[2])
     return own is None or not own.is_folder
-
-
-def _beside(url: str, most: int) -> list[str]:
-    """The next folders of the parent, in order, that were not listed."""
-    parent = _parent(url)
-    folders = (f"{parent}/{name}" for name, own in (_seen.folders[parent] or {}).items() if own.is_folder)
-    return list(islice((own for own in folders if own > url and own not in _seen.folders), most))
 
 
 def _list_below(url: str) -> None:
@@ -223,16 +213,13 @@ def _list_below(url: str) -> None:
         _seen.folders[at] = dict(sorted(inside.items()))
 
 
-def _folder(found: Mapping[str, Mapping[str, Any]]) -> _Folder:
-    return {name: _entry(own) for name, own in sorted(found.items())}
-
-
 def _entry(own: Mapping[str, Any]) -> Entry:
     if own["type"] == "directory":
         return Entry(is_folder=True)
     version = version_of(own)
-    time = time_of(own, exact=not version)
-    return Entry(is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=time, version=version)
+    return Entry(
+        is_folder=False, nbytes=int(own["size"] or 0), mtime_ns=time_of(own, exact=not version), version=version
+    )
 
 
 def time_of(own: Mapping[str, Any], *, exact: bool = True) -> int:
@@ -249,14 +236,6 @@ def time_of(own: Mapping[str, Any], *, exact: bool = True) -> int:
 
 def _parent(url: str) -> str:
     return url.rpartition("/")[0]
-
-
-def _above(url: str) -> list[str]:
-    """The folders that a URL lies in."""
-    parents = []
-    while not (url := _parent(url)).endswith(("/", ":")) and url:
-        parents.append(url)
-    return parents
 
 
 def _is_above(url: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from ucp.errors import DestinationError, IncompleteError
-from ucp.io.destination.process import describe_process, this_process
+from ucp.io.destination.goal import describe_process, this_process
 from ucp.io.folder import path_of
 from ucp.io.remote.link import link_of
 from ucp.io.remote.url import key_of
@@ -67,11 +67,10 @@ class Unfinished:
 
     def begin(self, first: dict[str, Any], *, anew: bool) -> bool:
         """Say which conversion it is, `anew`: in place of another; False where somebody else did it meanwhile."""
-        data = _dump(first)
-        if anew:
-            write(f"{self.url}/{_FIRST}", data)
-        elif not create(f"{self.url}/{_FIRST}", data):
-            return False
+        url, data = f"{self.url}/{_FIRST}", _dump(first)
+        if not anew:
+            return create(url, data)
+        write(url, data)
         return True
 
     def take(self) -> None:
@@ -113,8 +112,7 @@ class Unfinished:
 
     def clear(self) -> None:
         """Remove all that is said; at the very end that there is an unfinished conversion."""
-        names = [name for name in stored_below(self.url) if name != _FIRST]
-        remove(f"{self.url}/{name}" for name in names)
+        remove(f"{self.url}/{name}" for name in stored_below(self.url) if name != _FIRST)
         remove([f"{self.url}/{_FIRST}"])
 
     def forget_files(self) -> None:

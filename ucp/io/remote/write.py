@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from ucp.errors import AccessError, DestinationError, MissingFileError, UsageError
+from ucp.errors import DestinationError, MissingFileError, UsageError
 from ucp.io.remote.failures import told
-from ucp.io.remote.link import link_of, version_of
+from ucp.io.remote.link import link_of
 from ucp.io.remote.listing import time_of
-from ucp.io.remote.stores import PART, PARTS, store_of
-from ucp.io.remote.url import bucket_of, key_of, scheme_of
+from ucp.io.remote.stores import PART, PARTS, version_of
+from ucp.io.remote.url import key_of, scheme_of
 
 __all__ = [
     "MEMORY",
@@ -25,7 +25,6 @@ __all__ = [
     "SMALL_UPLOADS",
     "UPLOADS",
     "Stored",
-    "abort_uploads",
     "check_writable",
     "create",
     "is_of_this_process",
@@ -45,9 +44,6 @@ SMALL = 1 << 20
 """Bytes up to which a file is small."""
 SMALL_UPLOADS = 12
 """Small files that are uploaded side by side."""
-
-_WHOLE = 5 << 20
-"""Bytes up to which a file is sent in one request where that is done here, as gcsfs has it."""
 
 MEMORY = UPLOADS * PARTS * PART + SMALL_UPLOADS * SMALL
 """Bytes of memory that uploads take; more for files above 80 GB in S3, whose parts are larger."""
@@ -85,12 +81,9 @@ def is_of_this_process(url: str) -> bool:
 
 def put_file(url: str, path: str) -> Stored:
     """Upload a file; what the store says of it. Raises UcpError, and OSError where the file cannot be read."""
-    size, own = os.stat(path).st_size, store_of(scheme_of(url))
+    size = os.stat(path).st_size
     with told(url, doing="write"):
-        if own.puts is not None and size < _WHOLE:
-            own.puts(link_of(url).store, key_of(url), Path(path).read_bytes(), new=False)
-        else:
-            link_of(url).store.put_file(path, key_of(url), **own.parts(size))
+        link_of(url).put_file(key_of(url), path)
     found = stored(url)
     if found is None or found.nbytes != size:
         raise DestinationError(
@@ -103,7 +96,7 @@ def put_file(url: str, path: str) -> Stored:
 def write(url: str, data: bytes) -> None:
     """Write a small object. Raises UcpError."""
     with told(url, doing="write"):
-        _put(url, data, new=False)
+        link_of(url).put(key_of(url), data)
 
 
 def create(url: str, data: bytes) -> bool:
@@ -113,7 +106,7 @@ def create(url: str, data: bytes) -> bool:
     """
     with told(url, doing="write"):
         try:
-            _put(url, data, new=True)
+            link_of(url).put(key_of(url), data, new=True)
         except FileExistsError:
             return False
         except OSError as error:
@@ -126,20 +119,12 @@ def create(url: str, data: bytes) -> bool:
     return True
 
 
-def _put(url: str, data: bytes, *, new: bool) -> None:
-    store, own = link_of(url).store, store_of(scheme_of(url))
-    if own.puts is not None:
-        own.puts(store, key_of(url), data, new=new)
-    else:
-        store.pipe_file(key_of(url), data, **({"mode": "create"} if new else {}))
-
-
 def stored(url: str) -> Stored | None:
     """What is said of one object now; None where there is none. Raises UcpError."""
     found = link_of(url).info(url)
     if found is None or found["type"] == "directory":
         return None
-    return Stored(int(found["size"] or 0), version_of(found) or str(time_of(found)))
+    return _stored(found)
 
 
 def stored_below(url: str) -> dict[str, Stored]:
@@ -148,43 +133,28 @@ def stored_below(url: str) -> dict[str, Stored]:
         found = link_of(url).find(url)
     except MissingFileError:
         return {}
-    return {
-        name: Stored(int(own["size"] or 0), version_of(own) or str(time_of(own)))
-        for name, own in found.items()
-        if own["type"] != "directory"
-    }
+    return {name: _stored(details) for name, details in found.items() if details["type"] != "directory"}
+
+
+def _stored(details: Mapping[str, Any]) -> Stored:
+    return Stored(int(details["size"] or 0), version_of(details) or str(time_of(details)))
 
 
 def read(url: str) -> bytes:
     """A small object as it is now; empty where there is none. Raises UcpError."""
     with told(url):
         try:
-            return bytes(link_of(url).store.cat_file(key_of(url)))
+            return bytes(link_of(url).fs.cat_file(key_of(url)))
         except FileNotFoundError:
             return b""
 
 
 def remove(urls: Iterable[str]) -> None:
     """Remove objects, as far as they are there, in no order. Raises UcpError."""
-    for found in [link_of(url).submit(_remove, url) for url in urls]:
-        found.result()
 
+    def remove_one(url: str) -> None:
+        with told(url, doing="write"), suppress(FileNotFoundError):
+            link_of(url).fs.rm_file(key_of(url))
 
-def _remove(url: str) -> None:
-    with told(url, doing="write"), suppress(FileNotFoundError):
-        link_of(url).store.rm_file(key_of(url))
-
-
-def abort_uploads(url: str) -> None:
-    """End uploads below a URL that a process which is gone has left unfinished: nobody sees them, but they are stored.
-
-    Only S3 has them; who may not list them leaves them to the rule of the bucket for its life cycle.
-    """
-    store = link_of(url).store
-    if not hasattr(store, "list_multipart_uploads"):
-        return
-    prefix = key_of(url).partition("/")[2]
-    with suppress(AccessError), told(url, doing="write"):
-        for own in store.list_multipart_uploads(bucket_of(url)):
-            if own["Key"].startswith(f"{prefix}/"):
-                store.call_s3("abort_multipart_upload", Bucket=bucket_of(url), Key=own["Key"], UploadId=own["UploadId"])
+    for removal in [link_of(url).submit(remove_one, url) for url in urls]:
+        removal.result()

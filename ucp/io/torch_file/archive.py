@@ -187,7 +187,7 @@ class _Storages:
             raise ValueError(f"a storage of {asked.nbytes} bytes; the member {name!r} has {member.nbytes}")
         path, offset, nbytes = self._window.file.path, self._window.start + self._offsets[name], member.nbytes
         self._records[name] = Record(path=path, name=name, offset=offset, nbytes=nbytes, crc32=member.crc32)
-        self._known[asked] = StorageRef(path=path, offset=offset, nbytes=nbytes, kind=asked.kind, dtype=asked.dtype)
+        self._known[asked] = StorageRef(path=path, offset=offset, nbytes=nbytes, dtype=asked.dtype)
         return self._known[asked]
 
     def records(self) -> tuple[Record, ...]:

@@ -25,7 +25,7 @@ from ucp.io.pickle.emit import emit_pickle
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
 
-__all__ = ["NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
+__all__ = ["KnownBytes", "NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
 
 _UTF8 = 0x0800
 _DESCRIPTOR = 0x0008
@@ -61,18 +61,50 @@ def layout_torch_zip(root: object, *, folder: str = "archive") -> TorchZip:
         `root` holds a value of a type that has no place in a checkpoint.
     """
     pickled = emit_pickle(root)
-    plan = _Plan(folder)
-    plan.literal("data.pkl", pickled.data)
-    plan.literal(".format_version", b"1")
-    plan.literal(".storage_alignment", b"%d" % ALIGNMENT)
-    plan.literal("byteorder", b"little")
-    storages = {}
-    for key, storage in enumerate(pickled.storages):
-        storages[storage] = plan.reserve(f"data/{key}", storage.nbytes)
-    plan.literal("version", b"3\n")
-    # forty digits, which torch writes for its logs and never reads; ours depend on the pickle alone
-    plan.literal(".data/serialization_id", b"%040d" % (int.from_bytes(sha256(pickled.data).digest()) % 10**40))
-    return plan.finish(storages)
+    contents: list[tuple[str, bytes | NewStorage]] = [
+        ("data.pkl", pickled.data),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % ALIGNMENT),
+        ("byteorder", b"little"),
+        *((f"data/{key}", storage) for key, storage in enumerate(pickled.storages)),
+        ("version", b"3\n"),
+        # forty digits, which torch writes for its logs and never reads; ours depend on the pickle alone
+        (".data/serialization_id", b"%040d" % (int.from_bytes(sha256(pickled.data).digest()) % 10**40)),
+    ]
+    known, at = KnownBytes(), 0
+    members, storages, crcs = [], {}, []
+    for label, content in contents:
+        name, data = f"{folder}/{label}".encode(), content if isinstance(content, bytes) else b""
+        nbytes = len(data) if isinstance(content, bytes) else content.nbytes
+        start = aligned_start(header=at, name_nbytes=len(name), nbytes=nbytes)
+        crc32 = zlib_ng.crc32(data) if len(data) == nbytes else None
+        member = _Member(name=name, header=at, start=start, nbytes=nbytes, crc32=crc32)
+        members.append(member)
+        if not isinstance(content, bytes):
+            storages[content] = start
+        known.add(at, member.local_header() + data)
+        known.add(start + nbytes, member.descriptor())
+        at = start + nbytes + len(member.descriptor())
+    directory = at
+    for member in members:
+        entry = member.entry()
+        if member.crc32 is None:
+            stop = member.start + member.nbytes
+            crcs.append(CrcField(start=member.start, stop=stop, at=(stop + 4, at + 16)))
+        known.add(at, entry)
+        at += len(entry)
+    ends = _end_records(len(members), start=directory, stop=at)
+    known.add(at, ends)
+    return TorchZip(nbytes=at + len(ends), literals=known.literals(), crcs=tuple(crcs), storages=storages)
+
+
+def _end_records(count: int, *, start: int, stop: int) -> bytes:
+    """The zip64 end record, its locator and the end record; torch writes all three into every file."""
+    wide = pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, stop - start, start)
+    locator = pack("<4sIQI", b"PK\x06\x07", 0, stop, 1)
+    few = min(count, 0xFFFF)
+    sizes = (min(stop - start, UINT32_MAX), min(start, UINT32_MAX))
+    return wide + locator + pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +121,6 @@ class _Member:
     """Bytes of data."""
     crc32: int | None
     """CRC-32 of the data; None when they are not known yet."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last byte of data."""
-        return self.start + self.nbytes
 
     @property
     def flags(self) -> int:
@@ -129,62 +156,24 @@ class _Member:
         return fields + self.name + self.wide
 
 
-class _Plan:
-    """Members laid out so far, and the known bytes between the reserved ones."""
+class KnownBytes:
+    """Bytes of a file that are known, given in increasing offset; those that follow one another are joined."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._members: list[_Member] = []
+    def __init__(self) -> None:
         self._literals: list[Literal] = []
-        self._known_at = 0
-        self._known = bytearray()
+        self._start = 0
+        self._data = bytearray()
 
-    def literal(self, name: str, data: bytes) -> None:
-        """Lay out a member whose bytes are known."""
-        member = self._member(name, len(data), zlib_ng.crc32(data))
-        self._known += member.local_header() + data + member.descriptor()
+    def add(self, offset: int, data: bytes) -> None:
+        """Add bytes."""
+        if offset != self._start + len(self._data):
+            self.literals()
+            self._start = offset
+        self._data += data
 
-    def reserve(self, name: str, nbytes: int) -> int:
-        """Lay out a member whose bytes come later; the offset of its data."""
-        member = self._member(name, nbytes, None if nbytes else 0)
-        self._known += member.local_header()
-        if nbytes:
-            self._flush()
-            self._known_at = member.stop
-            self._known += member.descriptor()
-        return member.start
-
-    def finish(self, storages: dict[NewStorage, int]) -> TorchZip:
-        """Lay out the directory and the end records."""
-        at = directory = self._cursor
-        crcs = []
-        for member in self._members:
-            entry = member.entry()
-            if member.crc32 is None:
-                crcs.append(CrcField(start=member.start, stop=member.stop, at=(member.stop + 4, at + 16)))
-            self._known += entry
-            at += len(entry)
-        # the zip64 end record, its locator and the end record; torch writes all three into every file
-        count, length = len(self._members), at - directory
-        self._known += pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, length, directory)
-        self._known += pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
-        few, sizes = min(count, 0xFFFF), (min(length, UINT32_MAX), min(directory, UINT32_MAX))
-        self._known += pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, few, few, *sizes, 0)
-        nbytes = self._cursor
-        self._flush()
-        return TorchZip(nbytes=nbytes, literals=tuple(self._literals), crcs=tuple(crcs), storages=storages)
-
-    @property
-    def _cursor(self) -> int:
-        return self._known_at + len(self._known)
-
-    def _member(self, name: str, nbytes: int, crc32: int | None) -> _Member:
-        stored, header = f"{self._folder}/{name}".encode(), self._cursor
-        start = aligned_start(header=header, name_nbytes=len(stored), nbytes=nbytes)
-        member = _Member(name=stored, header=header, start=start, nbytes=nbytes, crc32=crc32)
-        self._members.append(member)
-        return member
-
-    def _flush(self) -> None:
-        self._literals.append(Literal(self._known_at, bytes(self._known)))
-        self._known = bytearray()
+    def literals(self) -> tuple[Literal, ...]:
+        """All that was added."""
+        if self._data:
+            self._literals.append(Literal(self._start, bytes(self._data)))
+            self._start, self._data = self._start + len(self._data), bytearray()
+        return tuple(self._literals)

@@ -111,7 +111,7 @@ def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start:
             )
         at += 8
         storages[key] = StorageRef(
-            path=window.file.path, offset=window.start + at, nbytes=asked.nbytes, kind=asked.kind, dtype=asked.dtype
+            path=window.file.path, offset=window.start + at, nbytes=asked.nbytes, dtype=asked.dtype
         )
         at += asked.nbytes
     if at != window.nbytes:

@@ -114,8 +114,6 @@ class StorageRef:
     """First byte."""
     nbytes: int
     """Bytes."""
-    kind: GlobalName
-    """Storage class, e.g. torch.FloatStorage."""
     dtype: DType | None
     """Element type; None when the class is a quantised one."""
 

@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucp.contract.model.arguments import recorded_arguments, said_values
+from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import Index

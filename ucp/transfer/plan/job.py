@@ -5,24 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from struct import unpack
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import Index, StateIndex
-from ucp.core.region import Box, RegionPair, intersect
-from ucp.core.slices import Locator, Slice
+from ucp.core.region import RegionPair, intersect
+from ucp.core.slices import Locator, Slice, whole_slice
 from ucp.core.target import Placement, TargetPlan
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
 from ucp.transfer.plan.task_list import nbytes_of, task_list
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import is_crosswise
 
 __all__ = ["Job", "check_target", "checking_placements", "make_job", "raw_slice"]
-
-_EXACT = 1 << 24
-"""Whole numbers up to it are the same in float32."""
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
 """Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
@@ -82,18 +76,8 @@ def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
 
 def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
     """A tensor of an extra as a slice, and where its pieces are found."""
-    box = Box.whole(ref.shape)
-    state = StateIndex(dtype=ref.dtype, global_shape=ref.shape, fragments=(Fragment(box=box, ref=ref),))
-    own = Slice(
-        param="extra",
-        state="",
-        dtype=ref.dtype,
-        pairs=(RegionPair(box, box),),
-        local_shape=ref.shape,
-        start=0,
-        stop=ref.numel,
-    )
-    return own, Locator(state)
+    state = StateIndex.whole(ref)
+    return whole_slice("extra", "", state), Locator(state)
 
 
 def check_target(index: Index, target: TargetPlan) -> None:
@@ -106,21 +90,10 @@ def check_target(index: Index, target: TargetPlan) -> None:
     for placement in target.placements:
         own = placement.slice
         source = index.atoms[own.param].states[own.state]
-        is_usual = own.dtype is source.dtype or (own.dtype.is_floating and source.dtype.is_floating)
-        if not is_usual and not _is_whole_number(source):
+        is_number = source.dtype.is_floating or (source.numel == 1 and index.atoms[own.param].is_count(own.state))
+        if own.dtype is not source.dtype and not (own.dtype.is_floating and is_number):
             raise UsageError(f"{own.param}/{own.state} is {source.dtype}: it cannot be cast to {own.dtype}")
     _check_disjoint(target)
-
-
-def _is_whole_number(state: StateIndex) -> bool:
-    """Whether a state is a count that every type of numbers holds: a plain whole number below 2**24."""
-    ref = state.fragments[0].ref
-    if not isinstance(ref, InlineTensor) or ref.shape:
-        return False
-    if ref.dtype is DType.FLOAT64:
-        (number,) = unpack("<d", ref.data)
-        return bool(number.is_integer() and abs(number) < _EXACT)
-    return ref.dtype is DType.INT64 and abs(int.from_bytes(ref.data, "little", signed=True)) < _EXACT
 
 
 def _check_disjoint(target: TargetPlan) -> None:

@@ -3,32 +3,158 @@
 The masters of this rank are what is loaded into, whatever the stage, and the 16-bit weights are made from them by
 DeepSpeed's own means once all is there. An engine owns its optimizer, so that it need not be passed beside it;
 `optimizer=False` loads the weights alone (masters and 16-bit), and leaves moments, steps and rates.
+
+A checkpoint of DeepSpeed has all that an engine keeps beside tensors (steps, samples, the schedule of rates, the loss
+scale), and it is set as `engine.load_checkpoint` sets it. Of other frameworks only the step is known; what then stays
+at its initial value is told.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
-from ucp.errors import UsageError
+from ucp.contract.optimizer import step_counts
+from ucp.core.index import Index
+from ucp.core.pickle_values import Stub
+from ucp.errors import UnsupportedError, UsageError, listed
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
+from ucp.live.match.findings import Findings
 from ucp.live.model.module import dtype_of
-from ucp.live.parts import LivePart, LiveTensor
-from ucp_formats.deepspeed.live.buffers import chunk_of
-from ucp_formats.deepspeed.live.handles import Engine, PartitionedParam
-from ucp_formats.deepspeed.live.module import NamedModule, name_module
-from ucp_formats.deepspeed.live.progress import resume
-from ucp_formats.deepspeed.live.refusals import refuse
-from ucp_formats.deepspeed.live.tensor_parallel import is_tensor_parallel
-from ucp_formats.deepspeed.live.wrappers import Master, Wrapped, unwrapped
+from ucp.live.parts import LiveTensor
+from ucp.live.run.mesh import RunMesh
+from ucp.transfer.probe import Prober
+from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
+from ucp_formats.deepspeed.live.buffers import chunk_of, whole_part
+from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrapped
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["DeepSpeedAdapter"]
+
+
+def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
+    """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
+    extras = {extra.name: extra.value for extra in reversed(index.extras)}
+    taken = {}
+    for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
+        what, note = setting(engine, index, extras)
+        taken.update({name: what} if what else {})
+        findings.notes.extend([note] if note else [])
+    return taken
+
+
+def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+    """What was set, and a note, either of them empty."""
+    saved = extras.get("engine")
+    if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
+        engine.global_steps = saved["global_steps"]
+        engine.global_samples = saved.get("global_samples", saved["global_steps"] * engine.train_batch_size())
+        engine.skipped_steps = saved.get("skipped_steps", 0)
+        return "steps and samples of the engine", ""
+    step, origin = index.step, "the step of the checkpoint"
+    if step is None:
+        with Prober() as prober:
+            counts = step_counts(index, prober)
+        step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
+        origin = "which the optimizer in the checkpoint counts for every parameter"
+    if step is None:
+        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+    engine.global_steps = step
+    engine.global_samples = step * engine.train_batch_size()
+    return "", (
+        f"engine.global_steps is {step}, {origin}; engine.global_samples was made of it and the batch size of this run"
+    )
+
+
+def _schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+    saved = extras.get("lr_scheduler")
+    if engine.lr_scheduler is None:
+        return "", ""
+    if "engine" in extras and isinstance(saved, Mapping):
+        engine.lr_scheduler.load_state_dict(saved)
+        return f"scheduler {type(engine.lr_scheduler).__name__} of the engine", ""
+    return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
+
+
+def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+    optimizer = engine.optimizer
+    scaler: Any = getattr(optimizer, "loss_scale_config", None)
+    if scaler is not None:  # without ZeRO: no common base with the other, but the same names
+        scaler = scaler if scaler.use_grad_scaling else None
+    elif str(getattr(optimizer, "dtype", "")) == "torch.float16":
+        scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is None:
+        return "", ""
+    saved = extras.get("loss_scaler")
+    scale = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else {}
+    is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None))
+    if not scale or scale.pop("dynamic") != is_dynamic:
+        return "", "the loss scale stays as configured: the checkpoint has none of that kind"
+    state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
+    more = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
+    values = {**more, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
+    for name, value in values.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+    return "loss scale of the engine", ""
+
+
+def _refuse(engine: Any) -> None:
+    """Raise UnsupportedError for everything about an engine that is not known here."""
+    optimizer = engine.optimizer
+    known = (
+        (
+            getattr(optimizer, "swap_optimizer", False),
+            "offload_optimizer to NVMe: its states lie in swap files; set device cpu, or none",
+        ),
+        (
+            getattr(optimizer, "params_in_nvme_and_cpu", False),
+            "offload_param to NVMe: weights lie in swap files; set device cpu, or none",
+        ),
+        (
+            getattr(optimizer, "zero_hpz_partition_size", 1) > 1,
+            "zero_hpz_partition_size (secondary copies of weights): set it to 1 while resuming",
+        ),
+        (getattr(optimizer, "zenflow", False), "ZenFlow: it keeps states of its own on the CPU"),
+        (
+            getattr(optimizer, "partial_offload", 1.0) < 1.0,
+            "offload_optimizer.ratio below 1 (Twin-Flow): some states belong to a second optimizer; set it to 1",
+        ),
+        (
+            getattr(optimizer, "offloaded_states", ()),
+            "states that engine.offload_states moved away: call engine.reload_states() first",
+        ),
+    )
+    reasons = [why for is_met, why in known if is_met]
+    if reasons:
+        raise UnsupportedError(
+            f"expected an engine whose tensors lie in memory, each in one place; got\n{listed(reasons)}\n"
+            "or write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
+        )
+
+
+def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
+    """Whether ranks share a copy of a layer. Raises UsageError where `mesh` says otherwise than the engine."""
+    said = importlib.import_module("deepspeed.utils.bwc")
+    ranks = int(said.bwc_tensor_model_parallel_world_size(engine.mpu))
+    if ranks == 1:
+        return False
+    rank = int(said.bwc_tensor_model_parallel_rank(engine.mpu))
+    if mesh.degree("tp") != ranks:
+        got = f"one with tp={mesh.degree('tp')}" if mesh.topology is not None else "none"
+        raise UsageError(f'expected a topology with tp={ranks}, as the engine has it, such as "tp={ranks}"; got {got}')
+    if mesh.coords["tp"] != rank:
+        raise UsageError(
+            f"expected this rank at tp={rank}, as the engine has it; the topology puts it at tp={mesh.coords['tp']}, "
+            "as Megatron numbers ranks. Pass a torch DeviceMesh that says the order of this run"
+        )
+    return True
 
 
 class DeepSpeedAdapter:
@@ -40,16 +166,19 @@ class DeepSpeedAdapter:
         """Whether an engine is passed, or something that belongs to one."""
         if "deepspeed.runtime.engine" not in sys.modules:
             return False
+        from torch import nn
+
         passed = (request.model, request.optimizer)
+        params = request.model.parameters() if isinstance(request.model, nn.Module) else ()
         return any(type(own).__module__.startswith("deepspeed.runtime.") for own in passed) or any(
-            hasattr(param, mark) for param in _params(request.model) for mark in ("ds_id", "_hp_mapping")
+            hasattr(param, mark) for param in params for mark in ("ds_id", "_hp_mapping")
         )
 
     def describe(self, request: LiveRequest) -> LiveRun:
         """The parts of an engine. Raises UsageError without one, UnsupportedError for what is not known."""
         engine = _engine(request)
-        refuse(engine)
-        is_cut = is_tensor_parallel(engine, request.mesh)
+        _refuse(engine)
+        is_cut = _is_tensor_parallel(engine, request.mesh)
         named = name_module(engine.module, engine.expert_parallel_group)
         wrapped = unwrapped(engine.optimizer, named)
         model = _model(named, wrapped)
@@ -59,22 +188,16 @@ class DeepSpeedAdapter:
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
 
 
-def _params(model: object) -> Iterator[torch.Tensor]:
-    from torch import nn
-
-    if isinstance(model, nn.Module):
-        yield from model.parameters()
-
-
-def _engine(request: LiveRequest) -> Engine:
+def _engine(request: LiveRequest) -> Any:
     """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
-    engines = [own for own in (request.model, request.optimizer) if _is_engine(own)]
+    kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    engines = [own for own in (request.model, request.optimizer) if isinstance(own, kind)]
     if not engines:
         raise UsageError(
             "expected the engine that deepspeed.initialize returned; got its module or its optimizer alone, and the "
             "masters, steps and copies of a weight lie in several of its parts. Pass the engine as the model"
         )
-    engine = cast("Engine", engines[0])  # an instance of the class that the protocol describes
+    engine: Any = engines[0]
     if request.model not in (engine, engine.module):
         raise UsageError("expected the engine, or the module inside of it, as the model; got another module")
     if request.optimizer not in (None, False, engine, engine.optimizer):
@@ -84,24 +207,17 @@ def _engine(request: LiveRequest) -> Engine:
     return engine
 
 
-def _is_engine(value: object) -> bool:
-    kind: type = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    return isinstance(value, kind)
-
-
 def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
     """Masters where there are any; else what the rank holds of a tensor."""
     tensors, handles, marked = [], {}, {}
+    tensor: Any  # with what DeepSpeed hangs on it
     for tensor, names in named.tensors.items():
-        own = wrapped.masters.get(tensor) or _held(tensor)
-        tensors.append(LiveTensor(names=names, dtype=dtype_of(own.memory), part=own.part))
-        handles[names[0]], marked[names[0]] = own.memory, tensor
+        master = wrapped.masters.get(tensor)
+        if master is None and hasattr(tensor, "ds_id"):
+            chunk = chunk_of(tensor, tensor.ds_process_group)
+            master = Master(memory=tensor.ds_tensor.narrow(0, 0, chunk.numel), part=chunk.part)
+        elif master is None:
+            master = Master(memory=tensor, part=whole_part(tensor))
+        tensors.append(LiveTensor(names=names, dtype=dtype_of(master.memory), part=master.part))
+        handles[names[0]], marked[names[0]] = master.memory, tensor
     return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked=marked)
-
-
-def _held(tensor: torch.Tensor) -> Master:
-    if not hasattr(tensor, "ds_id"):
-        return Master(memory=tensor, part=LivePart.whole(tuple(tensor.shape)))
-    cut: PartitionedParam = tensor  # type: ignore[assignment]  # what DeepSpeed hangs on it
-    own = chunk_of(cut, cut.ds_process_group, LivePart.whole(tuple(cut.ds_shape)))
-    return Master(memory=cut.ds_tensor.narrow(0, 0, own.numel), part=own.part)

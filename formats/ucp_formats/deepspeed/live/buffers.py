@@ -8,44 +8,24 @@ tensors of the same shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
 from ucp.live.parts import LivePart, Stretch
-from ucp_formats.deepspeed.live.handles import (
-    Bf16Optimizer,
-    Fp16Optimizer,
-    PartitionedParam,
-    Stage3Optimizer,
-    ZeroOptimizer,
-)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "Buffer",
-    "bf16_buffers",
-    "chunk_of",
-    "fp16_buffers",
-    "single_buffers",
-    "stage3_buffers",
-    "zero_buffers",
-]
-
 MOMENTUM = "momentum_buffer"
 """State of Muon that stages 1 and 2 keep whole on every rank which has some of a parameter."""
 
 _NOTHING = Span(0, 0)
-
-PartOf: TypeAlias = "Callable[[nn.Parameter], LivePart]"
-"""What the model parallelism of the run leaves a rank of a parameter, before ZeRO cuts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +42,36 @@ class Buffer:
     """States that do not lie as the masters do."""
 
 
-def zero_buffers(optimizer: ZeroOptimizer, part_of: PartOf) -> Iterator[Buffer]:
+def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of stages 1 and 2; the order and the offsets are those of the buffer, also when it was dealt out."""
     layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for group, (params, starts) in enumerate(layout):
         tensor = optimizer.single_partition_of_fp32_groups[group]
         process_group = optimizer.real_dp_process_group[group]
-        own = _shares(params, starts, tensor, process_group, part_of)
+        own = _shares(params, starts, tensor, process_group)
         whole = {}
         if optimizer.optimizer.param_groups[group].get("use_muon"):
             inside = optimizer.params_in_partition[group]
-            whole = {MOMENTUM: _shares(params, starts, tensor, process_group, part_of, whole_in=inside)}
+            whole = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
         yield Buffer(group=group, tensor=tensor, params=own, apart=whole)
 
 
-def bf16_buffers(optimizer: Bf16Optimizer, part_of: PartOf) -> Iterator[Buffer]:
+def bf16_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of BF16_Optimizer, which neither reorders nor aligns."""
     for group, (params, tensor) in enumerate(
         zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
     ):
-        own = _shares(params, _packed(params), tensor, optimizer.real_dp_process_group[group], part_of)
+        own = _shares(params, _packed(params), tensor, optimizer.real_dp_process_group[group])
         yield Buffer(group=group, tensor=tensor, params=own)
 
 
-def fp16_buffers(optimizer: Fp16Optimizer, part_of: PartOf) -> Iterator[Buffer]:
+def fp16_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of FP16_Optimizer: every rank holds all."""
     for group, (params, tensor) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, None, part_of))
+        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, None))
 
 
-def stage3_buffers(optimizer: Stage3Optimizer, part_of: PartOf) -> Iterator[Buffer]:
+def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of the sub-groups of stage 3."""
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -99,25 +79,29 @@ def stage3_buffers(optimizer: Stage3Optimizer, part_of: PartOf) -> Iterator[Buff
         own: dict[nn.Parameter, Stretch] = {}
         at = 0
         for param in params:
-            cut: PartitionedParam = param  # type: ignore[assignment]  # what DeepSpeed hangs on it
-            own[param] = replace(chunk_of(cut, optimizer.sub_group_process_groups[number], part_of(param)), start=at)
-            at += cut.partition_numel()
+            own[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
+            at += param.partition_numel()
         yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=own)
 
 
-def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]], part_of: PartOf) -> Iterator[Buffer]:
+def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
     """One per parameter; `groups`: parameters and what is stepped for each."""
     for group, members in enumerate(groups):
         for param, tensor in members:
-            own = Stretch(start=0, numel=tensor.numel(), part=part_of(param))
+            own = Stretch(start=0, numel=tensor.numel(), part=whole_part(param))
             yield Buffer(group=group, tensor=tensor, params={param: own})
 
 
-def chunk_of(param: PartitionedParam, process_group: ProcessGroup, part: LivePart) -> Stretch:
+def whole_part(param: torch.Tensor) -> LivePart:
+    """What model parallelism leaves a rank of a parameter: all of it."""
+    return LivePart.whole(tuple(getattr(param, "ds_shape", param.shape)))
+
+
+def chunk_of(param: Any, process_group: ProcessGroup) -> Stretch:
     """What `ds_tensor` of a parameter holds, without the padding."""
     rank, ranks = _place(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
-    return Stretch(start=0, numel=span.numel, part=_cut(part, chunk_axis(ranks), rank))
+    return Stretch(start=0, numel=span.numel, part=_cut(LivePart.whole(tuple(param.ds_shape)), chunk_axis(ranks), rank))
 
 
 def _shares(
@@ -125,7 +109,6 @@ def _shares(
     starts: Sequence[int],
     tensor: torch.Tensor,
     process_group: ProcessGroup | None,
-    part_of: PartOf,
     *,
     whole_in: Sequence[nn.Parameter] | None = None,
 ) -> dict[nn.Parameter, Stretch]:
@@ -142,7 +125,7 @@ def _shares(
     stretches = {}
     for at, param in enumerate(params):
         start, numel = spans.get(str(at), _NOTHING)
-        part = part_of(param)
+        part = whole_part(param)
         if str(at) in axes:
             part = _cut(part, axes[str(at)], rank)
         stretches[param] = Stretch(start=packed.get(param, start), numel=numel, part=part)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
+from ucp.core.names import STEP
 from ucp.errors import UnsupportedError
-from ucp.live.adapters import LiveOptimizer
+from ucp.live.adapters import LiveOptimizer, State
+from ucp.live.match.groups import LiveGroup
+from ucp.live.optimizer.flat_optimizer import FlatOptimizer, Slot
+from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LivePart
+from ucp_formats.deepspeed.experts import Numbered, is_expert, renumbered
 from ucp_formats.deepspeed.live.buffers import (
+    MOMENTUM,
     Buffer,
     bf16_buffers,
     fp16_buffers,
@@ -18,22 +25,127 @@ from ucp_formats.deepspeed.live.buffers import (
     stage3_buffers,
     zero_buffers,
 )
-from ucp_formats.deepspeed.live.handles import (
-    Bf16Optimizer,
-    Fp16Optimizer,
-    Stage3Optimizer,
-    UnfusedOptimizer,
-    ZeroOptimizer,
-)
-from ucp_formats.deepspeed.live.module import NamedModule
-from ucp_formats.deepspeed.live.optimizer import described
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-__all__ = ["Master", "Wrapped", "unwrapped"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModule:
+    """Parameters and persistent buffers, each once."""
+
+    tensors: Mapping[torch.Tensor, tuple[str, ...]]
+    """Parameter or buffer to the names it goes by."""
+    notes: tuple[str, ...]
+    """What a checkpoint does not hold."""
+
+    def name(self, param: torch.Tensor) -> str:
+        """Its own name."""
+        return self.tensors[param][0]
+
+
+def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) -> NamedModule:
+    """The tensors of a module; parameters first, in its own order.
+
+    `expert_groups`: name of a kind of experts to the ranks that the experts of a layer are spread over.
+    """
+    from torch import distributed
+
+    state = module.state_dict(keep_vars=True)
+    named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    named += [(name, own) for name, own in module.named_buffers(remove_duplicate=False) if name in state]
+    counts = Numbered.of(name for name, _ in named).counts
+    names: dict[torch.Tensor, list[str]] = {}
+    tensor: Any  # with what DeepSpeed hangs on it
+    for local_name, tensor in named:
+        name = local_name
+        if is_expert(name):  # numbered on each rank from 0, in a checkpoint over all ranks
+            local = next(count for start, count in counts.items() if name.startswith(start))
+            rank = distributed.get_rank(expert_groups[tensor.group_name])
+            name = renumbered(name, rank=rank, local=local)
+        names.setdefault(tensor, []).append(name)
+    odd = [name for name in state if name.endswith("_extra_state")]
+    notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
+    return NamedModule(tensors={tensor: tuple(each) for tensor, each in names.items()}, notes=notes)
+
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+_KEPT = {
+    "FusedAdam": _ADAM,
+    "DeepSpeedCPUAdam": _ADAM,
+    "FusedLamb": _ADAM,
+    "MuonWithAuxAdam": _ADAM,
+    "FusedLion": ("exp_avg",),
+    "DeepSpeedCPULion": _ADAM,
+    "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
+}
+"""Optimizer of DeepSpeed's own (ops/) to the states it makes in its first step, beside a step that is a number."""
+_CURE = "load into an engine of ZeRO 0 in fp32, or without states (optimizer=False)"
+_COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
+"""Those that put a step into every group too, 0 for good."""
+
+
+def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]) -> BufferedOptimizer:
+    """The wrapped optimizer, and what it steps. `names`: parameter to its name in the whole model."""
+    tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
+    held = list(zip(tensors, buffers, strict=True))
+    groups = range(len(optimizer.param_groups))
+    members = tuple(tuple(key for key, own in held if own.group == n) for n in groups)
+    forms: dict[str, Mapping[str, State]] = {}
+    for key, own in held:
+        group, like = optimizer.param_groups[own.group], own.tensor.detach()
+        kind = _stepper(optimizer, group)
+        if group.get("use_muon"):
+            forms[key] = {MOMENTUM: like}
+        elif kind in _KEPT:
+            is_float = "CPU" in kind and getattr(optimizer, "fp32_optimizer_states", False)
+            forms[key] = {STEP: 0, **dict.fromkeys(_KEPT[kind], like[:0].float() if is_float else like)}
+    base = TorchOptimizer(handle=optimizer, names=members, live=tensors, memory=tensors, forms=forms)
+    slots = {
+        names[param]: Slot(key=key, usual=usual, apart={state: of[param] for state, of in own.apart.items()})
+        for key, own in held
+        for param, usual in own.params.items()
+    }
+    shapes = {
+        (key, state): (sum(stretch.numel for stretch in of.values()),)
+        for key, own in held
+        for state, of in own.apart.items()
+    }
+    return BufferedOptimizer(base=base, slots=slots, cure=_CURE, shapes=shapes, buffers=dict(held))
+
+
+def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
+    """Class that steps a group: Muon has another optimizer for what are no matrices, or does it itself."""
+    other = None if group.get("use_muon") else getattr(optimizer, "aux_optimizer", None)
+    return type(optimizer if other is None else other).__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferedOptimizer(FlatOptimizer):
+    """An optimizer whose parameters are buffers."""
+
+    buffers: Mapping[str, Buffer]
+    """Key to the buffer."""
+
+    def groups(self) -> list[LiveGroup]:
+        """Its groups with their hyper-parameters."""
+        stepping = [_stepper(self.base.handle, group) for group in self.base.handle.param_groups]
+        return [
+            replace(own, hyper={STEP: 0, **own.hyper}) if kind in _COUNT_IN_GROUP else own
+            for own, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
+        ]
+
+    def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
+        """Take what was brought, and let DeepSpeed's `safe_get_full_optimizer_state` find it before the next step."""
+        FlatOptimizer.put(self, states, counts)
+        utils = importlib.import_module("deepspeed.utils")
+        for own in self.buffers.values():
+            params = [param for param in own.params if hasattr(param, "_hp_mapping")]
+            if self.base.handle.state.get(own.tensor) and params:
+                utils.lazy_init_hp_params_optimizer_state(params, own.tensor, self.base.handle.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,78 +170,48 @@ class Wrapped:
     """Make the weights from the masters. Collective."""
 
 
-_Unwrap: TypeAlias = Callable[[object, NamedModule], Wrapped]
+_KINDS = frozenset(
+    {
+        "DeepSpeedZeroOptimizer",
+        "BF16_Optimizer",
+        "FP16_Optimizer",
+        "FP16_UnfusedOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "DeepSpeedZeRoOffload",
+    }
+)
+"""Classes of deepspeed.runtime that are known."""
 
 
-def unwrapped(optimizer: object, named: NamedModule) -> Wrapped:
+def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
     """What an engine's optimizer steps. Raises UnsupportedError for a class that is not known."""
     from torch.optim import Optimizer
 
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("deepspeed.runtime.") and kind.__name__ in _KINDS:
-            return _KINDS[kind.__name__](optimizer, named)
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.runtime.")]
+    inner: Any = getattr(optimizer, "optimizer", None)
+    match next((kind for kind in kinds if kind in _KINDS), None):
+        case "DeepSpeedZeroOptimizer":
+            return _buffered(inner, zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
+        case "BF16_Optimizer":
+            return _buffered(inner, bf16_buffers(optimizer), named, finish=optimizer.update_lp_params)
+        case "FP16_Optimizer":
+            return _copied(_buffered(inner, fp16_buffers(optimizer), named))
+        case "FP16_UnfusedOptimizer":
+            pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
+            return _copied(_buffered(inner, single_buffers(pairs), named))
+        case "DeepSpeedZeroOptimizer_Stage3":
+            return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
+        case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
+            return Wrapped(finish=partial(_gather_anew, optimizer))
     if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit"):
-        return _plain(optimizer, named)
+        members = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
+        return _buffered(optimizer, single_buffers(members), named)
     if optimizer is None:
         return Wrapped()
     raise UnsupportedError(
         f"expected an engine of ZeRO 0 to 3; its optimizer is a {type(optimizer).__name__}, which ucp does not know. "
         "Write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
     )
-
-
-def _zero(optimizer: object, named: NamedModule) -> Wrapped:
-    own = cast("ZeroOptimizer", optimizer)  # by its class
-    return _buffered(own.optimizer, zero_buffers(own, _whole), named, finish=own.update_lp_params)
-
-
-def _bf16(optimizer: object, named: NamedModule) -> Wrapped:
-    own = cast("Bf16Optimizer", optimizer)  # by its class
-    return _buffered(own.optimizer, bf16_buffers(own, _whole), named, finish=own.update_lp_params)
-
-
-def _fp16(optimizer: object, named: NamedModule) -> Wrapped:
-    own = cast("Fp16Optimizer", optimizer)  # by its class
-    return _copied(_buffered(own.optimizer, fp16_buffers(own, _whole), named))
-
-
-def _stage3(optimizer: object, named: NamedModule) -> Wrapped:
-    own = cast("Stage3Optimizer", optimizer)  # by its class
-    return _buffered(own.optimizer, stage3_buffers(own, _whole), named, finish=partial(_update_chunks, own))
-
-
-def _unfused(optimizer: object, named: NamedModule) -> Wrapped:
-    own = cast("UnfusedOptimizer", optimizer)  # by its class
-    pairs = map(zip, own.fp16_groups, own.fp32_groups)
-    return _copied(_buffered(own.optimizer, single_buffers(pairs, _whole), named))
-
-
-def _plain(optimizer: Optimizer, named: NamedModule) -> Wrapped:
-    own = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
-    return _buffered(optimizer, single_buffers(own, _whole), named)
-
-
-def _offload(optimizer: object, named: NamedModule) -> Wrapped:
-    """Stage 3 without an optimizer, for inference."""
-    own = cast("Stage3Optimizer", optimizer)  # of these, it has the two events
-    return Wrapped(finish=partial(_gather_anew, own))
-
-
-_KINDS: Mapping[str, _Unwrap] = {
-    "DeepSpeedZeroOptimizer": _zero,
-    "BF16_Optimizer": _bf16,
-    "FP16_Optimizer": _fp16,
-    "FP16_UnfusedOptimizer": _unfused,
-    "DeepSpeedZeroOptimizer_Stage3": _stage3,
-    "DeepSpeedZeRoOffload": _offload,
-}
-"""Class of deepspeed.runtime to what unwraps it."""
-
-
-def _whole(param: nn.Parameter) -> LivePart:
-    """What model parallelism leaves a rank of a parameter: all of it."""
-    shape: tuple[int, ...] = tuple(getattr(param, "ds_shape", param.shape))
-    return LivePart.whole(shape)
 
 
 def _buffered(
@@ -155,7 +237,7 @@ def _copied(own: Wrapped) -> Wrapped:
     return Wrapped(masters=own.masters, optimizer=own.optimizer, finish=copy)
 
 
-def _update_chunks(optimizer: Stage3Optimizer) -> None:
+def _update_chunks(optimizer: Any) -> None:
     """Make the chunks of weights from those of masters; the weights that are kept whole are gathered again."""
     optimizer.checkpoint_event_prologue()
     chunks = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -164,6 +246,6 @@ def _update_chunks(optimizer: Stage3Optimizer) -> None:
     optimizer.checkpoint_event_epilogue()
 
 
-def _gather_anew(optimizer: Stage3Optimizer) -> None:
+def _gather_anew(optimizer: Any) -> None:
     optimizer.checkpoint_event_prologue()
     optimizer.checkpoint_event_epilogue()

@@ -24,17 +24,13 @@ from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, State, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import TagFolder, list_folder
-from ucp_formats.deepspeed.names import UNIVERSAL
-from ucp_formats.deepspeed.read.extras import joined, model_extras
-from ucp_formats.deepspeed.read.files import SavedFile, source_files
+from ucp_formats.deepspeed.extras import joined, model_extras
+from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
+from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
-from ucp_formats.deepspeed.read.run import SavedGrid, SavedRun, read_grid
-from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
-
-__all__ = ["atoms_of", "folder_notes", "producer_of", "read_native"]
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh
+from ucp_formats.deepspeed.read.run import SavedGrid, read_grid
 
 _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 
@@ -51,13 +47,47 @@ def read_native(
     grid = read_grid(folder)
     checksums = Checksums(record for file in grid.files for record in file.records)
     refuse_idle_options(options, grid.tp, str(folder.path))
-    if grid.is_plain:
+    if len(grid.runs) == 1 and not grid.layers and not grid.experts:
         merged = _read_plain(grid, checksums, group_names)
     else:
         from ucp_formats.deepspeed.read.ranks.parallel import expert_degree, read_parallel
 
         merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
-    return _index(name, located, grid, merged)
+    run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
+    configured = run.config.zero_stage
+    stage_notes = []
+    if configured not in (None, run.stage):
+        stage_notes = [
+            f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}, which is what counts"
+        ]
+    by_family = grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root
+    return Index(
+        path=str(folder.path),
+        format=name,
+        evidence=located.reasons,
+        producer=producer_of(run.files),
+        topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
+        step=run.model.count("global_steps"),
+        skipped=run.model.count("skipped_steps") or 0,
+        atoms=atoms_of(module, optimizer.states, run.config, mesh),
+        groups=tuple(optimizer.groups),
+        aliases=module.aliases,
+        extras=joined(optimizer.extras, module.extras),
+        files=tuple(source_files((file.path, file.name.label) for file in grid.files)),
+        records=tuple(record for file in grid.files for record in file.records),
+        notes=(
+            *(note for rank in grid.runs.values() for note in rank.notes),
+            *stage_notes,
+            *module.notes,
+            *optimizer.notes,
+            *folder_notes(folder),
+        ),
+        dropped=(*module.dropped, *optimizer.dropped),
+        doubts=tuple(merged.doubts),
+        lost=optimizer.lost,
+        # nothing where the rules of a family say it for one axis
+        recorded_in={} if by_family else _known_from(grid, mesh.ep),
+    )
 
 
 def _mesh(grid: SavedGrid, ep: int) -> Mesh:
@@ -82,43 +112,6 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
     return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
 
 
-def _index(name: str, located: Located[bool], grid: SavedGrid, merged: Merged) -> Index:
-    run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
-    roles = ((file.path, file.name.label) for file in grid.files)
-    return Index(
-        path=str(grid.folder.path),
-        format=name,
-        evidence=located.reasons,
-        producer=producer_of(run.files),
-        topology=Topology(dp=run.ranks, tp=grid.tp, pp=grid.pp, ep=mesh.ep, zero=run.stage),
-        step=run.model.count("global_steps"),
-        skipped=run.model.count("skipped_steps") or 0,
-        atoms=atoms_of(module, optimizer.states, run.config, mesh),
-        groups=tuple(optimizer.groups),
-        aliases=module.aliases,
-        extras=joined(optimizer.extras, module.extras),
-        files=tuple(source_files(roles)),
-        records=tuple(record for file in grid.files for record in file.records),
-        notes=(
-            *(note for own in grid.runs.values() for note in own.notes),
-            *_stage_notes(run),
-            *module.notes,
-            *optimizer.notes,
-            *folder_notes(grid.folder),
-        ),
-        dropped=(*module.dropped, *optimizer.dropped),
-        doubts=tuple(merged.doubts),
-        lost=optimizer.lost,
-        recorded_in=_recorded_in(grid, mesh),
-    )
-
-
-def _recorded_in(grid: SavedGrid, mesh: Mesh) -> dict[str, str]:
-    """Where the files say how tensors lie over each axis; nothing where the rules of a family say it for one."""
-    named_by_family = grid.tp > 1 and "universal_checkpoint_info" not in grid.first.model.file.root
-    return {} if named_by_family else _known_from(grid, mesh.ep)
-
-
 def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
     name = grid.first.model.name.name
     stages = (
@@ -133,13 +126,6 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
     return {axis: where for axis, where in known.items() if where}
 
 
-def _stage_notes(run: SavedRun) -> list[str]:
-    configured = run.config.zero_stage
-    if configured is None or configured == run.stage:
-        return []
-    return [f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}, which is what counts"]
-
-
 def atoms_of(
     module: ModulePart, states: Mapping[str, Mapping[str, State]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
@@ -147,7 +133,13 @@ def atoms_of(
 
     `config`: says the type in which the model computes with the latter. `mesh`: the axes over which tensors lie.
     """
-    layouts = _layouts(module, states, mesh) if mesh is not None else {}
+    masters = ((name, state.get(WEIGHT)) for name, state in states.items())
+    layouts: dict[str, Layout] = {}  # of the weight, as the optimizer has it or else the module
+    if mesh is not None:
+        layouts = {name: master.layout for name, master in masters if isinstance(master, ShardedTensor)}
+        for name, entry in module.entries.items():
+            if name not in layouts and entry.tensor is not None:
+                layouts[name] = mesh.layout(name, Layout(flat=entry.tensor.layout.flat))
     union = Union()
     atoms = {}
     for name, entry in module.entries.items():
@@ -164,16 +156,6 @@ def atoms_of(
             layout = layouts.get(name, Layout())
             atoms[name] = union.atom(name, kind=Kind.PARAMETER, layout=layout, states=own, model_dtype=usual)
     return atoms
-
-
-def _layouts(module: ModulePart, states: Mapping[str, Mapping[str, State]], mesh: Mesh) -> dict[str, Layout]:
-    """How each parameter lies over the axes: its weight, as the optimizer has it or else the module."""
-    masters = ((name, own.get(WEIGHT)) for name, own in states.items())
-    layouts = {name: master.layout for name, master in masters if isinstance(master, ShardedTensor)}
-    for name, entry in module.entries.items():
-        if name not in layouts and entry.tensor is not None:
-            layouts[name] = mesh.layout(name, Layout(flat=entry.tensor.layout.flat))
-    return layouts
 
 
 def producer_of(files: Iterable[SavedFile]) -> str:

@@ -1,4 +1,4 @@
-"""The module of a checkpoint: which names are parameters, frozen, buffers or tied, and where their own tensors lie.
+"""A model-states file, understood once, and its module: parameters, frozen ones, buffers and ties, and where they lie.
 
 ZeRO up to stage 2 saves every tensor whole in one file. Under ZeRO-3 `module` has real buffers but an empty
 placeholder for each parameter, frozen parameters are in a chunk per rank, and each rank has a file of its own.
@@ -12,7 +12,7 @@ from math import prod
 
 from ucp.contract.flat_buffer import Chunks, chunk_axis
 from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.contract.run_extras import MODULE_STATE
+from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind
@@ -20,10 +20,147 @@ from ucp.core.layout import Layout
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, Shards
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
-from ucp.io.pickle.fields import Shape, described
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
+from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
+from ucp_formats.deepspeed.config import RunConfig
+from ucp_formats.deepspeed.names import FileName
+from ucp_formats.deepspeed.read.files import SavedFile
+from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 
-__all__ = ["ModuleEntry", "ModulePart", "module_of", "read_module"]
+EMPTY_SHAPES = "empty_param_shapes"
+"""Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModule:
+    """A state_dict of a model, of a layer of it, or of experts."""
+
+    tensors: Mapping[str, TensorRef] = field(default_factory=dict)
+    """Name to tensor, in the order of the model."""
+    others: Mapping[str, object] = field(default_factory=dict)
+    """Entries that are no tensors."""
+    versions: Mapping[object, object] | None = None
+    """Versions of the modules, which torch keeps as an attribute of a state_dict."""
+
+    @classmethod
+    def of(cls, saved: object, where: str) -> SavedModule:
+        """The state_dict `saved`. Raises UnsupportedError for one of nested dicts."""
+        tensors: dict[str, TensorRef] = {}
+        others: dict[str, object] = {}
+        for key, value in mapping(saved, where).items():
+            name = text(key, f"a name in {where}")
+            if isinstance(value, dict) and not is_module_state(name):
+                raise UnsupportedError(
+                    f"expected tensors by name in {where}; {name!r} is a dict of its own. Such a state_dict is built "
+                    "by the training script, and only it knows the names of the parameters"
+                )
+            if isinstance(value, TensorRef) and not is_module_state(name):
+                tensors[name] = value
+            else:
+                others[name] = value
+        return cls(tensors=tensors, others=others, versions=getattr(saved, "_metadata", None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """A model-states file; names and shapes are those of one model-parallel rank."""
+
+    file: SavedFile
+    """Where it was read; its root is for extras only."""
+    module: SavedModule | None
+    """The model; None for a stage of a pipeline, whose layers are in files of their own."""
+    param_shapes: tuple[Mapping[str, Shape], ...] | None
+    """Parameter to shape for every optimizer group (ZeRO-3: sub-group), in its order; None where not recorded."""
+    frozen: Mapping[str, Shape]
+    """Shapes of frozen parameters, where they are recorded."""
+    fragments: Mapping[str, TensorRef]
+    """Frozen parameters: under ZeRO-3 the chunk of this rank, flat; else copies of the module's tensors."""
+    empty: Mapping[str, Shape]
+    """Shapes of parameters without elements, as ucp writes them."""
+    shared: Mapping[str, str]
+    """Tied name to stored name; only rank 0 records it."""
+    buffers: tuple[str, ...] | None
+    """Names of buffers; None where that is not recorded."""
+    optimizer: UnshardedOptimizer | None
+    """The optimizer of a run without ZeRO."""
+    config: RunConfig
+    """Configuration of the run; empty where there is none."""
+    degrees: tuple[int, int] | None
+    """Tensor-parallel degree and pipeline stages, recorded since 2026."""
+
+    @classmethod
+    def of(cls, file: SavedFile) -> ModelStates:
+        """The file, understood. Raises SourceError where a value is not what DeepSpeed writes."""
+        root = file.root
+        recorded = shapes_by_group(root.get("param_shapes"))
+        module, optimizer, buffers = root.get("module"), root.get("optimizer"), root.get("buffer_names")
+        if isinstance(optimizer, dict) and "base_optimizer_state" in optimizer:
+            optimizer = None  # BF16_Optimizer without ZeRO: its optimizer files have the same
+        config, degrees = root.get("ds_config"), root.get("checkpoint_parallel_dimensions")
+        fragments, shared = (
+            {text(name, f"a name in {key}"): own for name, own in mapping(root[key], key).items()}
+            if root.get(key) is not None
+            else {}
+            for key in ("frozen_param_fragments", "shared_params")
+        )
+        return cls(
+            file=file,
+            module=None if module is None else SavedModule.of(module, "module"),
+            param_shapes=recorded,
+            frozen=_shapes(root, "frozen_param_shapes"),
+            fragments={name: tensor(ref, f"{name} in frozen_param_fragments") for name, ref in fragments.items()},
+            empty=_shapes(root, EMPTY_SHAPES),
+            shared={name: text(own, f"{name} in shared_params") for name, own in shared.items()},
+            buffers=tuple(map(str, buffers)) if isinstance(buffers, list) else None,
+            optimizer=None if optimizer is None else UnshardedOptimizer.of(optimizer, file.name.name, recorded or ()),
+            config=RunConfig(config if isinstance(config, dict) else {}),
+            degrees=(integer(degrees.get("tp_degree"), "tp_degree"), integer(degrees.get("pp_degree"), "pp_degree"))
+            if isinstance(degrees, dict)
+            else None,
+        )
+
+    @property
+    def name(self) -> FileName:
+        """Name of the file."""
+        return self.file.name
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Shape], ...]:
+        """`param_shapes`; none where it is not recorded."""
+        return self.param_shapes or ()
+
+    @property
+    def trained(self) -> dict[str, Shape]:
+        """Parameters of all groups."""
+        return {name: shape for own in self.groups for name, shape in own.items()}
+
+    @property
+    def untrained(self) -> dict[str, Shape | None]:
+        """Buffers and frozen parameters that are named, with their shapes where they are known."""
+        return {**dict.fromkeys(self.buffers or ()), **self.frozen}
+
+    @property
+    def ranks(self) -> int | None:
+        """Data-parallel ranks."""
+        return self.count("dp_world_size") or None
+
+    def count(self, key: str) -> int | None:
+        """A number of steps or ranks; None where there is none."""
+        found = self.file.root.get(key)
+        return found if type(found) is int and found >= 0 else None
+
+
+def shapes_by_group(saved: object) -> tuple[dict[str, Shape], ...] | None:
+    """`param_shapes`: very old files have one dict for all."""
+    where = "param_shapes"
+    if saved is None:
+        return None
+    groups = [saved] if isinstance(saved, dict) else sequence(saved, where)
+    return tuple(shapes(group, where) for group in groups)
+
+
+def _shapes(root: Mapping[object, object], key: str) -> dict[str, Shape]:
+    saved = root.get(key)
+    return {} if saved is None else shapes(saved, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +222,8 @@ def read_module(
         _add_sharded(models, trained or {}, checksums, part)
     else:
         _add_whole(model, trained or {}, part)
-    if model.may_exclude_frozen:
+    # stages 2 and 3 record them unless they are left out
+    if model.config.zero_stage in (2, 3) and model.file.root.get("frozen_param_shapes", "absent") is None:
         part.notes.append(
             "no frozen parameters are in this checkpoint: the model had none, or they were left out "
             "(exclude_frozen_parameters)"
@@ -146,7 +284,15 @@ def _add_sharded(
                 )
                 continue
             tensor = ShardedTensor.whole(ref)
-            _keep_differing(name, models, checksums, part)
+            # buffers of other ranks may differ from rank 0's, such as running statistics
+            copies = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items() if own is not model)
+            differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
+            part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
+            if differing:
+                named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
+                part.notes.append(
+                    f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras"
+                )
         part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -184,12 +330,20 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
     for rank in range(ranks):
         if rank and name not in chunks.spans(rank):
             break
-        if rank in models:
-            stored.append(Stored({"dp": rank}, _frozen_chunk(name, models[rank], dtype, length)))
-        else:
+        if rank not in models:
             file = f"zero_pp_rank_{rank}_mp_rank_{models[0].name.mp:02d}_model_states.pt"
             first = rank * length
             missing.append(f"{file}: elements {first}:{min(first + length, numel)} of {name}")
+            continue
+        where, flat = f"frozen_param_fragments of {models[rank].file.path}", models[rank].fragments.get(name)
+        if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
+            raise UnsupportedError(
+                f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale "
+                "is not saved: its values are lost. Save again without that option"
+            )
+        if flat is None or flat.shape != (length,) or not flat.is_contiguous:
+            raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
+        stored.append(Stored({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
@@ -197,26 +351,3 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
         )
     laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
     return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
-
-
-def _frozen_chunk(name: str, model: ModelStates, dtype: DType, length: int) -> TensorRef:
-    where = f"frozen_param_fragments of {model.file.path}"
-    flat = model.fragments.get(name)
-    if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
-        raise UnsupportedError(
-            f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale is "
-            "not saved: its values are lost. Save again without that option"
-        )
-    if flat is None or flat.shape != (length,) or not flat.is_contiguous:
-        raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
-    return flat
-
-
-def _keep_differing(name: str, models: Mapping[int, ModelStates], checksums: Checksums, part: ModulePart) -> None:
-    """Keep the buffers of other ranks that are not known to equal rank 0's; they may, such as running statistics."""
-    (_, first), *others = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items())
-    differing = {rank: value for rank, value in others if not checksums.same(first, value)}
-    part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
-    if differing:
-        named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
-        part.notes.append(f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras")

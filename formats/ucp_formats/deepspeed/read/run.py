@@ -21,13 +21,10 @@ from itertools import islice
 from ucp.contract.problems import Problems
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.locate import TagFolder
-from ucp_formats.deepspeed.names import FileName, Role
+from ucp_formats.deepspeed.names import FileName, Role, TagFolder
 from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule, shapes_by_group
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
-
-__all__ = ["TIED", "SavedGrid", "SavedRun", "degrees", "model_parallel_size", "read_grid"]
 
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
@@ -146,26 +143,13 @@ class SavedGrid:
         return self.runs[0]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is data parallelism only."""
-        return len(self.runs) == 1 and not self.layers and not self.experts
-
-    @property
     def is_pipeline(self) -> bool:
         """Whether the modules are in files of layers."""
         return any(run.model.module is None for run in self.runs.values())
 
-    def pp_rank(self, mp: int) -> int:
-        """Pipeline stage of a model-parallel rank."""
-        return mp // self.tp
-
-    def tp_rank(self, mp: int) -> int:
-        """Tensor-parallel rank of a model-parallel rank."""
-        return mp % self.tp
-
     def stages(self, tp: int) -> dict[int, SavedRun]:
         """Model-parallel rank to files, of tensor-parallel rank `tp`."""
-        return {mp: run for mp, run in self.runs.items() if self.tp_rank(mp) == tp}
+        return {mp: run for mp, run in self.runs.items() if mp % self.tp == tp}
 
 
 def read_grid(folder: TagFolder) -> SavedGrid:
@@ -177,7 +161,11 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     models = parsed(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
     optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
     is_pipeline = any(model.module is None for model in models)
-    layers = dict(parsed(by_role[Role.LAYER], _layer, problems)) if is_pipeline else {}
+    layers = (
+        dict(parsed(by_role[Role.LAYER], lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
+        if is_pipeline
+        else {}
+    )
     size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
     least = len({name.mp for name in folder.files})
     runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
@@ -187,7 +175,12 @@ def read_grid(folder: TagFolder) -> SavedGrid:
         _check_layers(layers, runs, tp, problems)
     stray = by_role[Role.LAYER] if models and not is_pipeline else ()
     problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
-    expert_optimizers = _expert_optimizers(by_role[Role.EXPERT_OPTIMIZER], runs[0], problems)
+    expert_optimizers = []
+    if not runs[0].optimizers:
+        expert_optimizers = parsed(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
+    else:  # under ZeRO these files are empty (up to 0.19.4)
+        strays = [file.name.name for file in by_role[Role.EXPERT_OPTIMIZER] if file.root.get("optimizer") is not None]
+        problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
     stage, ranks = runs[0].stage, runs[0].ranks
     what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
     problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
@@ -206,19 +199,6 @@ def read_grid(folder: TagFolder) -> SavedGrid:
 
 _RANKED = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
 """What every model-parallel rank has."""
-
-
-def _layer(file: SavedFile) -> tuple[FileName, SavedModule]:
-    return file.name, SavedModule.of(file.root, "the layer")
-
-
-def _expert_optimizers(files: Sequence[SavedFile], run: SavedRun, problems: Problems) -> list[UnshardedOptimizer]:
-    """Optimizers in the files of expert-parallel ranks; none under ZeRO, where these files are empty (up to 0.19.4)."""
-    if not run.optimizers:
-        return parsed(files, _expert_optimizer, problems)
-    strays = [file.name.name for file in files if file.root.get("optimizer") is not None]
-    problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
-    return []
 
 
 def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
@@ -251,23 +231,19 @@ def degrees(
             f"checkpoint_parallel_dimensions, tp {recorded[0]} and pp {recorded[1]}, do not make up {size} "
             "model-parallel ranks"
         )
-    tp = max((name.tp + 1 for name in layers), default=_ranks_of_a_stage(models, size))
+    tp = max((name.tp + 1 for name in layers), default=0)
+    if not tp:
+        # stages have no name in common but those of tied layers; all others begin with the number of a layer
+        modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
+        stages = frozenset(modules.values())
+        named = [{name.partition(".")[0] for name in stage} - {TIED.rstrip(".")} for stage in stages]
+        numbers = [layer for stage in named for layer in stage]
+        is_pipeline = len(stages) > 1 and all(map(str.isdigit, numbers)) and len(numbers) == len({*numbers})
+        tp = sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
     if size % tp:
         problems.wrong.append(f"layers are cut over {tp} ranks, which do not divide the {size} model-parallel ranks")
         return size, 1
     return tp, size // tp
-
-
-def _ranks_of_a_stage(models: Iterable[ModelStates], size: int) -> int:
-    """Model-parallel ranks whose modules have the names of rank 0's: all `size`, unless they are stages of a pipeline.
-
-    Stages have no name in common but those of tied layers; all others begin with the number of a layer.
-    """
-    modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
-    stages = frozenset(modules.values())
-    layers = [layer for stage in stages for layer in {name.partition(".")[0] for name in stage} - {TIED.rstrip(".")}]
-    is_pipeline = len(stages) > 1 and all(map(str.isdigit, layers)) and len(layers) == len({*layers})
-    return sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
 
 
 def _run(
@@ -280,8 +256,11 @@ def _run(
     """The files of one model-parallel rank; what is wrong with them goes to `problems`."""
     names = [name for name in folder.files if name.mp == mp and name.role in _RANKED]
     if not names and mp:  # what rank 0 has is missing here
-        there = [name.name for name in folder.files if name.mp == 0 and name.role in _RANKED]
-        problems.missing += [re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name) for name in there]
+        problems.missing += [
+            re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name.name)
+            for name in folder.files
+            if name.mp == 0 and name.role in _RANKED
+        ]
         return SavedRun(models={}, optimizers={}, ranks=1, stage=0)
     models = {model.name.dp: model for model in every_model if model.name.mp == mp}
     optimizers = {file.name.dp: file for file in every_optimizer if file.name.mp == mp}
@@ -295,7 +274,13 @@ def _run(
         prefix = "bf16_" if is_bf16 else ""
     _check_grid(names, (stage, ranks, mp), problems, prefix=prefix)
     _check_same_run(models.values(), optimizers.values(), problems)
-    notes = _tolerated(names, ranks) if stage == 3 and 0 in models else ()
+    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
+    lost = [rank for rank in range(ranks) if rank not in there] if stage == 3 and 0 in models else []
+    notes: tuple[str, ...] = ()
+    if lost:  # all but frozen shards is in rank 0's (DeepSpeed issue 7546)
+        named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
+        why = "nothing in it is needed here, client state of those ranks is lost"
+        notes = (f"no model-states file of rank {named}: {why}",)
     return SavedRun(models=models, optimizers=optimizers, ranks=ranks, stage=stage, notes=notes)
 
 
@@ -373,16 +358,6 @@ def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, pr
     problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
 
 
-def _tolerated(names: Iterable[FileName], ranks: int) -> tuple[str, ...]:
-    """ZeRO-3 model states of single ranks may be lost: all but frozen shards is in rank 0's (DeepSpeed issue 7546)."""
-    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
-    lost = [rank for rank in range(ranks) if rank not in there]
-    if not lost:
-        return ()
-    named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
-    return (f"no model-states file of rank {named}: nothing in it is needed here, client state of those ranks is lost",)
-
-
 def _check_layers(
     layers: Mapping[FileName, SavedModule], runs: Mapping[int, SavedRun], tp: int, problems: Problems
 ) -> None:
@@ -391,7 +366,13 @@ def _check_layers(
     if odd:
         raise UnsupportedError(f"expected layers cut over the axis model only; got\n{listed(odd)}")
     there = {(name.layer, name.tp): name for name in layers}
-    named = [(mp % tp, int(found[1]), found) for mp, run in runs.items() for found in _numbered(run)]
+    named = [
+        (mp % tp, int(form[1]), form)
+        for mp, run in runs.items()
+        if 0 in run.models
+        for name in (*(name for group in run.names for name in group), *run.model.untrained)
+        if (form := _NUMBERED.fullmatch(name))
+    ]
     has_axis = tp > 1 or any(name.axes for name in layers)
     for layer in sorted({layer for layer, _ in there} | {layer for _, layer, _ in named}):
         for rank in range(tp):
@@ -401,7 +382,7 @@ def _check_layers(
     lacking: dict[str, list[str]] = {}
     for rank, layer, found in named:
         name = there.get((layer, rank))
-        if name is not None and not layers[name].has(found[2]):
+        if name is not None and found[2] not in {*layers[name].tensors, *layers[name].others}:
             lacking.setdefault(name.name, []).append(found[0])
     problems.wrong += [
         f"{file}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "
@@ -411,11 +392,3 @@ def _check_layers(
     problems.wrong += [
         f"extra: {name.name} is for tensor-parallel rank {name.tp} of {tp}" for name in layers if name.tp >= tp
     ]
-
-
-def _numbered(run: SavedRun) -> Iterator[re.Match[str]]:
-    """Names of a stage's parameters and buffers that begin with the number of a layer."""
-    if 0 in run.models:
-        for name in (*(name for own in run.names for name in own), *run.model.untrained):
-            if found := _NUMBERED.fullmatch(name):
-                yield found

@@ -8,14 +8,13 @@ from pathlib import Path
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
-from ucp_formats.deepspeed.locate import locate_tag, saved_as, the_folder
-from ucp_formats.deepspeed.names import parse_name
+from ucp_formats.deepspeed.names import locate_tag, parse_name, saved_as, the_folder
 
 __all__ = ["RUN", "DeepSpeedFormat"]
 
 
 def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.deepspeed.loss_scale import deepspeed_scale
+    from ucp_formats.deepspeed.config import deepspeed_scale
 
     return deepspeed_scale(index)
 

@@ -15,13 +15,17 @@ from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
 from ucp.families.match import cut_dim
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes
+from ucp_formats.deepspeed.tp.layout import (
+    MisfitError,
+    TensorLayout,
+    TensorShapes,
+    cut_layout,
+    equal_layout,
+    even_parts,
+)
 
 if TYPE_CHECKING:
     from ucp.families.family import Family, Named
-
-__all__ = ["FamilyRules", "arguments_of"]
 
 
 def arguments_of(saved: object) -> dict[str, object]:

@@ -3,21 +3,34 @@
 >>> layout = cut_layout(0, [(4, 8), (4, 8)], None)
 >>> layout.pattern.name, layout.global_shape
 ('shard(dim=0)', (8, 8))
+
+`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py): each rank lists blocks of the whole, as views with strides.
+
+1. A block becomes boxes: the strides of the whole and of the rank's tensor, where they are those of its own dims, at
+   once; else stretch by stretch.
+2. Boxes that are cuts of one dim make a `cut` or `shard`, the whole tensor on every rank is `replicate`, and what is
+   left is `pieces`.
+
+>>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
+>>> [str(pair.whole) for pair in _pairs(whole, (4, 4), (2, 4))]
+['[2:4, 0:4]']
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from itertools import product
+from math import gcd, prod
+from typing import NamedTuple
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
-from ucp.core.region import Box, RegionPair
+from ucp.core.region import Box, RegionPair, flat_boxes, uncovered
+from ucp.core.tensor import contiguous_strides
 from ucp.errors import TopologyError, listed
-from ucp.io.pickle.fields import Shape
-
-__all__ = ["MisfitError", "TensorLayout", "cut_layout", "equal_layout", "even_parts", "shared_divisors"]
+from ucp.io.pickle.fields import Shape, integer, mapping, sequence
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
@@ -55,6 +68,16 @@ def even_parts(wholes: Mapping[str, tuple[Shape, int | None]], parts: int) -> di
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShapes:
+    """What the ranks hold of one parameter."""
+
+    local: tuple[Shape, ...]
+    """Shape on each tensor-parallel rank."""
+    declared: bool = True
+    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
+
+
 class MisfitError(ValueError):
     """The shapes that the ranks hold are not those of the pattern; the argument says how, in a few words."""
 
@@ -78,14 +101,9 @@ class TensorLayout:
         """What pieces of several terms mean."""
         return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
 
-    @property
-    def axis(self) -> AxisLayout:
-        """The pattern along its axis."""
-        return AxisLayout("tp", self.parts, self.pattern)
-
     def local_shape(self, index: int) -> Shape:
         """Shape of the tensor that rank `index` holds."""
-        return local_shape(Layout((self.axis,)), self.global_shape, {"tp": index})
+        return local_shape(Layout((AxisLayout("tp", self.parts, self.pattern),)), self.global_shape, {"tp": index})
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
         """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.
@@ -119,19 +137,26 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
 
     `shapes`: of what each rank holds. `widths`: elements of each block on each rank; None for one block.
     """
+    parts = len(shapes)
     if any(dim >= len(shape) for shape in shapes):
         raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_listed(shapes)}")
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_listed(shapes)}")
     lengths = [shape[dim] for shape in shapes]
     blocks = [tuple(block) for block in widths] if widths is not None else [tuple(lengths)]
-    if any(len(block) != len(shapes) for block in blocks):
-        raise MisfitError(f"expected a width for each of {len(shapes)} ranks; got {[list(block) for block in blocks]}")
+    if any(len(block) != parts for block in blocks):
+        raise MisfitError(f"expected a width for each of {parts} ranks; got {[list(block) for block in blocks]}")
     sums = [sum(own) for own in zip(*blocks, strict=True)]
     if sums != lengths:
         raise MisfitError(f"expected {sums} elements of dim {dim} on the ranks, as the widths say; got {lengths}")
     whole = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
-    return TensorLayout(_cut(dim, blocks), whole, len(shapes))
+    totals = [sum(block) for block in blocks]
+    even = [tuple((total + count) // parts for count in reversed(range(parts))) for total in totals]
+    if blocks == even:  # `shard` has this arithmetic
+        cut = pattern("shard", dim=dim, blocks=tuple(totals) if len(blocks) > 1 else ())
+    else:
+        cut = pattern("cut", dim=dim, widths=tuple(blocks))
+    return TensorLayout(cut, whole, parts)
 
 
 def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
@@ -152,17 +177,136 @@ def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> lis
     return blocks if edge == shape[dim] else None
 
 
-def _cut(dim: int, blocks: Sequence[tuple[int, ...]]) -> Pattern:
-    """`shard` where its own arithmetic gives these widths, else `cut`."""
-    if all(block == _even(sum(block), len(block)) for block in blocks):
-        return pattern("shard", dim=dim, blocks=tuple(map(sum, blocks)) if len(blocks) > 1 else ())
-    return pattern("cut", dim=dim, widths=tuple(blocks))
-
-
-def _even(length: int, parts: int) -> tuple[int, ...]:
-    base, rest = divmod(length, parts)
-    return tuple(base + (index < rest) for index in range(parts))
-
-
 def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
+
+
+AFFINE_VERSION = 1
+"""Version of the map that is understood (`AFFINE_MAP_FORMAT_VERSION`, 0.19.8)."""
+
+_MOST_PAIRS = 200_000
+"""Boxes of one parameter; a map with more is damaged."""
+
+
+class RefusedError(ValueError):
+    """A layout that cannot be undone bit for bit; the argument says why, in a few words."""
+
+
+def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorLayout:
+    """The layout that the map `entry` of one parameter says; `shapes`: of what each rank holds.
+
+    Raises MisfitError where it contradicts them or itself, RefusedError where values are scaled.
+    """
+    saved = mapping(entry, where)
+    logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
+    by_rank = {integer(int(str(key)), where): own for key, own in mapping(saved.get("ranks"), where).items()}
+    if sorted(by_rank) != list(range(len(shapes))):
+        raise MisfitError(f"expected pieces of ranks 0 to {len(shapes) - 1}; got those of {sorted(by_rank)}")
+    held = []
+    for rank, shape in enumerate(shapes):
+        own = mapping(by_rank[rank], where)
+        if _sizes(own.get("shard_shape"), where) != shape:
+            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
+        pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
+        pairs: list[RegionPair] = []
+        for piece in pieces:
+            scale = piece.get("scale", 1.0)
+            if scale != 1.0:
+                raise RefusedError(f"ranks hold it multiplied by {scale}, as some biases of AutoTP are")
+            pairs += _pairs(piece, logical, shape)
+            if len(pairs) > _MOST_PAIRS:
+                raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
+        if prod(shape) and (len(shape) != len(logical) or uncovered(shape, [pair.local for pair in pairs], most=1)):
+            raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
+        held.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
+    # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
+    seen: Counter[Box] = Counter()
+    numbered = []
+    for own_pairs in held:
+        numbered.append(tuple(pair._replace(copy=seen[pair.whole]) for pair in own_pairs))
+        seen.update(pair.whole for pair in own_pairs)
+    layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
+    try:
+        blocks = layout.block_widths()
+    except MisfitError:
+        return layout
+    return equal_layout("replicate", shapes) if blocks is None else cut_layout(blocks[0], shapes, blocks[1])
+
+
+def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list[RegionPair]:
+    """Boxes of a block of the map."""
+    where = "a piece of affine_map"
+    sizes = _sizes(piece.get("shape"), where)
+    sides = []
+    for key, whole in (("source", logical), ("dest", local)):
+        offset, strides = (*sequence(piece.get(key), where), None, None)[:2]
+        sides.append(_Side(integer(offset, where), _sizes(strides, where), whole))
+    if any(len(side.strides) != len(sizes) for side in sides):
+        raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
+    if not prod(sizes):
+        return []
+    ends = [side.offset + sum((n - 1) * by for n, by in zip(sizes, side.strides, strict=True)) for side in sides]
+    if any(side.offset < 0 or end >= prod(side.shape) for side, end in zip(sides, ends, strict=True)):
+        raise MisfitError(f"a piece of {list(sizes)} leaves the tensor: {list(logical)} or {list(local)}")
+    boxes = [side.box(sizes) for side in sides]
+    if boxes[0] is not None and boxes[1] is not None:
+        return [RegionPair(boxes[0], boxes[1])]
+    return list(_stretches(sizes, sides[0], sides[1]))
+
+
+class _Side(NamedTuple):
+    """One side of a block: the whole, or the rank's tensor."""
+
+    offset: int
+    strides: Shape
+    shape: Shape
+
+    def box(self, sizes: Shape) -> Box | None:
+        """The block as a box; None where its strides are not those of the tensor's dims."""
+        own = contiguous_strides(self.shape)
+        if len(own) != len(sizes) or any(
+            n > 1 and stride != step for n, stride, step in zip(sizes, self.strides, own, strict=True)
+        ):
+            return None
+        offsets, rest = [], self.offset
+        for step in own:
+            offsets.append(rest // step)
+            rest %= step
+        inside = all(at + n <= length for at, n, length in zip(offsets, sizes, self.shape, strict=True))
+        return Box(tuple(offsets), sizes) if inside else None
+
+
+def _stretches(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
+    """The block in stretches that are consecutive on both sides."""
+    inner = len(sizes)
+    length = 1
+    while inner and all(sizes[inner - 1] == 1 or side.strides[inner - 1] == length for side in (source, dest)):
+        inner -= 1
+        length *= sizes[inner]
+    if prod(sizes[:inner]) > _MOST_PAIRS:
+        raise MisfitError(f"a piece of {list(sizes)} falls into {prod(sizes[:inner])} stretches")
+    for index in product(*map(range, sizes[:inner])):
+        starts = [
+            side.offset + sum(at * stride for at, stride in zip(index, side.strides, strict=False))
+            for side in (source, dest)
+        ]
+        yield from _stretch(source.shape, dest.shape, starts, length)
+
+
+def _stretch(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
+    """Boxes of a stretch, as large as they are the same on both sides."""
+    if len(logical) != len(local):
+        raise MisfitError(f"the whole {list(logical)} and a rank's tensor {list(local)} differ in dims")
+    source, dest = starts
+    while length:
+        a = flat_boxes(logical, source, source + length)[0]
+        b = flat_boxes(local, dest, dest + length)[0]
+        if a.sizes != b.sizes:
+            row = min(logical[-1] - source % logical[-1], local[-1] - dest % local[-1], length)
+            a, b = flat_boxes(logical, source, source + row)[0], flat_boxes(local, dest, dest + row)[0]
+        yield RegionPair(a, b)
+        source, dest, length = source + a.numel, dest + a.numel, length - a.numel
+
+
+def _sizes(value: object, where: str) -> Shape:
+    return tuple(integer(n, where) for n in sequence(value, where))

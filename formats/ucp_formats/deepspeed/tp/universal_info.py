@@ -28,10 +28,17 @@ from ucp.core.layout import Overlap
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
-from ucp_formats.deepspeed.tp.affine_map import AFFINE_VERSION, ScaledError, affine_layout
-from ucp_formats.deepspeed.tp.layout import MisfitError, TensorLayout, cut_layout, equal_layout, even_parts
-
-__all__ = ["TensorShapes", "UniversalCheckpointInfo", "recorded_layouts"]
+from ucp_formats.deepspeed.tp.layout import (
+    AFFINE_VERSION,
+    MisfitError,
+    RefusedError,
+    TensorLayout,
+    TensorShapes,
+    affine_layout,
+    cut_layout,
+    equal_layout,
+    even_parts,
+)
 
 _KNOWN_VERSION = 0.4
 """`universal_checkpoint_version` up to which the record is understood."""
@@ -46,16 +53,6 @@ _VOCABULARY = "vocabulary_parameter_patterns"
 _WIDTHS = "sub_param_shard_widths"
 _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _AFFINE = "affine_map"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorShapes:
-    """What the ranks hold of one parameter."""
-
-    local: tuple[Shape, ...]
-    """Shape on each tensor-parallel rank."""
-    declared: bool = True
-    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
 
 
 class _Patterns:
@@ -99,13 +96,28 @@ class UniversalCheckpointInfo:
                 f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. Its "
                 "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
             )
-        lists = {key: _sequence(info, key, where) for key in (*_CATEGORIES, _VOCABULARY, _SUB)}
+        lists: dict[str, Sequence[object]] = {
+            key: [] if info.get(key) is None else sequence(info[key], f"{key} of {where}")
+            for key in (*_CATEGORIES, _VOCABULARY, _SUB)
+        }
         self._categories = {key: _Patterns(lists[key], f"{key} of {where}") for key in _CATEGORIES}
         self._vocabulary = _Patterns(lists[_VOCABULARY], f"{_VOCABULARY} of {where}")
         subs = (_SubParams.of(item, where) for item in lists[_SUB])
         self._subs = [(sub, _Patterns(sub.patterns, f"{_SUB} of {where}")) for sub in subs]
-        self._widths = _widths(info.get(_WIDTHS), f"{_WIDTHS} of {where}")
-        self._affine = _affine_params(info.get(_AFFINE), where)
+        widths = info.get(_WIDTHS)
+        self._widths = {
+            text(pattern, _WIDTHS): [
+                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(own, _WIDTHS)
+            ]
+            for pattern, own in (widths.items() if isinstance(widths, dict) else ())
+        }
+        affine = mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
+        if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
+            raise UnsupportedError(
+                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(affine['version'])}. Use a "
+                "newer ucp"
+            )
+        self._affine = mapping(affine.get("params", {}), f"{_AFFINE} of {where}")
         self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
         unsupported = info.get(_UNSUPPORTED)
         self._unsupported = unsupported if isinstance(unsupported, dict) else {}
@@ -119,9 +131,7 @@ class UniversalCheckpointInfo:
         for name, shapes in tensors.items():
             try:
                 found[name] = self._layout(name, shapes)
-            except ScaledError as error:
-                unsupported.append(f"{name}: ranks hold it multiplied by {error}, as some biases of AutoTP are")
-            except _RefusedError as error:
+            except RefusedError as error:
                 unsupported.append(f"{name}: {error}")
             except MisfitError as error:
                 wrong.append(f"{name}: {error}")
@@ -175,16 +185,25 @@ class UniversalCheckpointInfo:
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
         saved = self._info.get(_WIDTHS)
         if isinstance(saved, dict):
-            info[_WIDTHS] = {pattern: _rewidened(self._widths[pattern], parts) or own for pattern, own in saved.items()}
+            widths: dict[object, object] = dict(saved)
+            for pattern, blocks in self._widths.items():  # evened out where all ranks have as much of each
+                totals = [sum(block) for block in blocks]
+                if all(len(set(block)) == 1 for block in blocks) and all(total % parts == 0 for total in totals):
+                    widths[pattern] = [[total // parts] * parts for total in totals]
+            info[_WIDTHS] = widths
         return info
 
     def _subs_of(self, name: str) -> list[tuple[_SubParams, str]]:
         """Entries about a tensor, each with the pattern that matches."""
         return [(sub, pattern) for sub, own in self._subs for pattern in own.matching(name)]
 
+    def _matched(self, name: str) -> dict[str, list[str]]:
+        """Categories of a tensor, each with the patterns that match."""
+        return {key: matching for key, own in self._categories.items() if (matching := own.matching(name))}
+
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
         """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
-        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        matched = self._matched(name).keys()
         if matched & {_REPLICATED, _AVERAGED}:
             return None
         for sub, _ in self._subs_of(name):
@@ -193,7 +212,7 @@ class UniversalCheckpointInfo:
 
     def file_keys(self, name: str) -> dict[str, object]:
         """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
-        matched = {key for key, own in self._categories.items() if own.matching(name)}
+        matched = self._matched(name).keys()
         is_whole = bool(matched & {_REPLICATED, _AVERAGED})
         subs = self._subs_of(name)
         keys: dict[str, object] = {}
@@ -215,15 +234,21 @@ class UniversalCheckpointInfo:
 
     def _layout(self, name: str, shapes: TensorShapes) -> TensorLayout:
         for pattern in self._unsupported_patterns.matching(name):
-            raise _RefusedError(str(self._unsupported[pattern]))
+            raise RefusedError(str(self._unsupported[pattern]))
         affine = self._affine_patterns.matching(name)
         if len(affine) > 1:
             raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
-        matched = {key: found for key, own in self._categories.items() if (found := own.matching(name))}
+        matched = self._matched(name)
         subs = self._subs_of(name)
-        _check_one(matched, subs)
+        every = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
+        if len(every) > 1 and not (every.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs)):
+            categories = [f"{key} ({', '.join(map(repr, patterns))})" for key, patterns in every.items()]
+            raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(categories)}")
+        if len(specs := {(sub.dim, sub.spec) for sub, _ in subs}) > 1:
+            twice = sorted(map(str, specs))
+            raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {twice}")
         if _AVERAGED in matched:
             return equal_layout("partial", shapes.local)
         if _REPLICATED in matched or not (matched or subs or shapes.declared):
@@ -245,46 +270,15 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"expected widths of its sub-parameters under {pattern!r} in {_WIDTHS}; got none")
         if any(sub.dim >= len(shape) for shape in shapes):
             raise MisfitError(f"expected tensors with a dim {sub.dim}; got {[list(shape) for shape in shapes]}")
-        sizes = sub.sizes(sum(shape[sub.dim] for shape in shapes))
+        total = sum(shape[sub.dim] for shape in shapes)
+        sizes = sub.spec if isinstance(sub.spec, tuple) else (total // max(sub.spec, 1),) * sub.spec
+        if sum(sizes) != total:
+            how = f"of {list(sizes)} elements" if isinstance(sub.spec, tuple) else f"that are {sub.spec} equal ones"
+            raise MisfitError(f"sub-parameters {how} do not add up to {total}")
         for size in sizes:
             if size % len(shapes):
                 raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
         return [[size // len(shapes)] * len(shapes) for size in sizes]
-
-
-def _sequence(info: Mapping[object, object], key: str, where: str) -> Sequence[object]:
-    found = info.get(key)
-    return [] if found is None else sequence(found, f"{key} of {where}")
-
-
-def _widths(saved: object, where: str) -> dict[str, list[list[int]]]:
-    """Pattern to the elements of each sub-parameter on each rank."""
-    if not isinstance(saved, dict):
-        return {}
-    return {
-        text(pattern, where): [[integer(n, where) for n in sequence(block, where)] for block in sequence(own, where)]
-        for pattern, own in saved.items()
-    }
-
-
-def _affine_params(saved: object, where: str) -> Mapping[object, object]:
-    if not saved:
-        return {}
-    found = mapping(saved, f"{_AFFINE} of {where}")
-    version = found.get("version", AFFINE_VERSION)
-    if version != AFFINE_VERSION:
-        raise UnsupportedError(
-            f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(version)}. Use a newer ucp"
-        )
-    return mapping(found.get("params", {}), f"{_AFFINE} of {where}")
-
-
-def _rewidened(widths: list[list[int]], parts: int) -> list[list[int]] | None:
-    """Widths of sub-parameters for another number of ranks, where all ranks have as much of each; else None."""
-    totals = [sum(own) for own in widths]
-    if any(len(set(own)) > 1 for own in widths) or any(total % parts for total in totals):
-        return None
-    return [[total // parts] * parts for total in totals]
 
 
 def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object]:
@@ -314,10 +308,6 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object
         elif dim:
             raise UnsupportedError(f"{name}: DeepSpeed cuts dim 0 or 1 of a tensor; got dim {dim}")
     return {**info, _REPLICATED: replicated, _AVERAGED: averaged, _ROW: rows, _SUB: subs, _WIDTHS: widths}
-
-
-class _RefusedError(ValueError):
-    """DeepSpeed itself says that a layout cannot be described; the argument is its reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,25 +342,3 @@ class _SubParams:
         spec = integer(own, where) if isinstance(own, int) else tuple(integer(n, where) for n in sequence(own, where))
         patterns = tuple(text(p, where) for p in sequence(get("patterns"), where))
         return cls(patterns=patterns, dim=dim, spec=spec, shape=tuple(shape))
-
-    def sizes(self, total: int) -> tuple[int, ...]:
-        """Elements of each sub-parameter; `total`: of all."""
-        if isinstance(self.spec, tuple):
-            if sum(self.spec) != total:
-                raise MisfitError(f"sub-parameters of {list(self.spec)} elements do not add up to {total}")
-            return self.spec
-        if self.spec < 1 or total % self.spec:
-            raise MisfitError(f"{total} elements are not {self.spec} equal sub-parameters")
-        return (total // self.spec,) * self.spec
-
-
-def _check_one(matched: Mapping[str, Sequence[str]], subs: Sequence[tuple[_SubParams, str]]) -> None:
-    """Raise MisfitError when the categories that match do not all say the same."""
-    found = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
-    agree = len(found) < 2 or (found.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs))
-    specs = {(sub.dim, sub.spec) for sub, _ in subs}
-    if not agree:
-        shown = [f"{key} ({', '.join(map(repr, own))})" for key, own in found.items()]
-        raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(shown)}")
-    if len(specs) > 1:
-        raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {sorted(map(str, specs))}")

@@ -16,22 +16,9 @@ from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
 from ucp.io.torch_file.layout import NewTensor
-from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.draft import AtomDraft
+from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts
-
-__all__ = [
-    "Module",
-    "frozen_fragments",
-    "frozen_shapes",
-    "has_frozen",
-    "lost_shapes",
-    "model_state",
-    "module_tensors",
-    "placeholders",
-    "shapes",
-]
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts
 
 Module = OrderedDict[object, object]
 """A state_dict of a module: name to tensor."""
@@ -62,7 +49,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
             module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             dtype = facts.module_dtype(atom)
-            module[atom.name] = empty.setdefault(dtype, draft.zeros(dtype, (0,)))
+            module[atom.name] = empty.setdefault(dtype, draft.filled(dtype, (0,)))
     return _with_rest(draft, facts, module, rank)
 
 
@@ -94,26 +81,18 @@ def frozen_shapes(index: Index) -> OrderedDict[object, object]:
     return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
 
 
-def lost_shapes(index: Index) -> OrderedDict[object, object] | None:
-    """Shapes of parameters without elements that stage 3 says nowhere else; None where there are none.
-
-    DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty placeholder only, and
-    its loader asks for every frozen parameter of the model as soon as it finds some.
-    """
-    return None if has_frozen(index) else frozen_shapes(index) or None
-
-
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
     """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
-    return OrderedDict((atom.name, _fragment(draft, facts, atom, rank)) for atom in _unowned(facts.index))
-
-
-def _fragment(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, rank: int) -> NewTensor:
-    dtype = facts.module_dtype(atom)
-    if facts.stage < 3:
-        return draft.whole(atom.name, WEIGHT, dtype)
-    chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
-    return draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, draft.stored(chunks, chunks.axes(), rank))
+    fragments: OrderedDict[object, object] = OrderedDict()
+    for atom in _unowned(facts.index):
+        dtype = facts.module_dtype(atom)
+        if facts.stage < 3:
+            fragments[atom.name] = draft.whole(atom.name, WEIGHT, dtype)
+        else:
+            chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
+            stored = draft.stored(chunks, chunks.axes(), rank)
+            fragments[atom.name] = draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, stored)
+    return fragments
 
 
 def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:

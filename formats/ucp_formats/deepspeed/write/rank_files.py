@@ -1,29 +1,32 @@
-"""The files of one model-parallel rank: model states and optimizer states, in the shape of the ZeRO stage."""
+"""The files of one model-parallel rank: model states and optimizer states, in the shape of the ZeRO stage.
+
+The experts of a layer are dealt out in stretches: expert-parallel rank `e` has those with the numbers `e * n` to
+`e * n + n - 1`. Their optimizer groups are cut over the data-parallel ranks that hold the same experts, and name an
+expert by its number on the rank (`experts`, for reading, says the same).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ucp.core.names import WEIGHT
+from ucp.errors import UnsupportedError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.experts import Numbered, holders
 from ucp_formats.deepspeed.extras import UNSTEPPED
-from ucp_formats.deepspeed.read.model_states import EMPTY_SHAPES
-from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.experts import ExpertRanks, expert_files, without_experts
+from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.model_states import (
     Module,
     frozen_fragments,
     frozen_shapes,
     has_frozen,
-    lost_shapes,
     model_state,
     module_tensors,
     placeholders,
     shapes,
 )
-from ucp_formats.deepspeed.write.optimizer import zero0 as whole_optimizer
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
@@ -31,10 +34,19 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.sharded import GroupBuffer, Share, chunked_state, shared_state, split
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, tag
-
-__all__ = ["RankFiles"]
+from ucp_formats.deepspeed.write.optimizer.states import (
+    GroupBuffer,
+    Share,
+    Wrapper,
+    chunked_state,
+    members,
+    optimizer_state,
+    shared_state,
+    split,
+    wrapper,
+)
+from ucp_formats.deepspeed.write.rank_views import narrowed
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 
 
 class RankFiles:
@@ -48,74 +60,96 @@ class RankFiles:
         self.facts = facts
         self.groups = optimizer_groups(facts)
         self.numbered = numbered
-        self.experts = ExpertRanks(facts, self.groups, numbered, ep) if numbered.counts else None
+        self.ep = ep
         self.is_stage = is_stage
 
     def drafted(self) -> tuple[list[Drafted], tuple[str, ...]]:
         """The files, and what is to be said of them."""
-        files, notes = self._unsharded() if self.facts.stage == 0 else self._partitioned()
-        return [*files, *expert_files(self.facts, self.numbered)], notes
-
-    def _module(self, draft: AtomDraft) -> Module | None:
-        return None if self.is_stage else module_tensors(draft, without_experts(self.facts, self.numbered))
-
-    def _unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
-        facts = self.facts
-        draft = facts.draft(self._model_path())
-        own: dict[str, object] = {"module": self._module(draft)}
-        unstepped = facts.extras.get(UNSTEPPED)
-        if not self.groups and unstepped is not None:
-            own["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
-            note = (
-                "the optimizer had not stepped; its groups are written as they were, by the numbers of its parameters"
-            )
-            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
-        if not self.groups:
-            note = f"the source {without_groups(facts.index)}: load the files with load_module_only=True"
-            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
-        kind = whole_optimizer.wrapper(facts, self.groups)
-        flat = kind is whole_optimizer.Wrapper.FUSED
-        if flat:
-            check_flat(self.groups)
-        notes = (*_stage0_notes(facts, kind), *group_notes(self.groups, flat=flat))
-        views: list[tuple[RunFacts, Sequence[Group]]] = [(facts, self.groups)]
-        views = list(self.experts.views()) if self.experts else views
-        own |= self._whole_optimizer(draft, *views[0], kind)
-        files = [draft.finish(model_state(draft, facts, 0, own))]
-        for number, (view, groups) in enumerate(views if self.experts else ()):
-            name = f"expp_rank_{number}_mp_rank_{facts.mp:02d}_optim_states.pt"
-            draft = view.draft(f"{tag(facts.index)}/{name}")
-            files.append(draft.finish(self._whole_optimizer(draft, view, groups, kind)))
+        facts, groups = self.facts, self.groups
+        if facts.stage == 0:
+            files, notes = self._unsharded()
+        else:
+            check_flat(groups)
+            notes = tuple(group_notes(groups, flat=True))
+            if facts.stage < 3 and (left := sum(not group.params for group in groups)):
+                groups = tuple(group for group in groups if group.params)
+                notes = (*notes, f"{left} parameter groups without a trained parameter are left out")
+            files = list(self._stage3() if facts.stage == 3 else self._stages12(groups))
+        for (layer, expert), names in self.numbered.by_file(facts.index.atoms).items():
+            name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
+            draft = facts.draft(f"{tag(facts.index)}/{name}")
+            dtypes = {name: facts.module_dtype(facts.index.atoms[name]) for name in names}
+            files.append(draft.finish({name: draft.whole(name, WEIGHT, dtype) for name, dtype in dtypes.items()}))
         return files, notes
 
-    def _whole_optimizer(
-        self, draft: AtomDraft, facts: RunFacts, groups: Sequence[Group], kind: whole_optimizer.Wrapper
-    ) -> dict[str, object]:
-        counted = whole_optimizer.members(facts, groups, kind)
-        return {
-            "optimizer": whole_optimizer.optimizer_state(draft, facts, counted, kind),
-            "param_shapes": shapes(facts.index, [[atom.name for atom in atoms] for _, atoms in counted]),
-        }
+    def _module(self, draft: AtomDraft) -> Module | None:
+        """The module without experts, which have files of their own; None for a stage of a pipeline."""
+        index = self.facts.index
+        atoms = {name: atom for name, atom in index.atoms.items() if self.numbered.owner(name, 1) is None}
+        return None if self.is_stage else module_tensors(draft, replace(self.facts, index=narrowed(index, atoms)))
 
-    def _partitioned(self) -> tuple[list[Drafted], tuple[str, ...]]:
-        check_flat(self.groups)
-        notes = tuple(group_notes(self.groups, flat=True))
-        if self.facts.stage == 3:
-            return list(self._stage3()), notes
-        kept = [group for group in self.groups if group.params]
-        if len(kept) < len(self.groups):
-            left = len(self.groups) - len(kept)
-            notes = (*notes, f"{left} parameter groups without a trained parameter are left out")
-        return list(self._stages12(kept)), notes
+    def _of_expert_rank(self, group: Group, rank: int) -> Group:
+        """A group with the experts of one expert-parallel rank only."""
+        owners = {atom.name: self.numbered.owner(atom.name, self.ep) for atom in group.params}
+        experts = [name for name, owner in owners.items() if owner is not None]
+        if self.facts.stage and 0 < len(experts) < len(owners):
+            other = next(name for name, owner in owners.items() if owner is None)
+            raise UnsupportedError(
+                "expected parameter groups of experts alone, as every run with ZeRO has them; "
+                f"{self.facts.index.path} has one with {experts[0]} and {other}. Write files of a run without ZeRO "
+                "(--topology with zero=0)"
+            )
+        hyper = dict(group.hyper)
+        if self.numbered.counts and hyper.get("moe") is True:
+            hyper.setdefault("name", f"ep_size_{self.ep}")
+        return replace(group, params=tuple(a for a in group.params if owners[a.name] in (None, rank)), hyper=hyper)
+
+    def _unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
+        facts, index = self.facts, self.facts.index
+        draft = facts.draft(self._path("model", 0))
+        own: dict[str, object] = {"module": self._module(draft)}
+        if not self.groups:
+            unstepped = facts.extras.get(UNSTEPPED)
+            note = f"the source {without_groups(index)}: load the files with load_module_only=True"
+            if unstepped is not None:
+                own["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
+                note = "the optimizer had not stepped; its groups are written as they were, by numbers of parameters"
+            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
+        kind = wrapper(facts, self.groups)
+        notes = list(group_notes(self.groups, flat=kind is Wrapper.FUSED))
+        if kind is Wrapper.FUSED:
+            check_flat(self.groups)
+        if index.topology.zero != 0 and kind is not Wrapper.PLAIN:
+            written = f"the optimizer is written as {kind} of DeepSpeed {EMULATED} keeps it"
+            notes.insert(0, f"{written}, for an engine of {facts.precision}")
+        elif index.topology.zero != 0 and frozen_shapes(index):
+            notes.insert(
+                0,
+                "an optimizer of stage 0 counts its parameters: frozen ones are taken not to be among them, trained "
+                "ones without elements to be",
+            )
+        files = []
+        for rank in range(self.ep):
+            atoms = {n: atom for n, atom in index.atoms.items() if self.numbered.owner(n, self.ep) in (None, rank)}
+            view = replace(facts, index=narrowed(index, atoms))
+            counted = members(view, [self._of_expert_rank(group, rank) for group in self.groups], kind)
+            recorded = shapes(view.index, [[atom.name for atom in atoms] for _, atoms in counted])
+            if rank == 0:
+                own |= {"optimizer": optimizer_state(draft, view, counted, kind), "param_shapes": recorded}
+                files.append(draft.finish(model_state(draft, facts, 0, own)))
+            if self.numbered.counts:
+                draft = view.draft(f"{tag(index)}/expp_rank_{rank}_mp_rank_{facts.mp:02d}_optim_states.pt")
+                state = optimizer_state(draft, view, counted, kind)
+                files.append(draft.finish({"optimizer": state, "param_shapes": recorded}))
+        return files, tuple(notes)
 
     def _stages12(self, groups: Sequence[Group]) -> Iterator[Drafted]:
         facts = self.facts
-        draft = facts.draft(self._model_path())
-        whole = [Share(GroupBuffer.of(facts, group, ranks=facts.ranks), 0) for group in groups]
-        shares = self.experts.shares(0) if self.experts else whole
+        shares = self._shares(groups)
+        draft = facts.draft(self._path("model", 0))
         own: dict[str, object] = {
             "module": self._module(draft),
-            "param_shapes": shapes(facts.index, [share.buffer.layout.names for share in shares]),
+            "param_shapes": shapes(facts.index, [share.buffer.layout.names for share in shares[0]]),
             "shared_params": dict(facts.index.aliases),
         }
         if facts.stage == 2 and has_frozen(facts.index):
@@ -123,51 +157,55 @@ class RankFiles:
             own["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
         yield draft.finish(model_state(draft, facts, 0, own))
         for rank in range(facts.ranks):
-            shares = self.experts.shares(rank) if self.experts else [replace(share, place=rank) for share in shares]
-            draft = facts.draft(self._optim_path(rank))
-            yield draft.finish(self._optim(draft, shared_state(draft, facts, shares, rank)))
+            draft = facts.draft(self._path("optim", rank))
+            yield draft.finish(self._optim(draft, shared_state(draft, facts, shares[rank], rank)))
+
+    def _shares(self, groups: Sequence[Group]) -> dict[int, list[Share]]:
+        """What each data-parallel rank has of every group: groups of experts are cut over those that hold the same."""
+        contiguous = self.facts.config.raw.get("use_data_before_expert_parallelism") is True
+        shares: dict[int, list[Share]] = {}
+        for ep_rank, ranks in enumerate(holders(ranks=self.facts.ranks, ep=self.ep, contiguous=contiguous)):
+            buffers = []
+            for group in groups:
+                own = self._of_expert_rank(group, ep_rank)
+                of_experts = any(self.numbered.owner(atom.name, self.ep) is not None for atom in own.params)
+                buffer = GroupBuffer.of(self.facts, own, ranks=len(ranks) if of_experts else self.facts.ranks)
+                renamed = {atom.name: self.numbered.local(atom.name, self.ep) for atom in own.params}
+                buffers.append((buffer, renamed, of_experts))
+            for place, rank in enumerate(ranks):
+                shares[rank] = [Share(own, place if apart else rank, renamed) for own, renamed, apart in buffers]
+        return shares
 
     def _stage3(self) -> Iterator[Drafted]:
         facts = self.facts
         cut = list(zip(self.groups, split(facts, self.groups), strict=True))
         for rank in range(facts.ranks):
-            draft = facts.draft(self._model_path(rank))
+            draft = facts.draft(self._path("model", rank))
             own: dict[str, object] = {
                 "module": placeholders(draft, facts, rank),
-                "param_shapes": shapes(facts.index, [sub.names for _, subs in cut for sub in subs]),
+                "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in cut for sub in subs]),
                 "shared_params": dict(facts.index.aliases) if rank == 0 else {},
             }
             if has_frozen(facts.index):
                 own["frozen_param_shapes"] = frozen_shapes(facts.index)
                 own["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
-            elif empty := lost_shapes(facts.index):
+            elif empty := frozen_shapes(facts.index):
+                # DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty
+                # placeholder only, and its loader asks for every frozen parameter as soon as it finds some
                 own[EMPTY_SHAPES] = empty
             yield draft.finish(model_state(draft, facts, rank, own))
-            draft = facts.draft(self._optim_path(rank))
+            draft = facts.draft(self._path("optim", rank))
             yield draft.finish(self._optim(draft, chunked_state(draft, facts, cut, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
         config = draft.carried(self.facts.config.staged(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 
-    def _model_path(self, rank: int = 0) -> str:
-        name = f"mp_rank_{self.facts.mp:02d}"
-        name = f"zero_pp_rank_{rank}_{name}" if self.facts.stage == 3 else name
-        return f"{tag(self.facts.index)}/{name}_model_states.pt"
-
-    def _optim_path(self, rank: int) -> str:
-        prefix = "bf16_" if self.facts.precision is Precision.BF16 else ""
-        name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{self.facts.mp:02d}_optim_states.pt"
+    def _path(self, kind: str, rank: int) -> str:
+        """Path of the file of `rank` with states of the "model" or the "optim"izer."""
+        name = f"mp_rank_{self.facts.mp:02d}_{kind}_states.pt"
+        if kind == "optim" or self.facts.stage == 3:
+            name = f"zero_pp_rank_{rank}_{name}"
+        if kind == "optim" and self.facts.precision is Precision.BF16:
+            name = f"bf16_{name}"
         return f"{tag(self.facts.index)}/{name}"
-
-
-def _stage0_notes(facts: RunFacts, kind: whole_optimizer.Wrapper) -> Iterator[str]:
-    if facts.index.topology.zero == 0:
-        return
-    if kind is not whole_optimizer.Wrapper.PLAIN:
-        yield f"the optimizer is written as {kind} of DeepSpeed {EMULATED} keeps it, for an engine of {facts.precision}"
-    elif frozen_shapes(facts.index):
-        yield (
-            "an optimizer of stage 0 counts its parameters: frozen ones are taken not to be among them, trained ones "
-            "without elements to be"
-        )

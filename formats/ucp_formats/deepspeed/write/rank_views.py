@@ -18,16 +18,6 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
 from ucp_formats.deepspeed.write.pipeline.layers import is_pipeline as was_pipeline
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = ["check_degrees", "check_experts", "narrowed", "rank_views"]
-
-
-def _layouts(facts: RunFacts, tp: int, uncut: Collection[str] = ()) -> Mapping[str, TensorLayout]:
-    """Layouts over `tp` tensor-parallel ranks, of all but `uncut`."""
-    if tp == 1 or facts.rules is None:
-        return {}
-    every = [atom for name, atom in facts.index.atoms.items() if name not in uncut]
-    return facts.rules.layouts_of({atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}, tp)
-
 
 def rank_views(
     facts: RunFacts,
@@ -42,18 +32,29 @@ def rank_views(
     names that all tensor-parallel ranks have whole.
     """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
-    layouts = _layouts(facts, wanted.tp, uncut)
+    layouts: Mapping[str, TensorLayout] = {}
+    if wanted.tp > 1 and facts.rules is not None:
+        every = (atom for name, atom in facts.index.atoms.items() if name not in uncut)
+        shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}
+        layouts = facts.rules.layouts_of(shapes, wanted.tp)
     views = []
     for stage in range(wanted.pp):
         names = facts.index.atoms if stages is None else stages[stage]
         for rank in range(wanted.tp):
-            atoms = {
-                name: _local(atom, layouts[name].local_shape(rank)) if name in layouts else atom
-                for name, atom in facts.index.atoms.items()
-                if name in names
-            }
+            atoms = {name: atom for name, atom in facts.index.atoms.items() if name in names}
+            for name, atom in atoms.items():
+                if name in layouts:  # with the shape that a rank has; its states refer to the whole still
+                    shape, whole = layouts[name].local_shape(rank), atom.global_shape
+                    states = {
+                        key: replace(state, global_shape=shape) if state.global_shape == whole else state
+                        for key, state in atom.states.items()
+                    }
+                    atoms[name] = replace(atom, global_shape=shape, states=states)
             index = narrowed(facts.index, atoms)
-            index = index if stages is None else _of_stage(index, stages[stage])
+            if stages is not None:  # by places; the engine removes groups without parameters (`_configure_optimizer`)
+                order = stages[stage].__getitem__
+                groups = (replace(group, params=tuple(sorted(group.params, key=order))) for group in index.groups)
+                index = replace(index, groups=tuple(group for group in groups if group.params))
             views.append(replace(facts, index=index, cuts=layouts, mp=stage * wanted.tp + rank))
     return views
 
@@ -63,24 +64,6 @@ def narrowed(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:
     groups = tuple(replace(group, params=tuple(p for p in group.params if p in atoms)) for group in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     return replace(index, atoms=dict(atoms), groups=groups, aliases=aliases)
-
-
-def _of_stage(index: Index, places: Mapping[str, int]) -> Index:
-    """An index with the parameters of each group by their places; those of one place stay as they are.
-
-    Groups that the stage has nothing of go, as the engine removes them (`_configure_optimizer`, 0.19.8).
-    """
-    groups = [replace(group, params=tuple(sorted(group.params, key=places.__getitem__))) for group in index.groups]
-    return replace(index, groups=tuple(group for group in groups if group.params))
-
-
-def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
-    """An atom with the shape that a rank has; its states refer to the whole still."""
-    states = {
-        name: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
-        for name, state in atom.states.items()
-    }
-    return replace(atom, global_shape=shape, states=states)
 
 
 _SAY = (

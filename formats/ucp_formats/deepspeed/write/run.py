@@ -1,30 +1,153 @@
-"""What every file of a destination must know of the run: source, extras, configuration, ranks and stage."""
+"""What every file of a destination must know of the run: source, extras, configuration, ranks and stage.
+
+A file in the making (`ucp.io.torch_file.draft`) is asked for its tensors by parameter and state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
+from ucp.contract.companions import place_companions
+from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
-from ucp.contract.protocols import SourceOptions
+from ucp.contract.protocols import SourceOptions, Target
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.dtypes import DType
 from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
+from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
+from ucp.core.layout import Part as LocalPart
 from ucp.core.names import WEIGHT
-from ucp.core.target import Literal, OutputFile, TargetOptions
+from ucp.core.region import RegionPair
+from ucp.core.slices import Slice, whole_slice
+from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import InlineTensor
-from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError
-from ucp.io.destination.mark import MARK
+from ucp.core.topology import Topology
+from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
+from ucp.io.folder import MARK
+from ucp.io.torch_file.draft import FileDraft, Part
+from ucp.io.torch_file.layout import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import CarriedExtras
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL, parse_name
 from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
-from ucp_formats.deepspeed.write.draft import AtomDraft
 
-__all__ = ["EMULATED", "RunFacts", "check_tag", "is_plain_number", "pointer_file", "run_facts", "tag"]
+
+class Stored(NamedTuple):
+    """A range of a parameter in a tensor of a file."""
+
+    param: str
+    """Parameter."""
+    offset: int
+    """Element of the tensor where it starts."""
+    pairs: tuple[RegionPair, ...]
+    """Boxes of the whole that the model-parallel rank has."""
+    local_shape: tuple[int, ...]
+    """Shape of what it has."""
+    start: int
+    """First element of the row-major order of that."""
+    stop: int
+    """One past the last."""
+    layout: Layout
+    """How the parameter lies over the ranks."""
+
+
+class AtomDraft(FileDraft):
+    """Hands out the tensors of one file, by parameter and state."""
+
+    def __init__(
+        self,
+        path: str,
+        index: Index,
+        cuts: Mapping[str, TensorLayout] | None = None,
+        tp: int = 0,
+        *,
+        known_from: str = "",
+    ) -> None:
+        """`index`: with the shapes that this file has. `cuts`: layouts of what is cut over tensor-parallel ranks.
+
+        `tp`: the rank among these. `known_from`: where the cuts are known from.
+        """
+        super().__init__(path)
+        self._index = index
+        self._cuts = cuts or {}
+        self._tp = tp
+        self._known_from = known_from
+        self._wholes: dict[tuple[str, str, DType], NewTensor] = {}
+
+    def whole(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
+        """A tensor that is all that the rank has of a state. Asked for again, it is the same tensor, stored once.
+
+        `shape`: the shape to give it, if not its own.
+        """
+        key = (param, state, dtype)
+        if key not in self._wholes:
+            source = self._index.atoms[param].states[state]
+            own = whole_slice(param, state, source, dtype=dtype)
+            layout = None
+            if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
+                layout = self._layout(param)
+                own = replace(own, pairs=_pairs(self._part(param, layout)))
+            shape = source.global_shape if shape is None else shape
+            self._wholes[key] = self.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
+        return self._wholes[key]
+
+    def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
+        """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
+        found = []
+        for param, (start, _) in layout.spans(rank).items():
+            lies = self._layout(param, axes[param])
+            part = self._part(param, lies, rank)
+            pairs = _pairs(part)
+            for own in part.flat or ():
+                (at,), (first,), (numel,) = own.pair.local.offsets, own.pair.whole.offsets, own.pair.whole.sizes
+                found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
+        return found
+
+    def flat(self, state: str, dtype: DType, numel: int, stored: Iterable[Stored]) -> NewTensor:
+        """A one-dimensional tensor with these ranges in it; zero elsewhere, and where a parameter lacks the state."""
+        atoms = self._index.atoms
+        parts = [
+            Part(
+                offset=offset,
+                slice=Slice(
+                    param=param, state=state, dtype=dtype, pairs=pairs, local_shape=shape, start=start, stop=stop
+                ),
+                layout=layout,
+            )
+            for param, offset, pairs, shape, start, stop, layout in stored
+            if state in atoms[param].states
+        ]
+        return self.filled(dtype, (numel,), parts)
+
+    def _layout(self, param: str, *flat: AxisLayout) -> Layout:
+        """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
+        cut = self._cuts.get(param)
+        return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
+
+    def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
+        """What data-parallel rank `rank` has of a parameter."""
+        cut = self._cuts.get(param)
+        shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
+        return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
+
+
+@lru_cache(maxsize=1 << 14)
+def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
+    """One object for all ranks and states of a parameter."""
+    return Layout((AxisLayout("tp", cut[1], cut[0], cut[2]),) if cut else (), flat)
+
+
+def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
+    return tuple([own.pair for own in part.held])
+
 
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
@@ -62,6 +185,8 @@ class RunFacts:
     """How parameters lie over tensor-parallel ranks, where the source or a model family says so."""
     rules_notes: tuple[str, ...] = ()
     """Which family that is."""
+    is_foreign: bool
+    """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
     keeps_zeros: bool = False
     """Whether moments that were lost are to be zero."""
     tp: int = 1
@@ -86,22 +211,20 @@ class RunFacts:
         """Type of a parameter or buffer in the module."""
         return atom.model_dtype or atom.dtype_of(WEIGHT, self.dtypes)
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
-        return _is_foreign(self.index)
-
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
     """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, on from the source.
 
     Raises TopologyError and FamilyError where neither the source nor a family says how `tp` ranks cut.
     """
+    if options.compress:
+        raise UsageError("DeepSpeed's files are not compressed; drop --compress")
     check_weights(index)
     check_tag(index, error=TagError if options.tag else DestinationError)
     extras = CarriedExtras(index, ranks=ranks, stage=stage)
     config = RunConfig(extras.mapping("ds_config"))
     rules, rules_notes = _tensor_rules(index, extras, options, tp)
+    is_foreign = not any(extra.name == "engine" for extra in index.extras)
     trained = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER]
     with Prober() as prober:
         optimizer = OptimizerPlan(index, prober)
@@ -114,17 +237,14 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         dtypes=options.dtypes,
         optimizer=optimizer,
         # what an optimizer of DeepSpeed saved is for the same one
-        step_dtype=DType.INT64 if _is_foreign(index) else None,
+        step_dtype=DType.INT64 if is_foreign else None,
         ranks=ranks,
         stage=stage,
         rules=rules,
         rules_notes=rules_notes,
+        is_foreign=is_foreign,
         keeps_zeros=options.keeps_zeros,
     )
-
-
-def _is_foreign(index: Index) -> bool:
-    return not any(extra.name == "engine" for extra in index.extras)
 
 
 def is_plain_number(atom: AtomIndex, state: str) -> bool:
@@ -150,8 +270,7 @@ def _tensor_rules(
 
     saved = extras.get("args") or extras.client_state().get("args")
     family = FamilyRules(said, arguments_of(saved), index.path)
-    every = index.atoms.values()
-    wholes = {own.name: (own.global_shape, own.kind is not Kind.BUFFER) for own in every}
+    wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
         layouts = family.layouts_of(wholes, tp)
     except UnknownFamilyError as error:
@@ -185,6 +304,35 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
     )
 
 
-def pointer_file(path: str, tag: str) -> OutputFile:
-    """A file at the root that names the tag to load."""
-    return OutputFile(path=path, nbytes=len(tag.encode()), literals=(Literal(0, tag.encode()),), is_pointer=True)
+class EngineTarget(Target):
+    """What both targets have in common, since engines of DeepSpeed load the files of either."""
+
+    resumes = True
+    scheduler = LR_SCHEDULER
+    pointers: tuple[str, ...] = (LATEST,)
+    """Files at the root that name the tag to load, the one that counts last."""
+
+    def takes_family(self, topology: Topology | None) -> bool:
+        """Over several tensor-parallel ranks, whose cuts it says."""
+        return topology is not None and topology.tp > 1
+
+    def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
+        """The pointers, which make the tag the one to load."""
+        text = tag(index).encode()
+        return tuple(
+            OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),), is_pointer=True)
+            for path in self.pointers
+        )
+
+    def finished(
+        self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
+    ) -> TargetPlan:
+        """The plan with what is to be said of states and extras, and with the files beside the tag."""
+        plan = replace(
+            plan,
+            casts=(*plan.casts, *facts.optimizer.casts),
+            zeros=zeros,
+            dropped=facts.extras.left_behind(),
+            notes=(*facts.rules_notes, *plan.notes),
+        )
+        return place_companions(facts.index, plan, own=self.pointers)

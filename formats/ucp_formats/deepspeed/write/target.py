@@ -19,18 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ucp.contract.axes import along
-from ucp.contract.companions import place_companions
-from ucp.contract.protocols import Target
-from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.index import Index
 from ucp.core.layout import AxisLayout
 from ucp.core.names import WEIGHT
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.torch_file.draft import Drafted, target_plan
 from ucp_formats.deepspeed.experts import Numbered
-from ucp_formats.deepspeed.names import LATEST
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
     filled_with_zeros,
@@ -38,31 +34,25 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.zero0 import is_flat
+from ucp_formats.deepspeed.write.optimizer.states import Wrapper, wrapper
 from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
 from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
 from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
-from ucp_formats.deepspeed.write.run import RunFacts, pointer_file, run_facts, tag
+from ucp_formats.deepspeed.write.run import EngineTarget, RunFacts, run_facts
 
 __all__ = ["DeepSpeedTarget"]
 
 
-class DeepSpeedTarget(Target):
+class DeepSpeedTarget(EngineTarget):
     """Target `deepspeed`."""
 
     name = "deepspeed"
     settings = SETTINGS
-    resumes = True
-    scheduler = LR_SCHEDULER
-
-    def takes_family(self, topology: Topology | None) -> bool:
-        """Over several tensor-parallel ranks, whose cuts it says."""
-        return topology is not None and topology.tp > 1
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
-        wanted = _wanted(index, topology, options)
+        wanted = _wanted(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
         groups = optimizer_groups(facts)
@@ -78,29 +68,14 @@ class DeepSpeedTarget(Target):
                 f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
                 "(load_universal in the configuration of the run)"
             )
-        flat = is_flat(facts, groups, stage)
+        # all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then
+        flat = stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
         drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
         note_step_casts(facts, groups)
-        notes = (*facts.rules_notes, *notes)
         plan = target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
-        plan = replace(
-            plan,
-            casts=(*plan.casts, *facts.optimizer.casts),
-            zeros=filled_with_zeros(groups) if flat else {},
-            dropped=facts.extras.left_behind(),
-        )
-        plan = place_companions(index, plan, own=(LATEST,))
+        plan = self.finished(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
-
-    def seal(
-        self,
-        index: Index,
-        plan: TargetPlan,
-        receipts: Receipts,  # the protocol's
-    ) -> tuple[OutputFile, ...]:
-        """`latest`, which makes the tag the one to load."""
-        return (pointer_file(LATEST, tag(index)),)
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
@@ -112,10 +87,8 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     return replace(plan, lost=lost, dropped=(line, *plan.dropped)) if lost else plan
 
 
-def _wanted(index: Index, topology: Topology | None, options: TargetOptions) -> Topology:
-    """The run that the files are for. Raises TopologyError where its ZeRO stage is not known, and UsageError."""
-    if options.compress:
-        raise UsageError("DeepSpeed's files are not compressed; drop --compress")
+def _wanted(index: Index, topology: Topology | None) -> Topology:
+    """The run that the files are for. Raises TopologyError where its ZeRO stage is not known."""
     wanted = topology or index.topology
     if wanted.zero is not None:
         return wanted
@@ -140,8 +113,8 @@ _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
 def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; what is to be said of them; where parameters lie."""
     pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
-    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
+    check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None:
         if said.partitions:
             raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")

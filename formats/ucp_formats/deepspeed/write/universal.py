@@ -15,13 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ucp.contract.companions import place_companions
-from ucp.contract.protocols import Target
-from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
-from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.torch_file.draft import Drafted, target_plan
@@ -29,8 +26,7 @@ from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
-from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.model_states import Module, frozen_shapes, model_state, module_tensors, shapes
+from ucp_formats.deepspeed.write.model_states import frozen_shapes, model_state, module_tensors, shapes
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
@@ -48,7 +44,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
 )
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
 from ucp_formats.deepspeed.write.rank_views import rank_views
-from ucp_formats.deepspeed.write.run import EMULATED, RunFacts, is_plain_number, pointer_file, run_facts, tag
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, EngineTarget, RunFacts, is_plain_number, run_facts, tag
 
 __all__ = ["DeepSpeedUniversalTarget"]
 
@@ -63,17 +59,12 @@ _OPTIMIZERS = {"torch": DType.FLOAT32, "deepspeed": DType.INT64}
 _SETTINGS = {"optimizer": "torch or deepspeed: whose optimizer loads it, which decides the form of the step"}
 
 
-class DeepSpeedUniversalTarget(Target):
+class DeepSpeedUniversalTarget(EngineTarget):
     """Target `deepspeed-universal`."""
 
     name = "deepspeed-universal"
     settings = _SETTINGS
-    resumes = True
-    scheduler = LR_SCHEDULER
-
-    def takes_family(self, topology: Topology | None) -> bool:
-        """Over several tensor-parallel ranks, whose cuts it says."""
-        return topology is not None and topology.tp > 1
+    pointers = (LATEST, LATEST_UNIVERSAL)
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
@@ -84,8 +75,6 @@ class DeepSpeedUniversalTarget(Target):
                 f"write native files for {wanted} alone with --to deepspeed. Only tp and pp mean something here: "
                 "DeepSpeed before 0.19.8 wants as many model-states files as the run that loads them has such ranks"
             )
-        if options.compress:
-            raise UsageError("DeepSpeed's files are not compressed; drop --compress")
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
@@ -100,81 +89,56 @@ class DeepSpeedUniversalTarget(Target):
             raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
         step_dtype = _OPTIMIZERS[asked] if asked else DType.FLOAT32 if facts.is_foreign else None
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype, unpacks_steps=True)
-        views = _views(facts)
+        if facts.pp > 1 and not is_pipeline(facts):
+            raise TopologyError(
+                f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by "
+                f"layers; {index.path} was none: drop pp"
+            )
         groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)
         check_flat(groups)
-        _check_counts(groups)
+        others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
+        if others:  # `load_hp_checkpoint_state` takes them for tensors and fails (0.19.8)
+            left_out = " ".join(f"--exclude '*/{name}'" for name in others)
+            raise UnsupportedError(
+                f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
+                f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it "
+                f"out ({left_out})"
+            )
         note_step_casts(facts, groups)
-        check_places(tag(index), _stems_of_all(groups))
+        check_places(
+            tag(index), {atom.name: tuple(_stems(group).values()) for group in groups for atom in group.params}
+        )
         drafted = [
-            *_model_files(facts, views, groups),
+            *_model_files(facts, groups),
             _globals(facts, groups),
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
-        notes = (*facts.rules_notes, *group_notes(groups, flat=True), *_warnings(facts, groups))
-        plan = target_plan(index, drafted, notes=notes)
-        plan = replace(
-            plan,
-            casts=(*plan.casts, *facts.optimizer.casts),
-            zeros=filled_with_zeros(groups),
-            dropped=facts.extras.left_behind(),
-        )
-        return place_companions(index, plan, own=(LATEST, LATEST_UNIVERSAL))
-
-    def seal(
-        self,
-        index: Index,
-        plan: TargetPlan,
-        receipts: Receipts,  # the protocol's
-    ) -> tuple[OutputFile, ...]:
-        """`latest`, then `latest_universal`, which makes the tag the one to load."""
-        return (pointer_file(LATEST, tag(index)), pointer_file(LATEST_UNIVERSAL, tag(index)))
+        notes = (*group_notes(groups, flat=True), *_warnings(facts, groups))
+        return self.finished(facts, target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
 
 
-def _check_counts(groups: Sequence[Group]) -> None:
-    """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
-    others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
-    if others:
-        left_out = " ".join(f"--exclude '*/{name}'" for name in others)
-        raise UnsupportedError(
-            f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
-            f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it out "
-            f"({left_out})"
-        )
-
-
-def _views(facts: RunFacts) -> list[RunFacts]:
-    """The run as each model-parallel rank has it, with all layers.
-
-    Raises TopologyError for a run that could not load the files: with tensors uncut, or without its layers.
-    """
-    if facts.pp > 1 and not is_pipeline(facts):
-        raise TopologyError(
-            f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by layers; "
-            f"{facts.index.path} was none: drop pp"
-        )
-    uncut = {name for name, atom in facts.index.atoms.items() if _is_uncut(facts, name, atom.global_shape)}
-    return rank_views(facts, Topology(tp=facts.tp, pp=facts.pp), uncut=uncut)
-
-
-def _is_uncut(facts: RunFacts, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has no dim to cut, or is a vocabulary that a run pads to other rows before it cuts them."""
-    padded = facts.rules is not None and facts.rules.padded_vocabulary(name, shape) is not None
-    return not shape or (padded and shape[0] % facts.tp > 0)
-
-
-def _model_files(facts: RunFacts, views: Sequence[RunFacts], groups: Sequence[Group]) -> Iterator[Drafted]:
+def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
     """The model-states files; the loader needs their counters and extras, no weights.
 
     DeepSpeed before 0.19.8 wants as many as the run that loads them has model-parallel ranks.
     """
-    for view in views:
+    uncut = set()  # what has no dim to cut, or is a vocabulary that a run pads to other rows before it cuts them
+    for name, atom in facts.index.atoms.items():
+        shape = atom.global_shape
+        padded = facts.rules is not None and facts.rules.padded_vocabulary(name, shape) is not None
+        if not shape or (padded and shape[0] % facts.tp > 0):
+            uncut.add(name)
+    for view in rank_views(facts, Topology(tp=facts.tp, pp=facts.pp), uncut=uncut):
         restored = (Kind.FROZEN, Kind.BUFFER) if view.mp < facts.tp else ()
         for start, kinds in (("", restored), ("zero_pp_rank_0_", ())):
             draft = view.draft(f"{tag(facts.index)}/{start}mp_rank_{view.mp:02d}_model_states.pt")
+            module = module_tensors(draft, view, kinds)  # what a universal load does not restore, for scripts that do
+            for frozen in frozen_shapes(view.index) if kinds else ():
+                atom = view.index.atoms[str(frozen)]
+                module.setdefault(atom.name, draft.whole(atom.name, WEIGHT, view.module_dtype(atom)))
             own: dict[str, object] = {
-                "module": _unrestored(draft, view, kinds),
+                "module": module,
                 "param_shapes": shapes(view.index, [[atom.name for atom in group.params] for group in groups]),
                 "frozen_param_shapes": frozen_shapes(view.index),
                 "shared_params": dict(facts.index.aliases),
@@ -182,22 +146,13 @@ def _model_files(facts: RunFacts, views: Sequence[RunFacts], groups: Sequence[Gr
             yield draft.finish(model_state(draft, view, 0, own))
 
 
-def _unrestored(draft: AtomDraft, facts: RunFacts, kinds: Sequence[Kind]) -> Module:
-    """Tensors that a universal load does not restore, for scripts that restore them."""
-    module = module_tensors(draft, facts, kinds)
-    if kinds:
-        for name in frozen_shapes(facts.index):
-            atom = facts.index.atoms[str(name)]
-            module.setdefault(atom.name, draft.whole(atom.name, WEIGHT, facts.module_dtype(atom)))
-    return module
-
-
 def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
     draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
     kept = _shared_by_all(entries)
-    if _scheduled(facts) and "lr" in entries[0]:
+    if facts.extras.get("lr_scheduler") is not None and "lr" in entries[0]:
+        # a scheduler sets the rates anew after the first step; until then the first group's is the nearest
         kept["lr"] = entries[0]["lr"]
     counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
@@ -212,11 +167,6 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
         "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
     }
     return draft.finish(root)
-
-
-def _scheduled(facts: RunFacts) -> bool:
-    """Whether a scheduler sets the rates anew after the first step; until then the first group's is the nearest."""
-    return facts.extras.get("lr_scheduler") is not None
 
 
 def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
@@ -246,19 +196,13 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
             dtype = group.dtypes[state]
-            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.zeros(dtype, shape)
+            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.filled(dtype, shape)
             yield draft.finish({**keys, "param": tensor})
 
 
 def _stems(group: Group) -> dict[str, str]:
     """States of each parameter of a group, its weight first, to the stems of their files."""
     return {state: _FILE_NAMES.get(state, state) for state in (WEIGHT, *group.state_names)}
-
-
-def _stems_of_all(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
-    """Parameter to the stems of its files."""
-    every = [(group, tuple(_stems(group).values())) for group in groups]
-    return {atom.name: stems for group, stems in every for atom in group.params}
 
 
 def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
@@ -300,13 +244,14 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     """For what stage 3 loads: `load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8."""
     if not all({*_STAGE3_STATES} <= {*group.elementwise, *group.counts} for group in groups):
         return  # it does not load at all
+    is_scheduled = facts.extras.get("lr_scheduler") is not None
     entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
         yield (
             f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
             f"({', '.join(differing)}): there each group keeps what the engine was configured with"
-            f"{'; for the first step all take the lr of the first group' if _scheduled(facts) else ''}"
+            f"{'; for the first step all take the lr of the first group' if is_scheduled else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     if others:

@@ -1,4 +1,6 @@
-"""The union: parts of parameters, held by ranks, put together into atoms.
+"""What the optimizer files of ranks say, whatever their shape: states of stored tensors, and their groups.
+
+The union: parts of parameters, held by ranks, put together into atoms.
 
 A parameter's rule says how it lies over the tensor-parallel ranks (of the model, or of an expert); which stage, chunk
 and expert-parallel rank has it, its files do. Ranks that differ in nothing else hold copies: those are kept as
@@ -8,23 +10,108 @@ replicas of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 from ucp.contract.axes import along
-from ucp.contract.scalars import scalar_state
-from ucp.core.index import AtomIndex, Kind, StateIndex
-from ucp.core.layout import AxisLayout, Layout
+from ucp.contract.rank_extras import Checksums
+from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
+from ucp.core.layout import Layout
+from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Union, joined_counts
+from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
 from ucp.errors import MissingFileError, counted, listed
+from ucp.io.pickle.fields import mapping, sequence
+from ucp_formats.megatron.buffers.matcher import Candidate
+from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
-from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
-from ucp_formats.megatron.param_groups.rules import is_expert
-from ucp_formats.megatron.run.mesh import data_parallel, known, stages
+from ucp_formats.megatron.mesh import data_parallel, known, stages
 
-__all__ = ["atoms_of"]
+__all__ = [
+    "LegacyStates",
+    "Optimizer",
+    "atoms_of",
+    "candidate",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """One optimizer of a rank."""
+
+    where: str
+    """Which it is, for messages."""
+    chain: int | None
+    """Its number in a chain; None for the only one."""
+    saved: Mapping[object, object]
+    """What the model file says of it."""
+    held: tuple[Held, ...]
+    """Parameters that it may have states of, in registration order, one per stored tensor; buffers left out."""
+    arguments: Mapping[str, object]
+    """Arguments of the run, which decide on groups; empty where they were not saved."""
+
+    @property
+    def inner(self) -> Mapping[object, object]:
+        """What torch's optimizer saved, where another one wraps it."""
+        found = self.saved.get("optimizer")
+        return found if isinstance(found, dict) else self.saved
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its states by number (and is not distributed)."""
+        return "state" in self.saved or "state" in self.inner
+
+    def groups(self) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
+        """Its groups, each with the numbers of its parameters, where it has them. Raises MalformedError."""
+        for own in sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
+            group = mapping(own, f"a group in {self.where}")
+            hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
+            params = sequence(group["params"], f"params of a group in {self.where}") if "params" in group else ()
+            yield SavedGroup(chain=None, hyper=hyper), params
+
+
+@dataclass(slots=True, kw_only=True)
+class LegacyStates:
+    """States by the stored tensor that they belong to."""
+
+    tensors: dict[Slot, dict[str, TensorRef]] = field(default_factory=dict)
+    """State name to its elements, of the shape of the stored tensor; the master is `weight`."""
+    numbers: dict[Slot, dict[str, object]] = field(default_factory=dict)
+    """State name to one number for the whole tensor (`step`)."""
+    groups: list[SavedGroup] = field(default_factory=list)
+    """Groups, each once, however many ranks have it."""
+    group_of: dict[Slot, int] = field(default_factory=dict)
+    """Number of the group of a stored tensor, where it is known."""
+    extras: list[Extra] = field(default_factory=list)
+    """What says nothing of a parameter."""
+    notes: list[str] = field(default_factory=list)
+    """What was inferred."""
+    dropped: list[str] = field(default_factory=list)
+    """What is not carried, with the reason."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Parameters whose group is not known, and why."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no state at all."""
+        return not self.tensors and not self.numbers
+
+    def group(self, saved: SavedGroup) -> int:
+        """Number of the group with these hyper-parameters, which is added when it is new."""
+        for number, group in enumerate(self.groups):
+            if group.chain == saved.chain and Checksums(()).same(dict(group.hyper), dict(saved.hyper)):
+                return number
+        self.groups.append(saved)
+        return len(self.groups) - 1
+
+
+def candidate(name: str, held: Held) -> Candidate:
+    """A stored tensor as what may be found by its contents."""
+    whole = Box.whole(held.ref.shape)
+    return Candidate(name=name, local_shape=held.ref.shape, pairs=(RegionPair(whole, whole),), refs=(held.ref,))
+
 
 _FOLDERS = "names of folders"
 """Where it is known from which stage, chunk or expert-parallel rank holds a parameter."""
@@ -71,12 +158,17 @@ def _atom(
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
     keys = dict.fromkeys(key for own in trained.values() for key in own)
     kind = Kind.PARAMETER if trained or states.is_empty else Kind.FROZEN
+    counts: dict[str, list[StateIndex]] = {}  # one number: the first rank's, and copies on the others
+    for slot in coords:
+        for key, value in states.numbers.get(slot, {}).items():
+            if (state := scalar_state(value)) is not None:
+                counts.setdefault(key, []).append(state)
     tensors = {key: sharded({slot: own[key] for slot, own in trained.items() if key in own}) for key in keys}
     return union.atom(
         parts[0].name,
         kind=Kind.BUFFER if is_buffer else kind,
         layout=layout,
-        states={**tensors, **_numbers(coords, states)},
+        states={**tensors, **{key: joined_counts(own) for key, own in counts.items()}},
         model=sharded({part.slot: part.ref for part in parts}),
     )
 
@@ -101,7 +193,14 @@ def _layout(
     local_shapes = [shapes[at] for at in everywhere]
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
-    return Layout((*_mesh(run, match.name, coords), *known(by_rule, f"family {model.family.name}"))), shape
+    is_of_expert = is_expert(match.name)
+    outer = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
+    if is_of_expert:
+        outer += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
+    degree = data_parallel(run.arguments.topology(), expert=is_of_expert)
+    copies = max(degree, *(1 + own["dp"] for own in coords))
+    outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
+    return Layout((*outer, *known(by_rule, f"family {model.family.name}"))), shape
 
 
 def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:
@@ -111,25 +210,3 @@ def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:
     copy = of_expert.copy if is_expert(part.name) else run.grid.rank(where) // run.grid.tp
     ranks = {"pp": where.pp, "vpp": part.slot.chunk, "ep": where.ep, "dp": copy}
     return {**ranks, "tp": where.tp, "etp": of_expert.etp}
-
-
-def _mesh(run: LegacyRun, name: str, coords: Sequence[Mapping[str, int]]) -> tuple[AxisLayout, ...]:
-    """The axes besides those of the rule, by where its parts are."""
-    expert = is_expert(name)
-    axes = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
-    if expert:
-        axes += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
-    degree = data_parallel(run.arguments.topology(), expert=expert)
-    copies = max(degree, *(1 + own["dp"] for own in coords))
-    return axes + along("dp", copies, f"arguments of {run.ranks[0].name}")
-
-
-def _numbers(slots: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]:
-    """States that are one number: the first rank's, and copies on the others."""
-    counts: dict[str, list[StateIndex]] = {}
-    for slot in slots:
-        for key, value in states.numbers.get(slot, {}).items():
-            state = scalar_state(value)
-            if state is not None:
-                counts.setdefault(key, []).append(state)
-    return {key: joined_counts(own) for key, own in counts.items()}

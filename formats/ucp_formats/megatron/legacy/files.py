@@ -1,4 +1,4 @@
-"""The files of one legacy checkpoint, read and found to belong together.
+"""The files of one legacy checkpoint, read and checked to belong together.
 
 1. Read the file of every rank's folder; one that cannot be read is a problem, not the end.
 2. What the run was: its arguments, from the first file that was read.
@@ -6,11 +6,29 @@
 4. The same run: iteration, version and degrees of parallelism are equal everywhere.
 5. The right places: no file was saved by another rank than its folder says.
 6. Raise all problems together.
+
+The ranks of one pipeline stage are numbered twice (parallel_state.py, order tp-cp-ep-dp-pp): as `tp + TP * d` for the
+dense layers, and as `etp + ETP * (ep + EP * copy)` for the experts. A rank saves when it is the first of its dense or
+of its expert data-parallel group (checkpointing.py: save_checkpoint), under its tp and ep. So where TP and EP share
+ranks the grid is sparse:
+
+>>> grid = Grid(tp=2, pp=1, ep=2, etp=1)
+>>> [(place.tp, place.ep) for place in grid.places()]
+[(0, 0), (1, 1)]
+>>> grid.expert_part(GridPlace(tp=1, pp=0, ep=1))
+ExpertPart(etp=0, copy=0)
+
+Every rank saves `rank` and `world_size` among its arguments, which tell whether files lie under their own name. Which
+of the data-parallel ranks wrote a folder differs, so only the tensor-parallel rank, the stage and the expert-parallel
+rank are compared.
+
+>>> print(placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5))
+tp rank 1, stage 1, expert rank 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,21 +41,153 @@ from ucp.io.folder import names_of_folder
 from ucp.io.identity import source_file
 from ucp.io.pickle.fields import described, mapping
 from ucp.io.torch_file.archive import Archive, read_archive
-from ucp_formats.megatron.legacy.grid import Grid, misplaced
+from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import (
     DISTRIBUTED_OPTIMIZER,
     MODEL,
-    MODEL_APART,
-    OPTIMIZER_APART,
     GridPlace,
     RankFolder,
     is_side_file,
     parse_rank_folder,
     rank_folder_name,
 )
-from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 
-__all__ = ["LegacyRun", "SavedRank", "ranks_extras", "read_run", "run_extras", "source_files"]
+__all__ = [
+    "ExpertPart",
+    "Grid",
+    "LegacyRun",
+    "SavedRank",
+    "misplaced",
+    "placing",
+    "ranks_extras",
+    "read_run",
+    "run_extras",
+    "source_files",
+]
+
+
+_ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
+"""Degrees of an encoder with ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPart:
+    """What a rank holds of each of its experts."""
+
+    etp: int
+    """Tensor-parallel rank among those of an expert."""
+    copy: int
+    """How many ranks before it hold the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Degrees of parallelism that files are named by."""
+
+    tp: int
+    """Tensor-parallel ranks."""
+    pp: int
+    """Pipeline stages."""
+    ep: int
+    """Expert-parallel ranks."""
+    etp: int
+    """Tensor-parallel ranks of an expert."""
+
+    @classmethod
+    def of(cls, arguments: Arguments, folders: tuple[RankFolder, ...]) -> Grid:
+        """The grid that the arguments say; of what they do not say, what the names of the folders show."""
+        tp = arguments.tp or 1 + max(folder.tp for folder in folders)
+        numbers = [folder.numbers for folder in folders]
+        several = [own[0] for own in numbers if own]
+        # experts came with version 3 of the checkpoint, long after the arguments: without these a number is a stage
+        pp = arguments.pp or (1 if arguments.ep else 1 + max(several, default=0))
+        ep = arguments.ep or 1 + max((own[1] for own in numbers if len(own) == 2), default=0)
+        etp = arguments.etp if arguments.num_experts or ep > 1 else None  # without experts it says nothing
+        return cls(tp=tp, pp=pp, ep=ep, etp=etp or tp)
+
+    @property
+    def collides(self) -> bool:
+        """Whether two ranks with different parts of experts have the same name, and one overwrote the other."""
+        return len(self._named(self.etp * self.ep)) < self.etp * self.ep
+
+    def places(self) -> tuple[GridPlace, ...]:
+        """Every rank that must have saved, by stage."""
+        named = self._named(max(self.tp, self.etp * self.ep if self.ep > 1 else 1))
+        return tuple(GridPlace(tp=tp, pp=pp, ep=ep) for pp in range(self.pp) for tp, ep in named)
+
+    def _named(self, ranks: int) -> dict[tuple[int, int], None]:
+        """Tp and ep of so many ranks of a stage."""
+        return dict.fromkeys((rank % self.tp, rank // self.etp % self.ep) for rank in range(ranks))
+
+    def contains(self, place: GridPlace) -> bool:
+        """Whether a rank lies in the grid at all."""
+        return place.tp < self.tp and place.pp < self.pp and place.ep < self.ep
+
+    def rank(self, place: GridPlace) -> int:
+        """Number, among those of its stage, of the first rank of that place."""
+        ranks = range(place.tp, self.tp * self.etp * self.ep, self.tp)
+        return next((rank for rank in ranks if rank // self.etp % self.ep == place.ep), place.tp)
+
+    def expert_part(self, place: GridPlace) -> ExpertPart:
+        """What the rank at `place` holds of its experts."""
+        rank = self.rank(place)
+        return ExpertPart(etp=rank % self.etp, copy=rank // (self.etp * self.ep))
+
+    def __str__(self) -> str:
+        """Degrees above one, e.g. "tp=2,pp=4"."""
+        degrees = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        if self.etp != self.tp:
+            degrees["etp"] = self.etp
+        shown = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1 or axis == "etp"]
+        return ",".join(shown) or "one rank"
+
+
+def placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
+    """Where the ranks of a run are in the grid; None where its arguments do not say it, or contradict one another.
+
+    Ranks are numbered in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under `--use-tp-pp-dp-mapping`
+    (parallel_state.py: initialize_model_parallel).
+    """
+    cp, world = arguments.cp or 1, arguments.world or 0
+    dense, experts = grid.tp * cp, grid.etp * grid.ep
+    per_stage = world // grid.pp
+    inner = arguments.raw.get("use_tp_pp_dp_mapping") is True
+    stride = dense if inner else per_stage
+    contradictions = (
+        world <= 0 or world % (dense * grid.pp) or per_stage % experts,
+        arguments.dp is not None and world != dense * grid.pp * arguments.dp,
+        inner and grid.ep > 1 and experts != dense,
+        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 expert ranks lay above those of context
+        any(arguments.raw.get(key) for key in _ENCODER),
+    )
+    if any(contradictions):
+        return None
+    return lambda rank: GridPlace(tp=rank % grid.tp, pp=rank // stride % grid.pp, ep=rank // grid.etp % grid.ep)
+
+
+def misplaced(
+    grid: Grid, folders: tuple[RankFolder, ...], arguments: Arguments, ranks: Mapping[str, object]
+) -> Iterator[str]:
+    """Folders whose files another rank wrote. `ranks`: folder to `rank` in the arguments of its file.
+
+    Nothing where the numbering is not known, a rank is not recorded, or all files record the same one: tools that
+    convert a checkpoint in one process write such files.
+    """
+    placed = placing(grid, arguments)
+    known = {name: rank for name, rank in ranks.items() if type(rank) is int}
+    is_recorded = len(known) == len(ranks) and all(0 <= rank < (arguments.world or 0) for rank in known.values())
+    if placed is None or not is_recorded or (len(known) > 1 and len(set(known.values())) == 1):
+        return
+    for folder in folders:
+        named = folder.place(pipelined=grid.pp > 1)
+        writer = placed(known[folder.name]) if folder.name in known and grid.contains(named) else named
+        if writer != named:
+            home = rank_folder_name(writer, pipelined=grid.pp > 1, experts=grid.ep > 1)
+            yield (
+                f"{folder.name}: expected files of {named}; got those that rank {known[folder.name]} of "
+                f"{arguments.world} saved, {writer}: they belong in {home}"
+            )
+
 
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -78,7 +228,7 @@ class SavedRank:
     @property
     def root(self) -> Mapping[object, object]:
         """What that says."""
-        return _root(self.model)
+        return mapping(self.model.root, self.model.path)
 
     @property
     def chunks(self) -> tuple[tuple[int, object], ...]:
@@ -132,15 +282,21 @@ def read_run(folder: Path) -> LegacyRun:
     folder = folder.absolute()
     folders = _rank_folders(folder)
     problems = Problems()
-    read = {own.name: found for own in folders if (found := _read(folder / own.name, problems)) is not None}
-    roots = {name: _root(model) for name, (model, _) in read.items()}
-    saved = _arguments(roots, problems)
+    read = {own.name: pair for own in folders if (pair := _read(folder / own.name, problems)) is not None}
+    roots = {name: mapping(model.root, model.path) for name, (model, _) in read.items()}
+    saved: dict[str, Arguments] = {}
+    for name, root in roots.items():
+        try:
+            saved[name] = read_arguments(root.get("args"), name)
+        except MalformedError as error:
+            problems.wrong.append(str(error))
     arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
     grid = Grid.of(arguments, folders)
-    _check_grid(grid, folders, problems)
-    _explain_unsaved(grid, problems)
-    if read and all((folder / name / DISTRIBUTED_OPTIMIZER).is_file() for name in read):
-        problems.missing = [line for own in problems.missing for line in _with_buffers(folder, own)]
+    has_buffers = bool(read) and all(buffers is not None for _, buffers in read.values())
+    _check_grid(grid, folders, (MODEL, DISTRIBUTED_OPTIMIZER) if has_buffers else (MODEL,), problems)
+    if has_buffers:
+        lacking = (f"{own.name}/{DISTRIBUTED_OPTIMIZER}" for own in folders if own.name not in read)
+        problems.missing += [name for name in lacking if not (folder / name).is_file()]
     _check_same_run(roots, saved, problems)
     if len(saved) == len(roots):
         numbers = {name: own.raw.get("rank") for name, own in saved.items()}
@@ -174,7 +330,7 @@ def source_files(run: LegacyRun) -> Iterator[SourceFile]:
 
 
 def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
-    """Folders of ranks. Refuses those of 2022-03 to 2023-05, when every data-parallel rank saved its own part."""
+    """Folders of ranks."""
     try:
         entries = sorted(names_of_folder(folder))
     except OSError as error:
@@ -182,12 +338,6 @@ def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
     found = tuple(own for own in map(parse_rank_folder, entries) if own is not None)
     if not found:
         raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
-    if any((folder / own.name / apart).is_file() for own in found for apart in (OPTIMIZER_APART, MODEL_APART)):
-        raise UnsupportedError(
-            f"{folder} keeps the optimizer of every data-parallel rank in a file of its own ({OPTIMIZER_APART}, "
-            f"{MODEL_APART}), as Megatron-LM did from 2022-03 to 2023-05. Load and save it once with Megatron-LM of "
-            "2023-06 (commit 49e4bd6857 or later), which gathers them"
-        )
     return found
 
 
@@ -202,10 +352,6 @@ def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | 
     return None if model is None else (model, buffers)
 
 
-def _root(model: Archive) -> Mapping[object, object]:
-    return mapping(model.root, model.path)
-
-
 def _try_read(path: Path, problems: Problems) -> Archive | None:
     try:
         return read_archive(str(path))
@@ -218,7 +364,8 @@ def _try_read(path: Path, problems: Problems) -> Archive | None:
     return None
 
 
-def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems) -> None:
+def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], files: tuple[str, ...], problems: Problems) -> None:
+    """Check that every rank that must have saved did; each saves `files`."""
     if grid.collides:
         problems.unsupported.append(
             f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert have one folder "
@@ -228,43 +375,10 @@ def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], problems: Problems)
     for place in grid.places():
         if place not in there:
             name = rank_folder_name(place, pipelined=grid.pp > 1, experts=grid.ep > 1)
-            problems.missing.append(f"{name}/{MODEL} (tp rank {place.tp}, stage {place.pp}, expert rank {place.ep})")
+            problems.missing += [f"{name}/{file} ({place})" for file in files]
     problems.wrong += [
         f"extra: {name} lies outside the grid of {grid}" for place, name in there.items() if not grid.contains(place)
     ]
-
-
-def _explain_unsaved(grid: Grid, problems: Problems) -> None:
-    """Say of files that no rank ever saved that they are not lost copies."""
-    names = [rank_folder_name(own, pipelined=grid.pp > 1, experts=grid.ep > 1) for own in grid.unsaved()]
-    lines = [line for line in problems.missing if line.startswith(tuple(f"{name}/{MODEL}" for name in names))]
-    if lines and len(lines) == len(names):
-        problems.missing = [line for line in problems.missing if line not in lines]
-        problems.unsupported.append(
-            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: no {MODEL} in {', '.join(names)}. Megatron let only the "
-            "first rank of every data-parallel group of experts save its model, and these are others: unless a newer "
-            "version saved them and they were lost since, their parts of the model were never written. Save once "
-            "more with --ckpt-format torch_dist, or with a version that saves the first rank of every dense group, too"
-        )
-
-
-def _with_buffers(folder: Path, line: str) -> Iterator[str]:
-    """A line of a missing file, and one of the distributed optimizer's where it is that of a model and lacks, too."""
-    yield line
-    name, _, rest = line.partition("/")
-    if rest.startswith(MODEL) and not (folder / name / DISTRIBUTED_OPTIMIZER).is_file():
-        yield f"{name}/{DISTRIBUTED_OPTIMIZER}{rest.removeprefix(MODEL)}"
-
-
-def _arguments(roots: _Roots, problems: Problems) -> dict[str, Arguments]:
-    """Folder to the arguments in it, without those that cannot be read."""
-    found = {}
-    for name, root in roots.items():
-        try:
-            found[name] = read_arguments(root.get("args"), name)
-        except MalformedError as error:
-            problems.wrong.append(str(error))
-    return found
 
 
 def _check_same_run(roots: _Roots, saved: Mapping[str, Arguments], problems: Problems) -> None:
@@ -302,12 +416,11 @@ def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checks
     first = next(iter(values.values()), None)
     if name not in _PER_RANK and all(checksums.same(first, own) for own in values.values()):
         return [Extra(name=name, value=first)] if values else []
-    return [Extra(name=f"{name}/{_place(run, run.ranks[number])}", value=own) for number, own in values.items()]
-
-
-def _place(run: LegacyRun, rank: SavedRank) -> str:
-    place = f"pp{rank.place.pp}.tp{rank.place.tp}"
-    return f"{place}.ep{rank.place.ep}" if run.grid.ep > 1 else place
+    places = ((own, run.ranks[number].place) for number, own in values.items())
+    return [
+        Extra(name=f"{name}/pp{at.pp}.tp{at.tp}" + (f".ep{at.ep}" if run.grid.ep > 1 else ""), value=own)
+        for own, at in places
+    ]
 
 
 def _differing_arguments(run: LegacyRun, checksums: Checksums) -> list[str]:

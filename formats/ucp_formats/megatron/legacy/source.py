@@ -1,4 +1,9 @@
-"""Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
+"""The optimizer of every rank, in whichever form: whole, distributed, or a chain of either.
+
+Where experts are parallel there are two optimizers on every rank, one of dense parameters and one of experts; else
+there is one of all.
+
+Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
 
 1. Read the files of all ranks and check that they belong together (`files`, `grid`).
 2. Read the model: names, layers, experts, rules (`model`).
@@ -8,27 +13,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, ParamGroup
+from ucp.core.index import AtomIndex, Extra, Index, ParamGroup
 from ucp.core.names import STEP
-from ucp.errors import MalformedError, counted, listed
-from ucp.io.pickle.fields import shown
-from ucp_formats.megatron.legacy.atoms import atoms_of
-from ucp_formats.megatron.legacy.files import LegacyRun, read_run, run_extras, source_files
-from ucp_formats.megatron.legacy.model import LegacyModel, read_model
-from ucp_formats.megatron.legacy.optimizer.forms import read_optimizer
-from ucp_formats.megatron.legacy.optimizer.states import LegacyStates
-from ucp_formats.megatron.locate import SavedAs
-from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer, rank_free
-from ucp_formats.megatron.run.modules import modules_extra
-from ucp_formats.megatron.run.recorded_sizes import check_gaps, check_recorded
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
+from ucp.io.pickle.fields import described, mapping, shown
+from ucp.transfer.probe import Prober
+from ucp_formats.megatron.arguments import check_gaps, check_recorded
+from ucp_formats.megatron.groups import deal, is_by_named_optimizer, is_expert, rank_free
+from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, atoms_of
+from ucp_formats.megatron.legacy.distributed import Buffer, add_buffers, read_buffers
+from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras, read_run, run_extras, source_files
+from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot, read_model
+from ucp_formats.megatron.legacy.whole import add_whole_optimizer
+from ucp_formats.megatron.mesh import data_parallel
+from ucp_formats.megatron.modules import with_modules
+from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
-__all__ = ["read_legacy"]
+__all__ = [
+    "read_legacy",
+    "read_optimizer",
+]
+
+
+_KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
+
+
+def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> LegacyStates:
+    """States of all parameters. Raises MalformedError, MissingFileError, UnsupportedError."""
+    states = LegacyStates()
+    trainable = _trainable(model)
+    rest: dict[str, dict[int, object]] = {}
+    arguments = with_modules(run.arguments.raw, model.modules)
+    optimizers = [_members(run, rank, trainable.get(number, []), arguments) for number, rank in enumerate(run.ranks)]
+    lacking = [
+        f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+        for rank, members in zip(run.ranks, optimizers, strict=True)
+        if rank.buffers is None and any(own.saved and not own.is_whole for own in members)
+    ]
+    if lacking:
+        raise MissingFileError(
+            f"{run.folder} was saved with a distributed optimizer; {counted(len(lacking), 'file')} of it missing:\n"
+            f"{listed(lacking)}\nCopy them from where they were saved"
+        )
+    with Prober() as prober:
+        for number, (rank, members) in enumerate(zip(run.ranks, optimizers, strict=True)):
+            for own, buffers in zip(members, _buffers_of(rank, members), strict=True):
+                if own.is_whole:
+                    add_whole_optimizer(own, states, prober)
+                elif buffers is not None:
+                    experts = own.chain is not None and bool(own.held) and is_expert(own.held[0].name)
+                    dp = data_parallel(run.arguments.topology(), expert=experts)
+                    add_buffers(buffers, own, dp, states, prober)
+                    _add_groups(own, states)
+                for name, value in _rest(own).items():
+                    rest.setdefault(name, {})[number] = value
+    for name, values in rest.items():
+        states.extras += ranks_extras(run, name, values, checksums)
+    states.notes = list(dict.fromkeys(states.notes))
+    states.dropped = list(dict.fromkeys(states.dropped))
+    return states
+
+
+def _trainable(model: LegacyModel) -> dict[int, list[Held]]:
+    """Trainable tensors of every rank, each once, in registration order."""
+    found: dict[Slot, Held] = {}
+    for own in model.held:
+        match = model.matches.get(own.name)
+        if match is not None and not match.buffer:
+            found.setdefault(own.slot, own)
+    by_rank: dict[int, list[Held]] = {}
+    for own in found.values():
+        by_rank.setdefault(own.slot.rank, []).append(own)
+    return by_rank
+
+
+def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held], arguments: Mapping[str, object]) -> list[Optimizer]:
+    """Optimizers of a rank, which trains `held`; `arguments`: those of the run, with what its keys show."""
+    found = rank.root.get("optimizer")
+    where = f"the optimizer of {rank.name}"
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        return [Optimizer(where=where, chain=None, saved=mapping(found, where), held=tuple(held), arguments=arguments)]
+    members = []
+    for chain, saved in enumerate(found):
+        own = mapping({} if saved is None else saved, where)
+        whole = Optimizer(where=where, chain=chain, saved=own, held=tuple(held), arguments=arguments)
+        groups = own_groups if isinstance(own_groups := whole.inner.get("param_groups"), list) else []
+        flags = [one.get("is_expert_parallel") for one in groups if isinstance(one, dict)]
+        flags = [flag for flag in flags if flag is not None]  # where groups do not say it, experts come last
+        experts = any(flags) if flags else run.grid.ep > 1 and chain == len(found) - 1
+        chosen = tuple(one for one in held if len(found) == 1 or is_expert(one.name) == experts)
+        label = f"{where} ({'experts' if experts else 'dense parameters'})"
+        members.append(replace(whole, where=label, held=chosen))
+    return members
+
+
+def _buffers_of(rank: SavedRank, members: Sequence[Optimizer]) -> list[list[Buffer] | None]:
+    """Buffers of every optimizer of a rank."""
+    if rank.buffers is None:
+        return [None] * len(members)
+    where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+    buffers = read_buffers(rank.buffers.root, where)
+    if len(buffers) != len(members):
+        raise MalformedError(f"expected buffers of {counted(len(members), 'optimizer')} in {where}; got {len(buffers)}")
+    return buffers
+
+
+def _add_groups(own: Optimizer, states: LegacyStates) -> None:
+    """Deal out the groups of a distributed optimizer, which has no numbers of parameters."""
+    if own.inner.get("param_groups") is None:
+        raise UnsupportedError(f"expected param_groups in {own.where}; got {described(own.saved.get('optimizer'))}")
+    groups = [group for group, _ in own.groups()]
+    placed = {held.name: held for held in own.held if held.slot in states.tensors}
+    dealt = deal(groups, {name: held.ref.shape for name, held in placed.items()}, own.arguments)
+    steps = dict.fromkeys(dealt.lost, dealt.step)
+    for group, params in zip(groups, dealt.groups, strict=True):
+        number = states.group(group)
+        states.group_of |= {placed[name].slot: number for name in params.params}
+        steps |= dict.fromkeys(params.params, group.hyper.get(STEP))
+    states.numbers |= {placed[name].slot: {STEP: step} for name, step in steps.items() if step is not None}
+    states.notes.append(dealt.note)
+    states.dropped += dealt.dropped
+    states.lost |= dealt.lost
+
+
+def _rest(own: Optimizer) -> dict[str, object]:
+    """What an optimizer has besides states and groups: the scale of the loss, above all."""
+    chain = "" if own.chain is None else f"{own.chain}/"
+    rest = {str(key): value for key, value in own.saved.items() if key not in _KNOWN and value is not None}
+    if own.inner is not own.saved:
+        rest |= {str(key): value for key, value in own.inner.items() if key not in _KNOWN}
+    return {f"optimizer/{chain}{key}": value for key, value in rest.items()}
 
 
 def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:
@@ -45,17 +168,33 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
     shapes = {own: atom.global_shape for own, atom in atoms.items()}
     check_recorded(model.family, run.arguments.raw, shapes, str(run.folder), pads_on_load=False)
     extras, dropped = run_extras(run, checksums)
+    steps = (run.root.get(key) for key in ("iteration", "total_iters"))
+    modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
+    strays = (
+        f"{own}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in own else 'where a data loader stands'}, "
+        "which is not read"
+        for own in run.strays
+    )
     return Index(
         path=str(run.folder),
         format=name,
         evidence=located.reasons,
         producer=f"Megatron (torch, checkpoint version {run.version:g})",
         topology=run.arguments.topology(),
-        step=_iteration(run),
+        step=next((step for step in steps if type(step) is int), run.arguments.iteration),
         atoms=atoms,
         groups=_groups(run, model, states, atoms),
-        aliases=_aliases(model, atoms),
-        extras=(*extras, *modules_extra(model.modules), *model.extras, *states.extras),
+        aliases={
+            tie.name: stored
+            for tie in model.family.tied
+            if tie.name not in atoms and (stored := model.family.tied_to(tie.name)) in atoms
+        },
+        extras=(
+            *extras,
+            *modules,
+            *model.extras,
+            *states.extras,
+        ),
         files=tuple(source_files(run)),
         records=run.records,
         notes=(
@@ -63,14 +202,9 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
             f"model family {model.family.name}: {'; '.join(model.reasons)}",
             *states.notes,
         ),
-        dropped=(*dropped, *states.dropped, *_strays(run)),
+        dropped=(*dropped, *states.dropped, *strays),
         lost=states.lost,
     )
-
-
-def _iteration(run: LegacyRun) -> int | None:
-    found = (run.root.get(key) for key in ("iteration", "total_iters"))
-    return next((own for own in found if type(own) is int), run.arguments.iteration)
 
 
 def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> None:
@@ -91,17 +225,17 @@ def _groups(
 ) -> tuple[ParamGroup, ...]:
     """Groups with the names of their parameters, in the order of the model."""
     number_of: dict[str, int] = {}
-    torn: dict[tuple[int, int], dict[str, tuple[str, str]]] = {}
-    rank_of: dict[str, str] = {}
     for held in model.held:
         number = states.group_of.get(held.slot)
-        rank = run.ranks[held.slot.rank].name
         if number is not None and number_of.setdefault(held.name, number) != number:
-            torn.setdefault((number_of[held.name], number), {})[held.name] = (rank_of[held.name], rank)
-        elif number is not None:
-            rank_of.setdefault(held.name, rank)
-    if torn:
-        raise MalformedError(_torn(torn, states))
+            settings, others = (states.groups[at].hyper for at in (number_of[held.name], number))
+            same = Checksums(()).same
+            keys = sorted(key for key in {**settings, **others} if not same(settings.get(key), others.get(key)))
+            told = ", ".join(f"{key} is {shown(settings.get(key))} and {shown(others.get(key))}" for key in keys)
+            raise MalformedError(
+                f"expected the same settings of an optimizer group on all ranks; of {held.name} {told}, on "
+                f"{run.ranks[held.slot.rank].name}. The files are of different steps or runs: copy one checkpoint"
+            )
     members: list[list[str]] = [[] for _ in states.groups]
     for name in atoms:
         if name in number_of:
@@ -111,35 +245,3 @@ def _groups(
         rank_free(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), stepped)
         for own, group in zip(members, states.groups, strict=True)
     )
-
-
-def _torn(torn: Mapping[tuple[int, int], Mapping[str, tuple[str, str]]], states: LegacyStates) -> str:
-    """That ranks have parameters in groups of other settings. `torn`: pairs of groups, parameters, and which ranks."""
-    lines = []
-    same = Checksums(()).same
-    for pair, names in torn.items():
-        first, ranks = next(iter(names.items()))
-        own, others = (states.groups[number].hyper for number in pair)
-        keys = sorted(key for key in own.keys() | others.keys() if not same(own.get(key), others.get(key)))
-        told = (f"{key}: {_value(own, key)} on {ranks[0]}, {_value(others, key)} on {ranks[1]}" for key in keys)
-        lines.append(f"{'; '.join(told)} ({counted(len(names), 'parameter')} such as {first})")
-    return (
-        "expected the same settings of an optimizer group on all ranks; got\n"
-        f"{listed(lines)}\nThe files are of different steps or runs: copy all of one checkpoint"
-    )
-
-
-def _value(hyper: Mapping[str, object], key: str) -> str:
-    return shown(hyper[key]) if key in hyper else "not there"
-
-
-def _aliases(model: LegacyModel, atoms: Mapping[str, AtomIndex]) -> dict[str, str]:
-    """Second names of tied parameters."""
-    pairs = ((tie.name, model.family.tied_to(tie.name)) for tie in model.family.tied)
-    return {alias: stored for alias, stored in pairs if stored and stored in atoms and alias not in atoms}
-
-
-def _strays(run: LegacyRun) -> Iterator[str]:
-    for name in run.strays:
-        what = "states of a layer-wise optimizer (Muon)" if "optimizer" in name else "where a data loader stands"
-        yield f"{name}: {what}, which is not read"

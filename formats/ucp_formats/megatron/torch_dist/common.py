@@ -1,16 +1,22 @@
-"""What a torch_dist checkpoint says beside tensors: its common state, and the objects that ranks saved.
+"""What a torch_dist checkpoint says beside tensors: its common state, the objects that ranks saved, and its extras.
 
 Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
 `common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
+
+Extras are named as `ucp_formats.megatron.extras` says: `rerun_state_machine_state/3` is of one rank of a grid, by its
+place; `optimizer/[N/]WHAT` what else optimizers say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import join
 
-from ucp.core.tensor import Record
+from ucp.contract.rank_extras import Checksums
+from ucp.core.index import Extra
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.dcp.checkpoint import METADATA, Dcp, read_dcp
 from ucp.io.dcp.metadata import read_metadata
@@ -18,11 +24,22 @@ from ucp.io.files import split_parts
 from ucp.io.folder import is_there
 from ucp.io.pickle.fields import described, mapping
 from ucp.io.torch_file.archive import read_archive
+from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import COMMON
-from ucp_formats.megatron.run.arguments import Arguments, read_arguments
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
 
-__all__ = ["CommonState", "SavedObjects", "as_list", "optimizer_dicts", "read_common", "read_folder", "read_objects"]
+__all__ = [
+    "CommonState",
+    "SavedObjects",
+    "as_list",
+    "dist_extras",
+    "is_empty",
+    "optimizer_dicts",
+    "read_common",
+    "read_folder",
+    "read_objects",
+]
+
 
 _COMMON_STATE = "common_state"
 
@@ -96,7 +113,9 @@ def read_objects(dcp: Dcp) -> SavedObjects:
         if parsed is None:
             found.plain[key] = stored.value
             continue
-        value = _unwrapped(stored.value)
+        value = stored.value
+        if type(value) is list and len(value) == 1:  # megatron-core saves a list of the one object of a rank
+            value = value[0]
         group = parse_group_object(parsed.name)
         if parsed.name == _COMMON_STATE:
             found.common = value
@@ -105,11 +124,6 @@ def read_objects(dcp: Dcp) -> SavedObjects:
         else:
             found.others[parsed] = value
     return found
-
-
-def _unwrapped(value: object) -> object:
-    """The object itself: megatron-core saves a list of the one object that a rank has under a key."""
-    return value[0] if type(value) is list and len(value) == 1 else value
 
 
 def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
@@ -176,3 +190,76 @@ def as_list(value: object, where: str) -> list[object]:
         if sorted(numbers) == list(range(len(value))):
             return [numbers[number] for number in sorted(numbers)]
     raise MalformedError(f"expected a list for {where}; got {described(value)}")
+
+
+_EXTRA_STATE = "_extra_state"
+_IN_INDEX = ("optimizer", "param_state")
+_DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
+
+
+def dist_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
+    """Extras out of the common state and the objects."""
+    extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
+    rest: dict[str, dict[str, object]] = {}
+    for chain, own in optimizer_dicts(common.values).items():
+        inner = own.get("optimizer")
+        others = inner.items() if isinstance(inner, dict) else ()
+        left = {str(key): value for key, value in own.items() if key not in _IN_INDEX and value is not None}
+        left |= {str(key): value for key, value in others if key not in ("param_groups", "state")}
+        if left:
+            rest["" if chain is None else str(chain)] = left
+    if rest:
+        extras.append(Extra(name="optimizer", value=rest[""] if list(rest) == [""] else rest))
+    for key, value in objects.others.items():
+        place = ".".join(map(str, key.offsets))
+        if key.name == "rng_state" and len(key.offsets) == 2:
+            place = f"pp{key.offsets[0]}.tp{key.offsets[1]}"
+        kind = "extra_state/" if key.name.endswith(_EXTRA_STATE) else ""
+        if not is_empty(value):
+            extras.append(Extra(name=f"{kind}{key.name}/{place}", value=value))
+    extras += _group_extras(objects)
+    extras += [Extra(name=f"object/{key}", value=value) for key, value in objects.plain.items()]
+    return extras
+
+
+def _group_extras(objects: SavedObjects) -> list[Extra]:
+    """What data-parallel groups saved beside states: once where all have the same, else for each that differs."""
+    checksums = Checksums(objects.records)
+    usual: dict[str, object] = {}
+    extras = []
+    for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
+        if key.what in (*_IN_INDEX, *_DERIVED):
+            continue
+        name = f"optimizer/{key.what}" if key.chain is None else f"optimizer/{key.chain}/{key.what}"
+        if name not in usual:
+            usual[name] = value
+            extras.append(Extra(name=name, value=value))
+        elif not checksums.same(value, usual[name]):
+            extras.append(Extra(name=f"{name}/dp_group_{key.group}", value=value))
+    return extras
+
+
+def is_empty(value: object) -> bool:
+    """Whether an object says nothing: None, nothing in it, or a tensor or stream without elements.
+
+    >>> is_empty([None]), is_empty([b"x"])
+    (True, False)
+    """
+    rest, met = [value], set()
+    while rest:
+        own = rest.pop()
+        match own:
+            case None | b"" | "":
+                continue
+            case TensorRef() | InlineTensor() if own.numel == 0:
+                continue
+            case list() | tuple():
+                inner: Iterable[object] = own
+            case Stub(made_by=GlobalName("_io" | "io", "BytesIO"), state=None | (_, *_)):
+                inner = (*own.args, own.state[0] if isinstance(own.state, tuple) else None)
+            case _:
+                return False
+        if id(own) not in met:
+            met.add(id(own))
+            rest.extend(inner)
+    return True

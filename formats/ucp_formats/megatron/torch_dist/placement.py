@@ -22,14 +22,13 @@ from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
 from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
-from ucp_formats.megatron.flat_buffer.layout import bucket_multiple
-from ucp_formats.megatron.param_groups.rules import expert_numbers
-from ucp_formats.megatron.run.mesh import data_parallel, known, stages
-from ucp_formats.megatron.run.stages import Chunk, stage_layers
-from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, OUTPUT
+from ucp_formats.megatron.buffers.layout import bucket_multiple
+from ucp_formats.megatron.groups import expert_numbers
+from ucp_formats.megatron.mesh import Chunk, data_parallel, known, stage_layers, stages
+from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 from ucp_formats.megatron.torch_dist.common import CommonState
-from ucp_formats.megatron.torch_dist.names import DistNames
-from ucp_formats.megatron.torch_dist.states.layouts import DistStates
+from ucp_formats.megatron.torch_dist.keys import DistNames
+from ucp_formats.megatron.torch_dist.states import DistStates
 from ucp_formats.megatron.torch_dist.unstack import Whole
 
 __all__ = ["Layouts", "layouts_of"]

@@ -1,9 +1,12 @@
 """torch_dist checkpoints of megatron-core, read as an index.
 
 1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`keys`).
-2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `names`).
-3. Find the optimizer's states, in whichever of the six layouts (`states/`).
-4. Assign the parameters to their groups (`groups`); put everything together. The rest becomes extras (`extras`).
+2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `keys`).
+3. Find the optimizer's states, in whichever of the six layouts (`states`, `buckets`).
+4. Assign the parameters to their groups; put everything together. The rest becomes extras (`common`).
+
+Groups and steps stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in
+an object per data-parallel group; those of all groups of one optimizer are the same.
 """
 
 from __future__ import annotations
@@ -13,33 +16,152 @@ from dataclasses import dataclass, field
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
+from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import Index, SourceFile
-from ucp.core.names import WEIGHT
+from ucp.core.fragments import Fragment
+from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.layout import Layout
+from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record
+from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
-from ucp_formats.megatron.locate import SavedAs
+from ucp.io.pickle.fields import mapping
+from ucp_formats.megatron.arguments import check_gaps, check_recorded
+from ucp_formats.megatron.groups import SavedGroup, deal, is_by_named_optimizer, rank_free
+from ucp_formats.megatron.modules import is_recorded, modules_keeping, modules_shown, with_modules
+from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
-from ucp_formats.megatron.names import parse_iteration
-from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
-from ucp_formats.megatron.run.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
-from ucp_formats.megatron.run.recorded_sizes import check_gaps, check_recorded
-from ucp_formats.megatron.torch_dist.atoms import EMBEDDING, atom_of, tied_output
-from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, read_common, read_folder, read_objects
-from ucp_formats.megatron.torch_dist.extras import dist_extras, is_empty
-from ucp_formats.megatron.torch_dist.groups import read_groups
-from ucp_formats.megatron.torch_dist.keys import BucketKey, StateKey, parse_bucket_key, parse_state_key
-from ucp_formats.megatron.torch_dist.names import DistNames, names_of
+from ucp_formats.megatron.torch_dist.buckets import Grid, place_buckets, stored_buckets
+from ucp_formats.megatron.torch_dist.common import (
+    CommonState,
+    SavedObjects,
+    as_list,
+    dist_extras,
+    is_empty,
+    optimizer_dicts,
+    read_common,
+    read_folder,
+    read_objects,
+)
+from ucp_formats.megatron.torch_dist.keys import (
+    BucketKey,
+    DistNames,
+    StateKey,
+    names_of,
+    parse_bucket_key,
+    parse_state_key,
+)
 from ucp_formats.megatron.torch_dist.placement import layouts_of
 from ucp_formats.megatron.torch_dist.shifted import checked_masters
-from ucp_formats.megatron.torch_dist.states.buckets import Grid, place_buckets, stored_buckets
-from ucp_formats.megatron.torch_dist.states.layouts import DistStates, from_buckets, from_state_keys, gathered_buckets
+from ucp_formats.megatron.torch_dist.states import (
+    DistStates,
+    from_buckets,
+    from_state_keys,
+    gathered_buckets,
+    state_dtype,
+)
 from ucp_formats.megatron.torch_dist.unstack import Whole, check_tiled, taken_apart
 
-__all__ = ["read_dist"]
+__all__ = [
+    "DistGroups",
+    "read_dist",
+    "read_groups",
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class DistGroups:
+    """Groups and steps."""
+
+    groups: tuple[ParamGroup, ...] = ()
+    """Groups with the names of their parameters."""
+    steps: dict[str, StateIndex] = field(default_factory=dict)
+    """Parameter to its step."""
+    notes: list[str] = field(default_factory=list)
+    """What was inferred."""
+    dropped: list[str] = field(default_factory=list)
+    """What is not known, and of which parameters."""
+    lost: dict[str, Loss] = field(default_factory=dict)
+    """Parameters whose group is not known, and why."""
+
+
+def read_groups(
+    common: CommonState,
+    objects: SavedObjects,
+    shapes: Mapping[str, tuple[int, ...]],
+    chains: Mapping[str, int | None],
+    arguments: Mapping[str, object],
+) -> DistGroups:
+    """Groups of the trained parameters `shapes` (in the order of registration), and their steps.
+
+    `chains`: which of several optimizers a parameter is in, where that is known. `arguments`: of the run.
+    """
+    found = DistGroups()
+    saved = list(_saved_groups(common, objects, found))
+    if not saved or not shapes:
+        return found
+    dealt = deal(saved, shapes, arguments, chains)
+    found.notes.append(dealt.note)
+    found.dropped += dealt.dropped
+    found.lost |= dealt.lost
+    shared = _common_step(common)
+    for group in dealt.groups:
+        step = scalar_state(group.hyper.get(STEP)) or shared
+        if step is not None:
+            found.steps |= dict.fromkeys(group.params, step)
+    agreed = shared or scalar_state(dealt.step)
+    if agreed is not None:
+        found.steps |= dict.fromkeys(dealt.lost, agreed)
+    found.groups = tuple(rank_free(group, found.steps) for group in dealt.groups)
+    if not found.steps:
+        found.notes.append("no step is recorded")
+    return found
+
+
+def _saved_groups(common: CommonState, objects: SavedObjects, found: DistGroups) -> Iterator[SavedGroup]:
+    """Groups as saved: of the common state, else of the first data-parallel group, for every optimizer."""
+    inner = {chain: own.get("optimizer") for chain, own in optimizer_dicts(common.values).items()}
+    where = common.where
+    inner = {chain: own for chain, own in inner.items() if isinstance(own, dict) and "param_groups" in own}
+    apart = {chain: own for chain, own in _of_data_parallel_groups(objects, found).items() if chain not in inner}
+    if apart:
+        where = f"{where}, or of an object 'optimizer' of a data-parallel group"
+    for chain, own in sorted({**inner, **apart}.items(), key=lambda item: item[0] or 0):
+        groups = own.get("param_groups") if isinstance(own, dict) else None
+        for group in as_list(groups, f"param_groups of {where}") if groups is not None else ():
+            entries = mapping(group, f"a group of {where}")
+            hyper = {str(key): value for key, value in entries.items() if key not in ("params", "param_names")}
+            yield SavedGroup(chain=chain, hyper=hyper)
+
+
+def _of_data_parallel_groups(objects: SavedObjects, found: DistGroups) -> dict[int | None, object]:
+    first: dict[int | None, object] = {}
+    checksums = Checksums(objects.records)
+    for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
+        if key.what != "optimizer":
+            continue
+        usual = first.setdefault(key.chain, value)
+        if not checksums.same(value, usual):
+            found.notes.append(f"parameter groups of data-parallel group {key.group} differ from the first one's")
+    return first
+
+
+def _common_step(common: CommonState) -> StateIndex | None:
+    """A step that all parameters share: `common_step`, or that of the first parameter (megatron-core up to 0.15)."""
+    for own in optimizer_dicts(common.values).values():
+        inner = own.get("optimizer")
+        state = inner.get("state") if isinstance(inner, dict) else None
+        if isinstance(state, dict) and "common_step" in state:
+            return scalar_state(state["common_step"])
+        params = own.get("param_state")
+        for param in params.values() if isinstance(params, dict) else ():
+            if isinstance(param, dict) and STEP in param:
+                return scalar_state(param[STEP])
+    return None
+
 
 _PREFIXES = ("module.", "model.")
 """Prefixes that NeMo gives to all keys of the model."""
@@ -92,9 +214,10 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
     modules = _modules(model, common, objects)
     groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
     laid = layouts_of(model.weights, model.names, common, states)
-    atoms = {own: atom_of(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
-    aliases = tied_output(atoms, untied=common.arguments.untied)
-    checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
+    atoms = {own: _atom(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
+    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not common.arguments.untied
+    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
+    checked = checked_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(
         path=dcp.folder,
         format=name,
@@ -104,14 +227,16 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
         atoms=checked.atoms,
         groups=groups.groups,
-        aliases=aliases,
-        extras=(*dist_extras(common, objects), *modules_extra(modules)),
+        aliases={OUTPUT: EMBEDDING} if is_tied else {},
+        extras=(*dist_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
             *located.notes,
             *model.names.notes,
-            *_layout_notes(states, common),
+            f"optimizer states laid out as {states.layout}{recorded} in the source"
+            if states.layout
+            else "saved without an optimizer: every parameter counts as trained",
             *states.notes,
             *groups.notes,
             *checked.notes,
@@ -177,21 +302,26 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
     tensors = model.tensors
     found = DistStates(layout="")
     if tensors.states:
-        states = _without(tensors.prefix, tensors.states)
-        found = from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
+        prefix = tensors.prefix
+        states = {key._replace(model=key.model.removeprefix(prefix)): own for key, own in tensors.states.items()}
+        saved = dcp.metadata.facts.get("mcore_data")  # shapes before they were flattened (megatron-core up to 0.15)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, own in saved.items() if isinstance(saved, dict) else ():
+            shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
+            if isinstance(key, str) and isinstance(shape, tuple):
+                shapes[key] = tuple(int(n) for n in shape)
+        found = from_state_keys(states, model.weights, model.names.understood, shapes.get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
         return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
     rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
-    placed = place_buckets(buckets, rest, model.names.orders(rest), _grid(common, model))
+    arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
+    # where arguments were not saved, the chunks of the embedding tell
+    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
+    grid = Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+    placed = place_buckets(buckets, rest, model.names.orders(rest), grid)
     return found.joined(from_buckets(placed, common.sharding or usual))
-
-
-def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey, StoredTensor]:
-    if not prefix:
-        return states
-    return {key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in states.items()}
 
 
 def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
@@ -206,25 +336,6 @@ def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, obj
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
 
 
-def _grid(common: CommonState, model: _Model) -> Grid:
-    """Degrees of the run; the chunks of the embedding tell the first, where arguments were not saved."""
-    arguments = common.arguments
-    embedding = model.weights.get(EMBEDDING)
-    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
-    return Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
-
-
-def _original_shapes(dcp: Dcp) -> dict[str, tuple[int, ...]]:
-    """Key to its shape before it was flattened to be saved (`mcore_data`, megatron-core up to 0.15)."""
-    saved = dcp.metadata.facts.get("mcore_data")
-    found = {}
-    for key, own in saved.items() if isinstance(saved, dict) else ():
-        shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
-        if isinstance(key, str) and isinstance(shape, tuple):
-            found[key] = tuple(int(n) for n in shape)
-    return found
-
-
 def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
     roles = {dcp.path(METADATA): "index of all items"}
     if common.file:
@@ -237,9 +348,18 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         yield source_file(path, role)
 
 
-def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:
-    if not states.layout:
-        yield "saved without an optimizer: every parameter counts as trained"
-        return
-    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
-    yield f"optimizer states laid out as {states.layout}{recorded} in the source"
+def _atom(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
+    """The atom of one parameter or buffer: the master is its weight where there is one."""
+    made = {
+        key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
+        for key, pieces in states.fragments.get(whole.name, {}).items()
+    }
+    if whole.name in groups.steps and made.keys() - {WEIGHT}:
+        made[STEP] = groups.steps[whole.name]
+    pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.pieces)
+    model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
+    kind = Kind.PARAMETER
+    if whole.name not in states.fragments:
+        is_buffer = names.is_buffer(whole.name)
+        kind = Kind.BUFFER if is_buffer else Kind.FROZEN if states.fragments else Kind.PARAMETER
+    return Union().atom(whole.name, kind=kind, layout=layout, states=made, model=model)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucp.contract.extras import ExtraValues
+from ucp.contract.run_extras import ExtraValues
 from ucp.core.index import Index, Kind
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Placement
 from ucp.errors import counted
 from ucp_formats.megatron.extras import EXTRAS, RANDOM, SCHEDULER
-from ucp_formats.megatron.write.division import vocabulary_notes
+from ucp_formats.megatron.write.checks import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
-from ucp_formats.megatron.write.run import TargetRun
+from ucp_formats.megatron.write.model import TargetRun
 
 __all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
 
@@ -94,25 +94,22 @@ def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, fr
 def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: Iterable[Placement]) -> tuple[str, ...]:
     """A line for every set of states that are lost, and one for masters that are written as weights alone."""
     alike = Counter(lost.values()).items()
-    lines = [f"{', '.join(sorted(own))} of {counted(n, 'parameter')}: {_why(run, own)}" for own, n in alike]
-    masters = set(_masters(run.index, placements))
+    lines = [f"{', '.join(sorted(states))} of {counted(n, 'parameter')}: {_why(run, states)}" for states, n in alike]
+    widest: dict[str, int] = {}
+    for own in (place.slice for place in placements if place.slice.state == WEIGHT):
+        widest[own.param] = max(widest.get(own.param, 0), own.dtype.itemsize)
+    masters = [
+        atom.name  # its master is in no file, only the weight that is made of it
+        for atom in run.index.atoms.values()
+        if atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
+        if 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize
+    ]
     if masters:
         lines.append(
             f"masters of {counted(len(masters), 'parameter')}: {_why(run, ())}. Their weights are written in the type "
             "that the model computes in"
         )
     return tuple(lines)
-
-
-def _masters(index: Index, placements: Iterable[Placement]) -> Iterator[str]:
-    """Parameters whose master is in no file, only the weight that is made of it."""
-    widest: dict[str, int] = {}
-    for own in (place.slice for place in placements if place.slice.state == WEIGHT):
-        widest[own.param] = max(widest.get(own.param, 0), own.dtype.itemsize)
-    for atom in index.atoms.values():
-        has_master = atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
-        if has_master and 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize:
-            yield atom.name
 
 
 def _why(run: TargetRun, states: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The model that is to be written: every parameter under its canonical name, and the atoms that it is made of.
+"""What is to be written, and for which run: the model under canonical names, and all that both kinds of files take.
 
 Sources name parameters in styles of their own, and some keep as several tensors what Megatron keeps as one (query, key
 and value). A family says how they join; from here on there is one tensor per canonical name, and `parts` says which
@@ -7,21 +7,39 @@ stretches of which atoms fill any piece of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
+from ucp.contract.axes import along
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind
-from ucp.core.layout import Layout
+from ucp.core.index import Index, Kind
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
-from ucp.errors import MissingStateError, listed
+from ucp.core.topology import Topology
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family, Match
 from ucp.io.torch_file.draft import Part
+from ucp_formats.megatron.extras import scaler_of
+from ucp_formats.megatron.mesh import data_parallel, stage_layers, stages
+from ucp_formats.megatron.names import EMBEDDING, OUTPUT, GridPlace
+from ucp_formats.megatron.write.groups import OptimizerGroup
 
-__all__ = ["Model", "ModelTensor", "check_layers", "target_model"]
+__all__ = [
+    "Model",
+    "ModelTensor",
+    "TargetRun",
+    "axes_of",
+    "check_layers",
+    "check_topology",
+    "experts_apart",
+    "grid_problem",
+    "random_states",
+    "target_model",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +141,23 @@ def target_model(index: Index, family: Family, *, weights: DType | None = None) 
         Atoms that cannot be told apart by layer, or tensors of which parts are missing.
     """
     matches = family.match(index.atoms)
-    return Model(
-        family=family,
-        tensors=tuple(_tensor(matches[name], index.atoms[name], weights) for name in family.sorted(matches)),
-    )
+    tensors = []
+    for name in family.sorted(matches):
+        match, atom = matches[name], index.atoms[name]
+        shape, states = atom.global_shape, atom.states
+        is_buffer = match.buffer or atom.kind is Kind.BUFFER
+        dtype = atom.model_dtype or states[WEIGHT].dtype
+        tensors.append(
+            ModelTensor(
+                name=match.name,
+                match=match,
+                shape=shape,
+                kind=Kind.BUFFER if is_buffer else atom.kind,
+                dtype=weights if weights and not is_buffer else dtype,
+                states={key: own.dtype for key, own in states.items() if own.global_shape == shape and key != STEP},
+            )
+        )
+    return Model(family=family, tensors=tuple(tensors))
 
 
 def check_layers(model: Model, *, alike: bool) -> None:
@@ -141,7 +172,11 @@ def check_layers(model: Model, *, alike: bool) -> None:
     wanted = {name: shape for layer in held.values() for name, shape in layer.items()} if alike else {}
     lacking = [f"layer {layer}: every parameter" for layer, own in held.items() if not own]
     for layer, names in held.items():
-        expected = wanted or _of_all_experts(names, model.experts)
+        expected = dict(wanted)
+        for name, shape in names.items() if not wanted else ():  # a layer with one expert has all
+            head, marker, rest = name.partition(".local_experts.")
+            last = rest.partition(".")[2]
+            expected |= {f"{head}{marker}{n}.{last}": shape for n in range(model.experts if marker else 0)}
         lacking += [
             f"layer {layer}: {name} {list(s)}" for name, s in expected.items() if names and names.get(name) != s
         ]
@@ -153,36 +188,115 @@ def check_layers(model: Model, *, alike: bool) -> None:
         )
 
 
-def _of_all_experts(names: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
-    """Parameters that a layer must have because it has those of one expert."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in names.items():
-        head, marker, rest = name.partition(".local_experts.")
-        if marker:
-            last = rest.partition(".")[2]
-            found |= {f"{head}{marker}{expert}.{last}": shape for expert in range(experts)}
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRun:
+    """A checkpoint of Megatron to be written, and the run that is to load it."""
+
+    index: Index
+    """The source."""
+    model: Model
+    """Its tensors."""
+    topology: Topology
+    """Layout of the run."""
+    arguments: Mapping[str, object]
+    """Arguments of the run."""
+    chain: tuple[tuple[OptimizerGroup, ...], ...]
+    """Groups of each optimizer; empty for weights alone."""
+    common: Mapping[str, object]
+    """What all ranks have in common beside arguments and optimizers: scheduler, counts."""
+    random: Mapping[GridPlace, object]
+    """Random states of ranks; empty where the layout changes."""
+    dtypes: Mapping[str, str]
+    """State to the type asked for."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the run uses the distributed optimizer; it does unless its arguments say otherwise."""
+        return bool(self.arguments.get("use_distributed_optimizer", True))
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it is saved by ranks, for one layout."""
+        return self.arguments["ckpt_format"] == "torch"
+
+    @property
+    def scaler(self) -> Mapping[str, object]:
+        """Entry of an optimizer with the scale of the loss, where the source has one."""
+        found = scaler_of(self.index)
+        return {} if found is None else {"grad_scaler": found}
+
+    def is_optimized(self, tensor: ModelTensor) -> bool:
+        """Whether an optimizer has states of the tensor."""
+        return bool(self.chain) and tensor.kind is Kind.PARAMETER
 
 
-def _tensor(match: Match, atom: AtomIndex, weights: DType | None) -> ModelTensor:
-    is_buffer = match.buffer or atom.kind is Kind.BUFFER
-    return ModelTensor(
-        name=match.name,
-        match=match,
-        shape=atom.global_shape,
-        kind=Kind.BUFFER if is_buffer else atom.kind,
-        dtype=weights if weights and not is_buffer else _model_dtype(atom),
-        states=_states(atom),
+def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
+    """Name of a tensor to the axes of the run over which it lies, but for those that its family cuts it along.
+
+    The files have states gathered over data-parallel ranks. Stages are left out where the arguments do not deal the
+    layers out evenly (`pipeline_model_parallel_layout`).
+    """
+    mesh, tensors = run.topology, {own.name: own for own in run.model.tensors}
+    is_tied = EMBEDDING in tensors and OUTPUT not in tensors
+    try:
+        chunks = stage_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
+    except UnsupportedError:
+        chunks = {}
+    homes = {layer: chunk for chunk, layers in chunks.items() for layer in layers}
+    first, last = (0, 0), (mesh.pp - 1, mesh.vpp - 1)
+
+    def axes(name: str) -> tuple[AxisLayout, ...]:
+        own = tensors[name]
+        home = first if name.startswith("embedding.") else last if own.layer is None else homes.get(own.layer, last)
+        there = {first, last} if is_tied and name == EMBEDDING else {home}
+        owner = None if own.expert is None else own.expert * mesh.ep // run.model.experts
+        return (
+            *(stages(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
+            *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
+            *along("dp", data_parallel(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+        )
+
+    return axes
+
+
+def experts_apart(model: Model, topology: Topology) -> bool:
+    """Whether experts have an optimizer of their own in a run.
+
+    Where experts are parallel, and since megatron-core 0.19 where they are cut over other ranks than the rest as well
+    (core/tensor_parallel/layers.py: use_expert_pgs).
+    """
+    return bool(model.experts) and (topology.ep > 1 or topology.expert_tp != topology.tp)
+
+
+def check_topology(topology: Topology) -> None:
+    """Raise TopologyError for words of another framework."""
+    if topology.zero is not None:
+        raise TopologyError(
+            f"ZeRO stages are DeepSpeed's: drop zero={topology.zero}. Megatron's optimizer is cut over dp anyway"
+        )
+
+
+def grid_problem(own: Topology) -> str | None:
+    """Why ranks of experts do not share those of the rest; None when they do."""
+    ranks, expert = own.tp * own.cp * own.dp, own.expert_tp * own.ep
+    if ranks % expert == 0:
+        return None
+    return (
+        f"ranks: etp x ep = {own.expert_tp} x {own.ep} does not divide tp x cp x dp = {own.tp} x {own.cp} x {own.dp}; "
+        f"raise dp to a multiple of {expert // gcd(expert, own.tp * own.cp)}, or lower ep"
     )
 
 
-def _states(atom: AtomIndex) -> dict[str, DType]:
-    """States with one value per element."""
-    return {
-        name: own.dtype for name, own in atom.states.items() if own.global_shape == atom.global_shape and name != STEP
-    }
-
-
-def _model_dtype(atom: AtomIndex) -> DType:
-    """Element type that the model computes in."""
-    return atom.model_dtype or atom.states[WEIGHT].dtype
+def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace]) -> dict[GridPlace, object]:
+    """Random states of all ranks `wanted`, where the run has the layout that they were saved at; else nothing."""
+    if index.topology != topology:
+        return {}
+    found = {}
+    for extra in index.extras:
+        name, _, place = extra.name.partition("/")
+        numbers = {part[:2]: part[2:] for part in place.split(".")} if name == "rng_state" and place else {}
+        if numbers and set(numbers) <= {"pp", "tp", "ep"} and all(number.isdecimal() for number in numbers.values()):
+            tp, pp, ep = (int(numbers.get(axis, 0)) for axis in ("tp", "pp", "ep"))
+            found[GridPlace(tp=tp, pp=pp, ep=ep)] = extra.value
+    places = list(wanted)
+    return {place: found[place] for place in places} if found.keys() >= set(places) else {}

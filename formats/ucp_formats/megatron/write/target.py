@@ -13,27 +13,24 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ucp.contract.companions import place_companions
-from ucp.contract.model.arguments import recorded_arguments, run_arguments, said_values
+from ucp.contract.model import recorded_arguments, run_arguments, said_values
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_weights
-from ucp.core.names import WEIGHT
+from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, listed
 from ucp.families.family import CANONICAL
 from ucp.io.torch_file.draft import target_plan
 from ucp.transfer.probe import Prober
+from ucp_formats.megatron.groups import is_by_named_optimizer
+from ucp_formats.megatron.modules import chosen_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.param_groups.rules import is_by_named_optimizer
-from ucp_formats.megatron.run.modules import chosen_modules
-from ucp_formats.megatron.write.arguments.carried import relaid_arguments
-from ucp_formats.megatron.write.arguments.configured import configured, scaling_note
-from ucp_formats.megatron.write.arguments.derived import derived_arguments
-from ucp_formats.megatron.write.arguments.settings import SETTINGS, check_asked, check_settings
-from ucp_formats.megatron.write.division import check_division
+from ucp_formats.megatron.write.arguments import configured, derived_arguments, relaid_arguments, scaling_note
+from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
 from ucp_formats.megatron.write.extras import (
     common_state,
     consumed_samples,
@@ -43,11 +40,18 @@ from ucp_formats.megatron.write.extras import (
     lost_states,
 )
 from ucp_formats.megatron.write.groups import is_native, optimizer_chain
-from ucp_formats.megatron.write.legacy.files import legacy_places, plan_legacy
-from ucp_formats.megatron.write.model import Model, check_layers, target_model
-from ucp_formats.megatron.write.run import TargetRun, axes_of, check_topology, experts_apart, random_states
-from ucp_formats.megatron.write.torch_dist.files import dist_places, plan_dist
-from ucp_formats.megatron.write.torch_dist.keys import Norms, key_style, stored_parts
+from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
+from ucp_formats.megatron.write.model import (
+    Model,
+    TargetRun,
+    axes_of,
+    check_layers,
+    check_topology,
+    experts_apart,
+    random_states,
+    target_model,
+)
+from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
 
 __all__ = ["MegatronTarget"]
 
@@ -101,7 +105,11 @@ class MegatronTarget(Target):
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
-        layout = _checked_layout(options)
+        if options.compress:
+            raise UsageError("Megatron's files are not compressed; drop --compress")
+        if STEP in options.dtypes:
+            raise UsageError(f"Megatron keeps {STEP} as a number of its groups; drop --dtype {STEP}=...")
+        layout = options.layout or _LAYOUTS[0]
         if options.tag:
             raise UsageError(
                 f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
@@ -134,12 +142,6 @@ class MegatronTarget(Target):
         return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),), is_pointer=True),)
 
 
-def _checked_layout(options: TargetOptions) -> str:
-    if options.compress:
-        raise UsageError("Megatron's files are not compressed; drop --compress")
-    return options.layout or _LAYOUTS[0]
-
-
 def _run(
     index: Index, topology: Topology, layout: str, options: TargetOptions, optimizer: OptimizerPlan
 ) -> tuple[TargetRun, tuple[str, ...]]:
@@ -154,7 +156,9 @@ def _run(
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, optimizer, split=experts_apart(model, topology))
-    if chain and _is_without_moments(model, arguments):
+    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
+    has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
+    if chain and arguments.get("optimizer") != "sgd" and not has_moments:
         chain, notes = (), (_ANEW,)
     if chain:
         _check_states(index, model, arguments)
@@ -184,7 +188,10 @@ def _run(
         random=random,
         dtypes=options.dtypes,
     )
-    same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
+    style = key_style(arguments)
+    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
+    same = layout == _LAYOUTS[0] and not modules.known_from  # whether modules of both kinds have the same keys
+    same = same and all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
     return run, (*told, *notes, modules.note(same_keys=same))
 
 
@@ -200,21 +207,8 @@ def _made_arguments(
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
 
 
-def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:
-    """Whether torch_dist has the same keys for both kinds of modules."""
-    style = key_style(arguments)
-    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
-    return all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
-
-
 def _folder(index: Index) -> str:
     return RELEASE if index.step is None else f"iter_{index.step:07d}"
-
-
-def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
-    """Whether no parameter has a state that Megatron's Adam, Lion or Muon would look for."""
-    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
-    return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
 
 
 def _stepped(index: Index, names: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import cast
 
 from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Located
-from ucp.contract.model.transformers import in_model_order, tied_output
+from ucp.contract.model import in_model_order, tied_output
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile

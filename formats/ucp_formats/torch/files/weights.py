@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from ucp.contract.model.arguments import config_in
+from ucp.contract.model import config_in
 from ucp.contract.registry import recognise
 from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef

@@ -308,7 +308,7 @@ def test_who_comes_later_takes_the_place(memory, scratch, source, small):
 
 def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, monkeypatch):
     bucket = import_module("ucp.conversion.destination.bucket")
-    real = bucket.InBucket.add_last
+    real = bucket.InBucket.seal
 
     def meanwhile(self, files):
         real(self, files)
@@ -316,7 +316,7 @@ def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, 
         memory.fs.pipe_file(f"{DST}/{name}", b"of another")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket.InBucket, "add_last", meanwhile)
+        patch.setattr(bucket.InBucket, "seal", meanwhile)
         with pytest.raises(DestinationError, match=r"(?s)1 object below .* changed after they were uploaded.*packs/"):
             converted(source, scratch)
     ucp.convert(source, tmp_path / "disk", fsync=False)

@@ -57,21 +57,22 @@ def wanted(source, tmp_path, small_blocks):
 def read(monkeypatch):
     """Bytes of what grows that were read back; by whoever finalizes, in no other way than the one that is counted."""
     module, counted = import_module("ucp.conversion.journal"), [0]
-    real = module._stored
+    real = module._stands
 
-    def stored(path, section, own):
-        data = real(path, section, own)
-        if str(path) in OPENED:
-            OPENED.remove(str(path))
-        counted[0] += section.nbytes
-        return data
+    def stands(root, task, done):
+        answer = real(root, task, done)
+        for path, section in ((str(root / fill.path), section) for fill in task.fills for section in fill.sections):
+            if path in OPENED:
+                OPENED.remove(path)
+            counted[0] += section.nbytes
+        return answer
 
     def amount():
         assert OPENED == []
         return counted[0]
 
     OPENED.clear()
-    monkeypatch.setattr(module, "_stored", stored)
+    monkeypatch.setattr(module, "_stands", stands)
     return amount
 
 

@@ -2,7 +2,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.locate import list_folder, locate_tag, the_folder
+from ucp_formats.deepspeed.names import list_folder, locate_tag, the_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 

@@ -270,11 +270,6 @@ def styled(run: FakeLegacy, own: Tensors) -> Tensors:
     """Local tensors as other module classes hold them, under their keys."""
     if run.style == "grouped":
         return _grouped(own)
-    if run.style == "legacy":
-        heads = HEADS // run.tp
-        own = {
-            name: _old_rows(value, heads, run.version) if "linear_qkv" in name else value for name, value in own.items()
-        }
     rules = {"te": {**_TE, **({} if run.kind == "mixtral" else _TE_DENSE)}, "legacy": _LEGACY}.get(run.style, {})
     return {_renamed(name, rules): value for name, value in own.items()}
 
@@ -283,14 +278,6 @@ def _renamed(name: str, rules: dict[str, str]) -> str:
     for pattern, text in rules.items():
         name = re.sub(pattern, text, name)
     return name
-
-
-def _old_rows(value: Tensor, heads: int, version: float) -> Tensor:
-    """checkpointing.py: fix_query_key_value_ordering, undone."""
-    seen = value.view(heads, 3, -1, *value.shape[1:])
-    if version >= 2.0:
-        return value
-    return (seen.transpose(0, 1) if version == 0 else seen.transpose(1, 2)).contiguous().view(value.shape)
 
 
 def _grouped(own: Tensors) -> Tensors:

@@ -233,7 +233,7 @@ def test_a_metadata_json_that_is_no_file(damaged: Callable[..., Path]) -> None:
     root = damaged()
     (root / "metadata.json").unlink()
     os.mkfifo(root / "metadata.json")
-    with pytest.raises(MalformedError, match="got what is no regular file"):
+    with pytest.raises(MalformedError, match="got no short text"):
         read(root)
 
 
@@ -271,7 +271,7 @@ def test_groups_that_differ_by_rank_are_told_by_setting(damaged: Callable[..., P
 
     root = damaged("llama-tp2-torch-fused")
     change_rank(root, change)
-    with pytest.raises(MalformedError, match=r"lr: 0\.\d+ on mp_rank_00, 11\.0 on mp_rank_01 \(18 parameters such as"):
+    with pytest.raises(MalformedError, match=r"lr is 0\.\d+ and 11\.0, on mp_rank_01"):
         read(root)
 
 

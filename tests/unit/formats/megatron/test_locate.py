@@ -6,17 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.locate import SavedAs, locate, the_folder
+from ucp_formats.megatron.names import SavedAs
+from ucp_formats.megatron.source import locate, the_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def legacy(path: Path, *names: str, model: str = "model_optim_rng.pt") -> Path:
+def legacy(path: Path, *names: str) -> Path:
     for name in names or ("mp_rank_00",):
         (path / name).mkdir(parents=True)
-        (path / name / model).write_bytes(b"")
+        (path / name / "model_optim_rng.pt").write_bytes(b"")
     return path
 
 
@@ -44,9 +45,8 @@ def test_a_release_is_followed(tmp_path: Path) -> None:
     assert found.reasons[1] == "2 folders such as mp_rank_00"
 
 
-@pytest.mark.parametrize("model", ["model_optim_rng.pt", "model_rng.pt"])
-def test_an_iteration_and_a_rank_lead_there_too(tmp_path: Path, model: str) -> None:
-    root = legacy(tmp_path / "iter_0000005", "mp_rank_00", "mp_rank_01", model=model)
+def test_an_iteration_and_a_rank_lead_there_too(tmp_path: Path) -> None:
+    root = legacy(tmp_path / "iter_0000005", "mp_rank_00", "mp_rank_01")
     assert locate(root).root == root
     found = locate(root / "mp_rank_01")
     assert found.root == root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,18 @@ def test_names_in_another_order_than_the_states_are_refused(tmp_path: Path) -> N
     torch.save(saved, path / "checkpoint.pt")
     with pytest.raises(MalformedError, match="moments in the shapes of their parameters"):
         ucp.inspect(path)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("step", [float(2**24 + 1), 2**24 + 1, 1e39])
+def test_a_step_that_float32_rounds_is_refused(step: float, to: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=rf"weight/step = {re.escape(str(step))} in "):
+        ucp.plan(_saved(tmp_path, step=step), to=to)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+def test_a_step_in_a_tensor_of_whole_numbers_is_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = _saved(tmp_path / "source", step=torch.tensor(3, dtype=dtype))
+    ucp.convert(source, tmp_path / "out", to="deepspeed-universal", verify=True)
+    (written,) = tmp_path.glob("out/*/zero/weight/step.pt")
+    assert torch.equal(torch.load(written), torch.tensor(3.0))

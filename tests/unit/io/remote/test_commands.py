@@ -19,7 +19,7 @@ from tests.unit.conftest import shrink
 from ucp.errors import ChangedError, MalformedError, MissingLibraryError, UnknownFormatError
 from ucp.io.remote import ends
 from ucp.io.remote import file as remote_file
-from ucp.io.remote.link import Link
+from ucp.io.remote.stores import Store
 from ucp_cli.verbs import cli
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
@@ -100,8 +100,8 @@ def test_convert_to_other_layouts_reads_hardly_more_than_there_is(memory, tmp_pa
     """Strided, cast and encoded pieces; blocks so small that most are read crosswise."""
     shrink(monkeypatch, block=512, task=2048)
     got = []
-    fetch = Link.fetch
-    monkeypatch.setattr(Link, "fetch", lambda *own: got.append(own[-1] - own[-2]) or fetch(*own))
+    fetch = Store.fetch
+    monkeypatch.setattr(Store, "fetch", lambda *own: got.append(own[-1] - own[-2]) or fetch(*own))
     disk, store = stored(memory, name)
     ucp.convert(disk, tmp_path / "disk", **asked, workers=1, fsync=False)
     monkeypatch.setattr(ends, "BLOCK", 0)  # small objects are all ends: so that what is announced is read anew

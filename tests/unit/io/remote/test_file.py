@@ -16,7 +16,8 @@ from ucp.io.identity import check_unchanged, identity_of, source_file
 from ucp.io.remote import ahead, ends
 from ucp.io.remote import file as remote_file
 from ucp.io.remote.ahead import Extent
-from ucp.io.remote.link import Link, link_of
+from ucp.io.remote.link import link_of
+from ucp.io.remote.stores import Store
 
 URL = "memory://b/x.bin"
 LONG = 3 << 20
@@ -27,13 +28,13 @@ DATA = np.random.default_rng(7).bytes(LONG)
 def reads(memory, monkeypatch):
     """An object, and (first byte, one past the last) of every request for it."""
     asked = []
-    fetch = Link.fetch
+    fetch = Store.fetch
 
     def counted(self, url, seen, start, stop):
         asked.append((start, stop))
         return fetch(self, url, seen, start, stop)
 
-    monkeypatch.setattr(Link, "fetch", counted)
+    monkeypatch.setattr(Store, "fetch", counted)
     monkeypatch.setattr(remote_file, "REQUEST", 1 << 18)
     monkeypatch.setattr(ahead, "REQUEST", 1 << 18)
     memory.fs.pipe_file(URL, DATA)
@@ -116,8 +117,10 @@ def test_ends_of_the_next_files_are_on_their_way(memory, monkeypatch):
     given("memory://b/run")
     ends.clear()
     begun = []
-    submit = Link.submit
-    monkeypatch.setattr(Link, "submit", lambda self, call, *rest: begun.append(rest[0]) or submit(self, call, *rest))
+    submit = Store.submit
+    monkeypatch.setattr(
+        Store, "submit", lambda self, call, *rest: begun.extend({*rest[:1]} & {*urls}) or submit(self, call, *rest)
+    )
     for number, url in enumerate(urls):
         with open_source(url) as file:
             file.read(0, 4)
@@ -153,7 +156,7 @@ def test_a_short_answer_is_no_answer(memory, monkeypatch):
     memory.fs.pipe_file(URL, DATA)
     given(URL)
     ends.clear()
-    monkeypatch.setattr(link_of(URL)._fs, "cat_file", lambda *_, **__: b"short")
+    monkeypatch.setattr(link_of(URL).fs, "cat_file", lambda *_, **__: b"short")
     with pytest.raises(ConnectionLostError, match="the store gave 5"):
         open_source(URL).read(0, LONG)
 

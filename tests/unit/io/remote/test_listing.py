@@ -85,7 +85,7 @@ def test_a_marker_object_of_a_folder_is_no_entry(memory, monkeypatch):
     fill(memory, ["x.pt"])
     link = link_of("memory://")
     found = memory.fs.ls("memory://b/run", detail=True)
-    monkeypatch.setattr(link._fs, "ls", lambda *_, **__: [{"name": "b/run/", "size": 0, "type": "file"}, *found])
+    monkeypatch.setattr(link.fs, "ls", lambda *_, **__: [{"name": "b/run/", "size": 0, "type": "file"}, *found])
     assert list(names_in(given("memory://b/run"))) == ["x.pt"]
 
 

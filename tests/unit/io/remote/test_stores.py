@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from ucp.errors import ChangedError
 from ucp.io.remote.listing import Entry
-from ucp.io.remote.stores import store_of
+from ucp.io.remote.stores import store_class
+
+
+def store(scheme, fs):
+    """The connection to a double."""
+    made = object.__new__(store_class(scheme))
+    made.fs, made._files = fs, {}
+    return made
+
 
 SEEN = Entry(is_folder=False, nbytes=9, version="17")
 
@@ -35,7 +44,7 @@ class Google:
 
 def test_google_is_asked_for_one_generation():
     fs = Google(b"abc")
-    assert store_of("gs").reads(fs, "bucket/x", SEEN)(2, 5) == b"abc"
+    assert store("gs", fs).fetch("gs://bucket/x", SEEN, 2, 5) == b"abc"
     asked = {"headers": {"Range": "bytes=2-4"}, "ifGenerationMatch": "17"}
     assert fs.asked == [(("GET", "http://host/bucket/x"), asked)]
 
@@ -43,13 +52,13 @@ def test_google_is_asked_for_one_generation():
 @pytest.mark.parametrize("error", [FileExistsError("412"), FileNotFoundError("404")])
 def test_another_generation_is_refused(error):
     with pytest.raises(ChangedError, match="gs://bucket/x was replaced"):
-        store_of("gcs").reads(Google(error), "bucket/x", SEEN)(0, 1)
+        store("gcs", Google(error)).fetch("gs://bucket/x", SEEN, 0, 1)
 
 
 @pytest.mark.parametrize("new", [False, True])
 def test_small_objects_go_to_google_as_they_are(new):
     fs = Google()
-    store_of("gs").puts(fs, "bucket/a/b", b"ends in CR\r", new=new)
+    store("gs", fs).put("bucket/a/b", b"ends in CR\r", new=new)
     ((words, asked),) = fs.asked
     assert words == ("POST", "http://host/upload/storage/v1/b/{}/o", "bucket")
     assert asked["data"] == b"ends in CR\r"
@@ -60,11 +69,16 @@ def test_small_objects_go_to_google_as_they_are(new):
     )
 
 
-@pytest.mark.parametrize("nbytes", [1, 81 << 30, 1 << 40])
-def test_parts_are_such_as_stores_take(nbytes):
-    assert store_of("gs").parts(nbytes)["chunksize"] % (256 << 10) == 0
-    assert -(-nbytes // store_of("s3").parts(nbytes)["chunksize"]) <= 10_000
-    assert store_of("gcs") is store_of("gs")
+@pytest.mark.parametrize("nbytes", [6 << 20, 81 << 30, 1 << 40])
+def test_parts_are_such_as_stores_take(nbytes, tmp_path):
+    (tmp_path / "x").touch()
+    os.truncate(tmp_path / "x", nbytes)
+    asked = {}
+    for scheme in ("gs", "s3"):
+        fs = SimpleNamespace(put_file=lambda *_, scheme=scheme, **options: asked.update({scheme: options["chunksize"]}))
+        store(scheme, fs).put_file("bucket/x", str(tmp_path / "x"))
+    assert asked["gs"] % (256 << 10) == 0
+    assert -(-nbytes // asked["s3"]) <= 10_000
 
 
 @pytest.mark.parametrize(
@@ -81,4 +95,4 @@ def test_a_revision_is_read_at_its_commit(monkeypatch, key, inside, root, pinned
     monkeypatch.setattr(hub, "HfApi", lambda **_: asked)
     resolved = SimpleNamespace(path_in_repo=inside, repo_id="org/name", revision="main", repo_type="model")
     fs = SimpleNamespace(resolve_path=lambda _: resolved, endpoint="", token=None)
-    assert store_of("hf").pinned(fs, key) == (root, pinned)
+    assert store("hf", fs)._pin(key) == (root, pinned)

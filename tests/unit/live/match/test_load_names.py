@@ -159,6 +159,7 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
     ("asked", "said"),
     [
         ({"names": "klingon"}, "expected one of the naming styles"),
+        ({"names": "hugingface"}, "got 'hugingface'; did you mean 'huggingface'?"),
         ({"names": ":"}, "expected a naming style"),
         ({"names": "huggingface", "settings": {"klingons": 3}}, "expected sizes of the model as settings"),
         ({"rename": 3}, "expected a path as rename"),

@@ -37,6 +37,7 @@ def stepper(params, arrays):
 
 def check(net, optimizer, masters, arrays):
     live = dict(net.named_parameters())
+    assert all(optimizer.state.values())  # no parameter has an empty entry
     for (name, state), array in arrays.items():
         if state == "weight":
             assert torch.equal(masters[name], torch.from_numpy(array))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from ucp.contract.model.arguments import recorded_arguments
+from ucp.contract.model import recorded_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, pattern
 from ucp.core.index import AtomIndex, Index

@@ -94,8 +94,8 @@ def _fit_nodes(needs: Needs) -> list[_Node]:
     custom = f" and the custom resource {needs.resource}" if needs.resource else ""
     shown = []
     for node in (node for node in nodes if node["Alive"]):
-        told = sorted((name, amount) for name, amount in node["Resources"].items() if ":" not in name)
-        shown.append(f"{_name(node)}: {', '.join(f'{name} {amount:.15g}' for name, amount in told)}")
+        resources = sorted((name, amount) for name, amount in node["Resources"].items() if ":" not in name)
+        shown.append(f"{_name(node)}: {', '.join(f'{name} {amount:.15g}' for name, amount in resources)}")
     raise EngineError(
         f"no node of the Ray cluster has {needs.cpus:g} CPUs, {needs.memory >> 20} MiB of memory{custom}:\n"
         f"{listed(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"

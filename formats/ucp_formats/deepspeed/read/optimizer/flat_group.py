@@ -15,18 +15,15 @@ from dataclasses import dataclass, field
 from ucp.contract.flat_buffer import FlatLayout
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.contract.scalars import number_state, scalar_state
 from ucp.core.fragments import Fragment, Stored
 from ucp.core.index import Extra, Loss, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, State
+from ucp.core.union import ShardedTensor, Shards, State, number_state, scalar_state
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
-
-__all__ = ["FlatGroupStates", "OptimizerPart", "Shard", "add_flat_group"]
 
 _UNPLACED = "states of the optimizer that cannot be given to single parameters are kept as extras (optimizer_state/...)"
 
@@ -106,16 +103,6 @@ class FlatGroupStates:
     """How the parameters lie over those."""
 
 
-@dataclass(slots=True)
-class _Places:
-    """Where a parameter lies."""
-
-    layout: Layout
-    """How its row-major order is cut."""
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    """Ranks that have some of it, each with the element of its tensor where that begins."""
-
-
 def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
     """Add the states of every parameter of `group`; what cannot be understood goes to `problems`."""
     reader = _Reader(part, group, checksums, problems)
@@ -146,7 +133,7 @@ class _Reader:
         }
         self.files = {shard.rank: shard.file for shard in group.shards}
         self.coords = {rank: {**group.coords, "dp": rank} for rank in self.files}
-        self.places: dict[int, dict[str, _Places]] = {}
+        self.places: dict[int, dict[str, tuple[Layout, list[tuple[int, int]]]]] = {}
 
     def add(self, name: str) -> None:
         """Add state `name`, whatever it is."""
@@ -183,33 +170,29 @@ class _Reader:
         if not self._one_type(name, tensors) or not self._all_have(name, lacking):
             return
         first = next(iter(tensors.values()))
-        places = self._places(layout)
         whole = Layout(self.group.axes)
-        for (param, shape), own in zip(self.group.shapes.items(), self.states.values(), strict=True):
-            place = places.get(param)
-            if place is None:
-                laid_out = Shards(whole, (Stored(self.group.coords, first),))
-            elif layout.ranks == 1:
-                ref = first.strided(place.starts[0][1], shape, contiguous_strides(shape))
-                laid_out = Shards(whole, (Stored(self.group.coords, ref),))
-            else:
-                stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in place.starts]
-                laid_out = Shards(place.layout, tuple(stored))
-            own[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(laid_out,))
-
-    def _places(self, layout: FlatLayout) -> dict[str, _Places]:
-        """Places of all parameters with elements, found once for all states."""
-        if id(layout) not in self.places:
-            own = Layout()
-            found: dict[str, _Places] = {}
+        places = self.places.get(id(layout))
+        if (
+            places is None
+        ):  # of parameters with elements: the ranks that have some, and where it begins in their tensors
+            places = self.places[id(layout)] = {}
+            cut = Layout()
             for param, axis in layout.axes().items():
-                own = own if own.flat and own.flat[0] is axis else Layout(self.group.axes, (axis,))
-                found[param] = _Places(own)
+                cut = cut if cut.flat and cut.flat[0] is axis else Layout(self.group.axes, (axis,))
+                places[param] = cut, []
             for rank in self.files:
                 for param, span in layout.spans(rank).items():
-                    found[param].starts.append((rank, span.start))
-            self.places[id(layout)] = found
-        return self.places[id(layout)]
+                    places[param][1].append((rank, span.start))
+        for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
+            if param not in places:
+                shards = Shards(whole, (Stored(self.group.coords, first),))
+            elif layout.ranks == 1:
+                ref = first.strided(places[param][1][0][1], shape, contiguous_strides(shape))
+                shards = Shards(whole, (Stored(self.group.coords, ref),))
+            else:
+                cut, starts = places[param]
+                shards = Shards(cut, tuple([Stored(self.coords[rank], tensors[rank], start) for rank, start in starts]))
+            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(shards,))
 
     def add_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
         """Add a state that is one tensor of one element, of which every rank has a copy."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,6 @@ from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, t
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
-
-__all__ = [
-    "OptimizerFile",
-    "SavedGroup",
-    "TorchOptimizer",
-    "UnshardedOptimizer",
-    "counts_of",
-    "number_of_enum",
-    "same_groups",
-    "stage_of",
-]
 
 
 def number_of_enum(value: object, where: str) -> int:
@@ -95,7 +83,7 @@ class TorchOptimizer:
         state = mapping(entries.get("state"), f"state of {where}").items()
         return cls(
             groups=tuple(SavedGroup.of(own, f"param_groups[{number}] of {where}") for number, own in enumerate(groups)),
-            state={slot: _states(own, f"state[{slot}] of {where}") for slot, own in state if isinstance(slot, int)},
+            state={slot: _by_name(own, f"state[{slot}] of {where}") for slot, own in state if isinstance(slot, int)},
             saved_groups=groups,
         )
 
@@ -189,7 +177,8 @@ class OptimizerFile:
         key, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
         if stage == 3:
             key, inner = "fp32_flat_groups", "optimizer_state_dict"
-        mappings = saved.get("param_slice_mappings")
+        where, mapped = "param_alignment_paddings", "param_slice_mappings"
+        paddings, mappings = saved.get(where), saved.get(mapped)
         return cls(
             file=file,
             saved=saved,
@@ -197,8 +186,13 @@ class OptimizerFile:
             counts=counts_of(saved),
             torch=TorchOptimizer.of(saved.get(inner), inner),
             weights=tuple(tensor(ref, f"a tensor of {key}") for ref in sequence(saved.get(key), key)),
-            paddings=_paddings(saved.get("param_alignment_paddings")),
-            mappings=tuple(map(_mapping, mappings if isinstance(mappings, list) else ())),
+            paddings=None if paddings is None else tuple(_integers(own, where) for own in sequence(paddings, where)),
+            mappings=tuple(
+                {name: _span(own, f"{name} in {mapped}") for name, own in _by_name(group, mapped).items()}
+                if isinstance(group, dict)
+                else None
+                for group in (mappings if isinstance(mappings, list) else ())
+            ),
         )
 
     @property
@@ -236,50 +230,16 @@ def same_groups(
 ) -> tuple[SavedGroup, ...]:
     """The parameter groups that all files share (file to its optimizer)."""
     (first, usual), *others = files.items()
-    text = _marshalled(usual.saved_groups)
+    text = repr(usual.saved_groups)  # the same text is the same value, and found faster
     for file, own in others:
-        if text is not None and _marshalled(own.saved_groups) == text:
-            continue
-        if not checksums.same(own.saved_groups, usual.saved_groups):
+        if repr(own.saved_groups) != text and not checksums.same(own.saved_groups, usual.saved_groups):
             problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first}")
     return usual.groups
 
 
-def _marshalled(groups: Sequence[object]) -> bytes | None:
-    """Bytes that are the same only for groups that are, to the bit; None for groups of more than plain settings."""
-    for group in groups:
-        if type(group) is not dict or not all(_is_plain(own) for own in group.values()):
-            return None
-    return marshal.dumps([*groups], _WITHOUT_REFERENCES)
-
-
-_WITHOUT_REFERENCES = 2
-"""Version of the format of `marshal` in which bytes follow from values alone."""
-_SCALARS = frozenset({int, float, bool, str, type(None)})
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or a few of them."""
-    if type(value) in _SCALARS:
-        return True
-    return isinstance(value, tuple | list) and type(value) in (tuple, list) and _SCALARS.issuperset(map(type, value))
-
-
-def _states(saved: object, where: str) -> dict[str, object]:
+def _by_name(saved: object, where: str) -> dict[str, object]:
     return {text(key, where): value for key, value in mapping(saved, where).items()}
 
 
 def _integers(value: object, where: str) -> tuple[int, ...]:
     return tuple(integer(number, where) for number in sequence(value, where))
-
-
-def _paddings(saved: object) -> tuple[tuple[int, ...], ...] | None:
-    where = "param_alignment_paddings"
-    return None if saved is None else tuple(_integers(own, where) for own in sequence(saved, where))
-
-
-def _mapping(saved: object) -> dict[str, Span] | None:
-    where = "param_slice_mappings"
-    if not isinstance(saved, dict):
-        return None
-    return {text(name, where): _span(own, f"{name} in {where}") for name, own in saved.items()}

@@ -25,13 +25,11 @@ from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, ranks_joined
+from ucp_formats.deepspeed.extras import optimizer_extras
 from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers
-from ucp_formats.deepspeed.read.extras import optimizer_extras
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, SavedGroup, same_groups
 from ucp_formats.deepspeed.read.run import SavedRun
-
-__all__ = ["add_groups", "add_sub_groups", "read_sharded", "sub_group_params", "with_shapes"]
 
 
 def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
@@ -52,12 +50,16 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
             f"got\n{listed(wrong)}\nThe files are of different runs"
         )
     if run.stage == 3:
-        add_sub_groups(part, run, checksums, problems)
+        for number, shapes in enumerate(run.model.groups):
+            chunks = Chunks({name: prod(shape) for name, shape in shapes.items()}, run.ranks)
+            shards = tuple(_shard(file, rank, number, number) for rank, file in run.optimizers.items())
+            group = FlatGroupStates(label=f"sub-group {number}", shapes=shapes, layouts=(chunks,), shards=shards)
+            add_flat_group(part, group, checksums, problems)
         members = sub_group_params(groups, run.model.groups, f"param_groups of {next(iter(files))}")
     else:
         members = add_groups(part, run, checksums, problems)
     problems.raise_any(run.folder, f"ZeRO-{run.stage} over {run.ranks} ranks")
-    part.groups = [ParamGroup(params=own, hyper=group.hyper) for group, own in zip(groups, members, strict=True)]
+    part.groups = [ParamGroup(params=names, hyper=own.hyper) for own, names in zip(groups, members, strict=True)]
     part.take_group_steps()
     part.extras += optimizer_extras(run, checksums)
     return part
@@ -103,6 +105,15 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
         for ep_rank, subset in enumerate(subsets):
             files = [run.optimizers[rank] for rank in subset]
             buffer = _buffer(run, number, own, files)
+            odd = [file for file in files if len(file.torch.groups[number].slots) != 1]
+            if odd:
+                raise UnsupportedError(
+                    f"expected one flat parameter in group {number} of {odd[0].name.name}; got "
+                    f"{len(odd[0].torch.groups[number].slots)}"
+                )
+            shards = tuple(
+                _shard(file, rank, number, file.torch.groups[number].slots[0]) for rank, file in enumerate(files)
+            )
             owner = AxisLayout("ep", len(subsets), pattern("unique", owner=ep_rank), "partition_count")
             group = FlatGroupStates(
                 label=f"group {number}" + (f" of expert-parallel rank {ep_rank}" if len(subsets) > 1 else ""),
@@ -110,7 +121,7 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
                 names={name: placed.named(name, ep_rank) for name in own} if len(subsets) > 1 else {},
                 layouts=(buffer,),
                 state_layouts=(WholeParameters(buffer),),
-                shards=tuple(_shard(file, rank, number) for rank, file in enumerate(files)),
+                shards=shards,
                 coords={"ep": ep_rank},
                 axes=(owner,) if len(subsets) > 1 else (),
             )
@@ -123,11 +134,8 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
     return members
 
 
-def _shard(file: OptimizerFile, rank: int, number: int) -> Shard:
-    slots = file.torch.groups[number].slots
-    if len(slots) != 1:
-        raise UnsupportedError(f"expected one flat parameter in group {number} of {file.name.name}; got {len(slots)}")
-    states = file.torch.state.get(slots[0], {})
+def _shard(file: OptimizerFile, rank: int, number: int, slot: int) -> Shard:
+    states = file.torch.state.get(slot, {})
     return Shard(rank=rank, file=file.name.name, weight=file.weights[number], states=states)
 
 
@@ -204,26 +212,6 @@ def _displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> list[
         if is_view and ref.offset - storage.offset != start * ref.dtype.itemsize:
             found.append(name)
     return sorted(found)
-
-
-def add_sub_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problems: Problems) -> None:
-    """Add the states of every sub-group."""
-    for number, own in enumerate(run.model.groups):
-        group = FlatGroupStates(
-            label=f"sub-group {number}",
-            shapes=own,
-            layouts=(Chunks({name: prod(shape) for name, shape in own.items()}, run.ranks),),
-            shards=tuple(
-                Shard(
-                    rank=rank,
-                    file=file.name.name,
-                    weight=file.weights[number],
-                    states=file.torch.state.get(number, {}),
-                )
-                for rank, file in run.optimizers.items()
-            ),
-        )
-        add_flat_group(part, group, checksums, problems)
 
 
 def sub_group_params(

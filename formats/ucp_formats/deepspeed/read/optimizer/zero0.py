@@ -16,12 +16,11 @@ from math import prod
 
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
 from ucp.core.index import Extra, ParamGroup
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, State
+from ucp.core.union import ShardedTensor, State, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
@@ -29,8 +28,6 @@ from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.partition import shared_buffers
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOptimizer
-
-__all__ = ["INFERRED", "REMEDY", "names_by_shape", "read_optimizer", "slots_of"]
 
 _FLAT = "FP16_Optimizer"
 
@@ -74,7 +71,17 @@ def read_optimizer(
     problems = Problems()
     for number, (group, own) in enumerate(zip(groups, names, strict=True)):
         if optimizer.kind == _FLAT:
-            add_flat_group(part, _flat_group(optimizer, number, {n: params[n] for n in own}), checksums, problems)
+            (flat,), (slot,) = optimizer.masters[number], group.slots
+            numels = {name: params[name].numel for name in own}
+            where = f"fp32_groups_flat of {optimizer.where}"
+            states = optimizer.torch.state.get(slot, {})
+            flat_group = FlatGroupStates(
+                label=f"group {number}",
+                shapes={name: params[name].shape for name in own},
+                layouts=shared_buffers(numels, ranks=1, paddings=None, first=flat.numel, known_from=where),
+                shards=(Shard(rank=0, file=optimizer.where, weight=flat, states=states),),
+            )
+            add_flat_group(part, flat_group, checksums, problems)
         else:
             _add_slots(optimizer, number, {name: params[name].shape for name in own}, part, problems)
         part.groups.append(ParamGroup(params=tuple(own), hyper=group.hyper))
@@ -85,40 +92,32 @@ def read_optimizer(
 
 def _names(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums, part: OptimizerPart) -> Names:
     """Names of every group, from the best record there is."""
-    if optimizer.recorded:
-        return _by_record(optimizer, params)
-    kept = [group.names for group in optimizer.torch.groups if _named_in(group, optimizer, params)]
-    found: Names | None = [names for names in kept if names is not None]
-    if len(kept) != len(optimizer.torch.groups):
+    if optimizer.recorded:  # in `param_shapes`, which ucp writes
+        wrong = [
+            f"{name}: {list(shape)} in param_shapes, {list(params[name].shape)} in module"
+            for group in optimizer.recorded
+            for name, shape in group.items()
+            if name in params and params[name].shape != shape
+        ]
+        if wrong:
+            raise MalformedError(
+                f"expected the shapes of the module in param_shapes of {optimizer.where}; got\n{listed(wrong)}\nthe "
+                "file was changed after it was saved: take an unchanged copy, or set param_shapes to None"
+            )
+        return [tuple(group) for group in optimizer.recorded]
+    found: Names | None = [
+        group.names  # of a flat tensor in FP16_Optimizer, however many they are
+        for group in optimizer.torch.groups
+        if group.names is not None
+        and (optimizer.kind == _FLAT or len(group.names) == len(group.slots))
+        and all(name in params for name in group.names)
+    ]
+    if found is not None and len(found) != len(optimizer.torch.groups):
         found = _by_storage(optimizer, params, checksums) if optimizer.kind == _FLAT else None
     if found is None:
         part.notes.append(INFERRED)
         found = _by_shape(optimizer, params)
     return found
-
-
-def _named_in(group: SavedGroup, optimizer: UnshardedOptimizer, params: Params) -> bool:
-    """Whether torch kept the names of a group, which has one flat tensor in FP16_Optimizer, however many they are."""
-    names = group.names
-    if names is None or not (optimizer.kind == _FLAT or len(names) == len(group.slots)):
-        return False
-    return all(name in params for name in names)
-
-
-def _by_record(optimizer: UnshardedOptimizer, params: Params) -> Names:
-    """Names in `param_shapes`, which ucp writes. Raises MalformedError where its shapes are not the module's."""
-    wrong = [
-        f"{name}: {list(shape)} in param_shapes, {list(params[name].shape)} in module"
-        for own in optimizer.recorded
-        for name, shape in own.items()
-        if name in params and params[name].shape != shape
-    ]
-    if wrong:
-        raise MalformedError(
-            f"expected the shapes of the module in param_shapes of {optimizer.where}; got\n{listed(wrong)}\nthe file "
-            "was changed after it was saved: take an unchanged copy, or set param_shapes to None"
-        )
-    return [tuple(own) for own in optimizer.recorded]
 
 
 def _by_storage(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums) -> Names | None:
@@ -211,32 +210,18 @@ def slots_of(optimizer: UnshardedOptimizer) -> list[SlotGroup]:
     if optimizer.masters:
         return [Slots(tuple(ref.shape for ref in own)) for own in optimizer.masters]
     state, groups = optimizer.torch.state, optimizer.torch.groups
-    shown = [[_shape_of(state.get(slot, {})) for slot in group.slots] for group in groups]
+    shown: list[list[Shape | None]] = []
+    for group in groups:  # the shape that the states of each show; None where they show none, or several
+        shown.append([])
+        for slot in group.slots:
+            tensors = (value for name, value in state.get(slot, {}).items() if name != STEP)
+            shapes = {value.shape for value in tensors if isinstance(value, TensorRef)}
+            if len(shapes) > 1:  # counts beside others aside
+                shapes = {shape for shape in shapes if prod(shape) != 1}
+            shown[-1].append(shapes.pop() if len(shapes) == 1 else None)
     if all(shape is None or prod(shape) == 1 for own in shown for shape in own):  # counts, which are of no shape
         shown = [[None] * len(own) for own in shown]
     return [Slots(tuple(own)) for own in shown]
-
-
-def _shape_of(state: Mapping[str, object]) -> Shape | None:
-    """Shape that the states of a parameter show, counts beside others aside; None where they do not, or differ."""
-    shapes = {value.shape for name, value in state.items() if isinstance(value, TensorRef) and name != STEP}
-    if len(shapes) > 1:
-        shapes = {shape for shape in shapes if prod(shape) != 1}
-    return shapes.pop() if len(shapes) == 1 else None
-
-
-def _flat_group(optimizer: UnshardedOptimizer, number: int, params: Params) -> FlatGroupStates:
-    """A group of FP16_Optimizer."""
-    (flat,) = optimizer.masters[number]
-    (slot,) = optimizer.torch.groups[number].slots
-    numels = {name: ref.numel for name, ref in params.items()}
-    known_from = f"fp32_groups_flat of {optimizer.where}"
-    return FlatGroupStates(
-        label=f"group {number}",
-        shapes={name: ref.shape for name, ref in params.items()},
-        layouts=shared_buffers(numels, ranks=1, paddings=None, first=flat.numel, known_from=known_from),
-        shards=(Shard(rank=0, file=optimizer.where, weight=flat, states=optimizer.torch.state.get(slot, {})),),
-    )
 
 
 def _add_slots(

@@ -7,29 +7,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
 
+from ucp.contract.axes import along
 from ucp.contract.problems import Problems
 from ucp.contract.rank_extras import Checksums
+from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import InlineTensor
-from ucp.core.union import ShardedTensor, State, joined_counts
+from ucp.core.union import ShardedTensor, Shards, State, joined_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
-from ucp_formats.deepspeed.tp.family import FamilyRules
-from ucp_formats.deepspeed.tp.layout import TensorLayout
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes, UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes
 
-__all__ = ["RankPart", "Rules", "merge", "merged_extras"]
+if TYPE_CHECKING:
+    from ucp.core.index import Doubt
+    from ucp_formats.deepspeed.tp.family import FamilyRules
+    from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 
 
-Rules = UniversalCheckpointInfo | FamilyRules
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """How the tensors of a run lie over its axes, but for what the data-parallel ranks cut of them."""
+
+    dp: int = 1
+    """Data-parallel ranks."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    known_from: Mapping[str, str] = field(default_factory=dict)
+    """Axis to where it is known from how tensors lie over it."""
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tensor to the pipeline stages that hold it, where that is known; several for a tied one."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Parameter of an expert to the expert-parallel rank that holds it."""
+    tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
+    """Tensor to its layout over the tensor-parallel ranks; empty with one."""
+
+    def layout(self, name: str, own: Layout) -> Layout:
+        """The layout of a tensor over all axes; `own`: as its own file says, over the ranks that cut it."""
+        stages, axes = self.stages.get(name, ()), own.axes
+        if name in self.owners and not axes:
+            axes = along("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
+        if stages:
+            axes = (*along("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
+        return self.in_stage(name, own, axes)
+
+    def laid_out(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
+        """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
+        shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
+        base = {"dp": 0, **coords}
+        parts = []
+        for part in tensor.parts:
+            layout = self.in_stage(name, part.layout) if in_stage else self.layout(name, part.layout)
+            if layout is part.layout:
+                parts.append(part)
+            else:
+                moved = [Stored({**base, **one.coords}, one.ref, one.start) for one in part.stored]
+                parts.append(Shards(layout, tuple(moved)))
+        if all(new is old for new, old in zip(parts, tensor.parts, strict=True)):
+            return tensor
+        return ShardedTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
+
+    def in_stage(self, name: str, own: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
+        """The layout in a pipeline stage, which has its modules in files of layers and experts, by their names."""
+        if name in self.tensors:
+            layout = self.tensors[name]
+            outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
+        copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
+        if copies > 1 and not own.flat:
+            return Layout((*outer, *along("dp", copies, self.known_from.get("dp", ""))))
+        return Layout(outer, own.flat) if outer else own
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All ranks as one."""
+
+    module: ModulePart
+    """The whole module."""
+    optimizer: OptimizerPart
+    """The whole optimizer."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """How tensors lie over ranks."""
+    doubts: list[Doubt] = field(default_factory=list)
+    """What speaks against the files."""
+
+    @classmethod
+    def of_one(cls, module: ModulePart, optimizer: OptimizerPart, mesh: Mesh) -> Merged:
+        """What one model-parallel rank has, which is all."""
+        for name, entry in module.entries.items():
+            if entry.tensor is not None:
+                tensor = mesh.laid_out(name, entry.tensor, in_stage=True)
+                if tensor is not entry.tensor:
+                    module.entries[name] = replace(entry, tensor=tensor)
+        for name, own in optimizer.states.items():
+            for key, state in own.items():
+                if isinstance(state, ShardedTensor) and not state.layout.flat:
+                    own[key] = mesh.laid_out(name, state, in_stage=True)
+        return cls(module, optimizer, mesh)
+
+
+Rules: TypeAlias = "UniversalCheckpointInfo | FamilyRules"
 """Says how tensors lie over the tensor-parallel ranks."""
 
 
@@ -58,10 +148,19 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
 
     `mesh`: the degrees of all axes, to be filled in.
     """
-    layouts = _layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {}
-    known_from = {**mesh.known_from, **rules.known_from}
-    stages, owners = _stages(parts), _owners(parts, mesh.ep)
-    mesh = replace(mesh, tensors=layouts, stages=stages, owners=owners, known_from=known_from)
+    stages: dict[str, set[int]] = {}
+    for part in parts:
+        members = (name for group in part.optimizer.groups for name in group.params)
+        for name in (*part.optimizer.states, *members, *part.untrained):
+            stages.setdefault(name, set()).add(part.order)
+    names = _unique(each for part in parts for each in (part.module.entries, part.optimizer.states))
+    mesh = replace(
+        mesh,
+        tensors=_layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {},
+        stages={name: tuple(sorted(orders)) for name, orders in stages.items()},
+        owners=Numbered.of(names).owners(names, mesh.ep) if mesh.ep > 1 else {},
+        known_from={**mesh.known_from, **rules.known_from},
+    )
     merger = _Merger(parts, mesh, checksums)
     problems = Problems()
     groups = _groups(parts, checksums, problems)
@@ -83,22 +182,6 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
     problems.wrong += merger.wrong
     problems.raise_any(where, "model-parallel ranks")
     return Merged(module=module, optimizer=optimizer, mesh=mesh)
-
-
-def _stages(parts: Sequence[RankPart]) -> dict[str, tuple[int, ...]]:
-    """Pipeline stages that have each tensor."""
-    stages: dict[str, set[int]] = {}
-    for part in parts:
-        members = (name for group in part.optimizer.groups for name in group.params)
-        for name in (*part.optimizer.states, *members, *part.untrained):
-            stages.setdefault(name, set()).add(part.order)
-    return {name: tuple(sorted(own)) for name, own in stages.items()}
-
-
-def _owners(parts: Sequence[RankPart], ep: int) -> dict[str, int]:
-    """Expert-parallel rank, of `ep`, that has each parameter of an expert; none with one rank."""
-    names = _unique(own for part in parts for own in (part.module.entries, part.optimizer.states))
-    return Numbered.of(names).owners(names, ep) if ep > 1 else {}
 
 
 def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
@@ -135,7 +218,6 @@ class _Merger:
     def __init__(self, parts: Sequence[RankPart], mesh: Mesh, checksums: Checksums) -> None:
         self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
         self.mesh = mesh
-        self.layouts = mesh.tensors
         self.checksums = checksums
         self.wrong: list[str] = []
         self.extras: list[Extra] = []
@@ -155,7 +237,7 @@ class _Merger:
         return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
 
     def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, State]]) -> State:
-        layout = self.layouts.get(name)
+        layout = self.mesh.tensors.get(name)
         if len({(own.dtype, _shape(own) if layout is None else None) for _, own in held}) > 1:
             where = dict.fromkeys(f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held)
             self.wrong.append(f"{name}/{key}: {' and '.join(where)} on several model-parallel ranks")
@@ -174,19 +256,19 @@ class _Merger:
     def _count(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
         """A count of several ranks as one: made once for all parameters that share the counts of the ranks."""
         shared = tuple([id(own) for _, own in counts])
-        made = self._counts.get(shared)
-        if made is None:
-            refs = [piece.ref for _, own in counts for piece in own.fragments]
-            inline = {ref.data for ref in refs if isinstance(ref, InlineTensor)}
-            if all(isinstance(ref, InlineTensor) for ref in refs):  # numbers in the files themselves must agree now
-                made = counts[0][1]
-                if len(inline) > 1:
-                    ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
-                    self.wrong.append(f"of another run: {what} differs among {ranks}")
-                    return made
-            else:
-                made = joined_counts([own for _, own in counts])
-            self._counts[shared] = made
+        if shared in self._counts:
+            return self._counts[shared]
+        refs = [piece.ref for _, own in counts for piece in own.fragments]
+        inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
+        if len(inline) < len(refs):
+            made = joined_counts([own for _, own in counts])
+        else:  # numbers in the files themselves must agree now
+            made = counts[0][1]
+            if len({*inline}) > 1:
+                ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
+                self.wrong.append(f"of another run: {what} differs among {ranks}")
+                return made
+        self._counts[shared] = made
         return made
 
     def _joined(
@@ -208,36 +290,26 @@ class _Merger:
         first = held[0][1]
         kinds = {own.kind for _, own in held}
         kind = Kind.PARAMETER if Kind.PARAMETER in kinds else first.kind
-        if kind is Kind.BUFFER:
-            held = list(self._same_buffers(name, held))
+        if kind is Kind.BUFFER and first.tensor is not None:
+            # those that are known to differ from the first become extras, as those of running statistics
+            layout, every, held = self.mesh.tensors.get(name), held, []
+            for part, copy in every:
+                comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
+                ref = copy.tensor.first if copy.tensor is not None and comparable else None
+                if ref is None or self.checksums.same_bytes(first.tensor.first, ref) is not False:
+                    held.append((part, copy))
+                    continue
+                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
+                self.notes.append(
+                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {every[0][0].mp}'s, which is "
+                    "taken; its own is an extra"
+                )
         if len({own.dtype for _, own in held}) > 1:
             self.wrong.append(f"{name}: of several types on the model-parallel ranks")
         tensors = [(part, own.tensor) for part, own in held if own.tensor is not None]
         whole = self._joined(name, tensors, in_stage=True) if tensors else None
-        shape = self.layouts[name].global_shape if name in self.layouts else first.shape
+        shape = self.mesh.tensors[name].global_shape if name in self.mesh.tensors else first.shape
         return replace(first, kind=kind, shape=shape, tensor=whole)
-
-    def _same_buffers(
-        self, name: str, held: Sequence[tuple[RankPart, ModuleEntry]]
-    ) -> Iterator[tuple[RankPart, ModuleEntry]]:
-        """Buffers that are not known to differ from the first; others become extras, as those of running statistics."""
-        first = held[0][1].tensor
-        layout = self.layouts.get(name)
-        for part, own in held:
-            equal = layout is None or layout.local_shape(part.tp) == layout.global_shape
-            if (
-                equal
-                and own.tensor is not None
-                and first is not None
-                and self.checksums.same_bytes(first.first, own.tensor.first) is False
-            ):
-                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=own.tensor.first))
-                self.notes.append(
-                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {held[0][0].mp}'s, which is "
-                    "taken; its own is an extra"
-                )
-            else:
-                yield part, own
 
 
 def _shape(state: State) -> Shape:
@@ -260,7 +332,7 @@ def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems)
         problems.wrong += [
             f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
             for other in own[1:]
-            if not _same_groups(first.optimizer.groups, other.optimizer.groups, checksums)
+            if not checksums.same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
         ]
         free = list(joined)
         for group in first.optimizer.groups:
@@ -271,12 +343,6 @@ def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems)
                 free = [one for one in free if one is not match]
                 match[0].update(dict.fromkeys(group.params))
     return [ParamGroup(params=tuple(params), hyper=hyper) for params, hyper in joined]
-
-
-def _same_groups(one: Sequence[ParamGroup], other: Sequence[ParamGroup], checksums: Checksums) -> bool:
-    return len(one) == len(other) and all(
-        a.params == b.params and checksums.same(dict(a.hyper), dict(b.hyper)) for a, b in zip(one, other, strict=True)
-    )
 
 
 def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:

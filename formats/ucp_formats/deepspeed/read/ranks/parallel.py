@@ -22,21 +22,17 @@ from ucp.core.union import ShardedTensor
 from ucp.errors import counted
 from ucp.io.pickle.fields import Shape, mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, Experts
-from ucp_formats.deepspeed.read.extras import model_extras
+from ucp_formats.deepspeed.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
-from ucp_formats.deepspeed.read.module import module_of, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.pipeline import layer_starts, pipeline_modules
 from ucp_formats.deepspeed.read.ranks.unsharded import read_expert_ranks, read_stages, read_unsharded
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
-
-__all__ = ["expert_degree", "read_parallel", "tensor_rules"]
 
 _INFO = "universal_checkpoint_info"
 
@@ -54,7 +50,13 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
     merged = merge(parts, rules, checksums, where, mesh)
     merged.module.notes[:0] = rules.notes
     if grid.is_pipeline:
-        layers, stages = _layers_and_stages(grid, parts)
+        # what only the names of files and their places say: names of each layer, trained parameters of each stage
+        firsts = [part for part in parts if part.tp == 0]
+        members = {part.order: part.optimizer.groups for part in firsts if part.optimizer.groups}
+        stages = [[name for group in members.get(stage, ()) for name in group.params] for stage in range(grid.pp)]
+        weights = {name: states.get(WEIGHT) for part in firsts for name, states in part.optimizer.states.items()}
+        numels = {name: prod(weight.shape) for name, weight in weights.items() if isinstance(weight, ShardedTensor)}
+        layers = layer_starts(grid, 0, {name: numels.get(name) for stage in stages for name in stage})
         merged.module.extras.append(Extra(name="pipeline", value={"layers": layers, "stages": stages}))
         merged.doubts.extend(_without_file(layers, stages))
     if isinstance(rules, FamilyRules) and grid.tp > 1:
@@ -74,18 +76,6 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
                 "and the rest is padding; it is kept as it is"
             )
     return merged
-
-
-def _layers_and_stages(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict[int, str], list[list[str]]]:
-    """What only the names of files and their places say: names of each layer, and trained parameters of each stage."""
-    stages: dict[int, list[str]] = {}
-    for part in parts:
-        if part.tp == 0 and part.optimizer.groups:
-            stages[part.order] = [name for group in part.optimizer.groups for name in group.params]
-    weights = {name: own.get(WEIGHT) for part in parts if part.tp == 0 for name, own in part.optimizer.states.items()}
-    numels = {name: prod(weight.shape) for name, weight in weights.items() if isinstance(weight, ShardedTensor)}
-    starts = layer_starts(grid, 0, {name: numels.get(name) for own in stages.values() for name in own})
-    return starts, [stages.get(stage, []) for stage in range(grid.pp)]
 
 
 def _without_file(layers: Mapping[int, str], stages: Sequence[Sequence[str]]) -> Iterator[Doubt]:
@@ -146,12 +136,17 @@ def _parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         trained[mp] = ExpertGroups.of(run, groups).trained(groups)
         experts[mp].check(trained[mp], f"model-parallel rank {mp}", problems)
     problems.raise_any(where, "experts")
-    parts = list(_pipeline_parts(grid, trained, checksums)) if grid.is_pipeline else []
+    parts = []
+    for tp in range(grid.tp) if grid.is_pipeline else ():  # a module each, and further copies of tied layers
+        own = {name: shape for mp in grid.stages(tp) for name, shape in trained[mp].items()}
+        for copy, model in enumerate(pipeline_modules(grid, tp, own)):
+            module = read_module({0: model}, own, checksums, sharded=False)
+            parts.append(RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=module))
     for mp, run in runs.items():
         optimizer = read_sharded(run, checksums)
         optimizer.extras[:0] = model_extras(run.models, checksums)
         untrained = tuple(run.model.untrained)
-        part = RankPart(mp=mp, tp=grid.tp_rank(mp), order=grid.pp_rank(mp), optimizer=optimizer, untrained=untrained)
+        part = RankPart(mp=mp, tp=mp % grid.tp, order=mp // grid.tp, optimizer=optimizer, untrained=untrained)
         if not grid.is_pipeline:
             models = {**run.models, 0: _with_experts(run.model, experts[mp])}
             module = read_module(models, trained[mp], checksums, sharded=run.stage == 3)
@@ -174,20 +169,9 @@ def _unsharded_parts(grid: SavedGrid, experts: Experts, checksums: Checksums) ->
     for mp, run in grid.runs.items():
         extras = OptimizerPart(extras=model_extras(run.models, checksums))
         untrained = tuple(run.model.untrained)
-        own = RankPart(mp=mp, tp=grid.tp_rank(mp), order=grid.pp_rank(mp), optimizer=extras, untrained=untrained)
+        own = RankPart(mp=mp, tp=mp % grid.tp, order=mp // grid.tp, optimizer=extras, untrained=untrained)
         parts.insert(mp, own)
     return parts
-
-
-def _pipeline_parts(
-    grid: SavedGrid, trained: Mapping[int, Mapping[str, Shape]], checksums: Checksums
-) -> Iterator[RankPart]:
-    """Modules of a pipeline, one per tensor-parallel rank, and further copies of tied layers."""
-    for tp in range(grid.tp):
-        own = {name: shape for mp in grid.stages(tp) for name, shape in trained[mp].items()}
-        for copy, model in enumerate(pipeline_modules(grid, tp, own)):
-            module = read_module({0: model}, own, checksums, sharded=False)
-            yield RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=module)
 
 
 def _module_shapes(grid: SavedGrid, mp: int, experts: Experts) -> dict[str, Shape]:
@@ -199,7 +183,7 @@ def _module_shapes(grid: SavedGrid, mp: int, experts: Experts) -> dict[str, Shap
         return {}
     models = [grid.runs[mp].model]
     if grid.is_pipeline:
-        tp = grid.tp_rank(mp)
+        tp = mp % grid.tp
         groups = (own for run in grid.stages(tp).values() for own in run.recorded_numels)
         models = pipeline_modules(grid, tp, {name: numel for own in groups for name, numel in own.items()})
     tensors = (own for model in models for own in (module_of(model).tensors, experts.tensors))

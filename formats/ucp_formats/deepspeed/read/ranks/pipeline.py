@@ -14,11 +14,8 @@ from dataclasses import replace
 from ucp.core.tensor import TensorRef
 from ucp.errors import UnsupportedError
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.names import FileName
-from ucp_formats.deepspeed.read.model_states import ModelStates, SavedModule
+from ucp_formats.deepspeed.read.module import ModelStates, SavedModule
 from ucp_formats.deepspeed.read.run import TIED, SavedGrid
-
-__all__ = ["layer_starts", "pipeline_modules"]
 
 
 def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> list[ModelStates]:
@@ -45,22 +42,17 @@ def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int
         into[1].update(others)
         prefix = start.removesuffix(".")
         versions |= {f"{prefix}.{key}" if key else prefix: own for key, own in (layer.versions or {}).items()}
-    bare = _joined(stages)
-    first, *copies = [SavedModule(tensors=tensors, others=others) for tensors, others in modules or [({}, {})]]
-    return [replace(bare, module=own) for own in (replace(first, versions=versions or None), *copies)]
-
-
-def _joined(stages: list[ModelStates]) -> ModelStates:
-    """The model states of the first stage, with what stages have a part of each."""
-    buffers = [own.buffers for own in stages if own.buffers is not None]
+    buffers = [stage.buffers for stage in stages if stage.buffers is not None]
     names = dict.fromkeys(name for own in buffers for name in own)
-    return replace(
+    bare = replace(  # the first stage, with what stages have a part of each
         stages[0],
         buffers=tuple(names) if len(buffers) == len(stages) else stages[0].buffers,
-        frozen={name: shape for own in stages for name, shape in own.frozen.items()},
-        fragments={name: ref for own in stages for name, ref in own.fragments.items()},
-        shared={alias: name for own in stages for alias, name in own.shared.items()},
+        frozen={name: shape for stage in stages for name, shape in stage.frozen.items()},
+        fragments={name: ref for stage in stages for name, ref in stage.fragments.items()},
+        shared={alias: name for stage in stages for alias, name in stage.shared.items()},
     )
+    first, *copies = [SavedModule(tensors=tensors, others=others) for tensors, others in modules or [({}, {})]]
+    return [replace(bare, module=own) for own in (replace(first, versions=versions or None), *copies)]
 
 
 def layer_starts(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> dict[int, str]:
@@ -74,24 +66,25 @@ def layer_starts(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | N
         if name.startswith(TIED):
             key, _, below = name.removeprefix(TIED).partition(".")
             tied.setdefault(key, {})[below] = shape
-    return {
-        name.layer: f"{name.layer}." if name.layer in numbers else _tied_start(name, layer, tied)
-        for name, layer in grid.layers.items()
-        if name.tp == tp
-    }
-
-
-def _tied_start(name: FileName, layer: SavedModule, tied: Mapping[str, Mapping[str, Shape | int | None]]) -> str:
-    """What the names of the parameters of a layer start with that no parameter is numbered by."""
-    fitting = [key for key, own in tied.items() if all(_fits(layer.tensors.get(n), s) for n, s in own.items())]
-    if len(fitting) > 1:
-        raise UnsupportedError(
-            f"{name.name} could be the tied layer {' or '.join(fitting)}: their parameters have the same names and "
-            "shapes. Save again with names below the tied layers that differ"
-        )
-    return f"{TIED}{fitting[0]}." if fitting else f"{name.layer}."
-
-
-def _fits(ref: TensorRef | None, known: Shape | int | None) -> bool:
-    """Whether a file has a tensor of that shape, or number of elements, where it is known."""
-    return ref is not None and known in (None, ref.shape, ref.numel)
+    starts = {}
+    for file, layer in grid.layers.items():
+        if file.tp != tp:
+            continue
+        starts[file.layer] = f"{file.layer}."
+        if file.layer not in numbers:  # a tied one: whose parameters, by name and shape, are in the file
+            fitting = [
+                key
+                for key, shapes in tied.items()
+                if all(
+                    (ref := layer.tensors.get(name)) is not None and shape in (None, ref.shape, ref.numel)
+                    for name, shape in shapes.items()
+                )
+            ]
+            if len(fitting) > 1:
+                raise UnsupportedError(
+                    f"{file.name} could be the tied layer {' or '.join(fitting)}: their parameters have the same names "
+                    "and shapes. Save again with names below the tied layers that differ"
+                )
+            if fitting:
+                starts[file.layer] = f"{TIED}{fitting[0]}."
+    return starts

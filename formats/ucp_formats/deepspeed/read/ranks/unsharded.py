@@ -20,17 +20,14 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered, ranks_joined
-from ucp_formats.deepspeed.read.extras import unsharded_extras
-from ucp_formats.deepspeed.read.model_states import ModelStates
-from ucp_formats.deepspeed.read.module import ModulePart, module_of, read_module
+from ucp_formats.deepspeed.extras import unsharded_extras
+from ucp_formats.deepspeed.read.module import ModelStates, ModulePart, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 from ucp_formats.deepspeed.read.optimizer.zero0 import INFERRED, REMEDY, names_by_shape, read_optimizer, slots_of
 from ucp_formats.deepspeed.read.ranks.merge import RankPart
 from ucp_formats.deepspeed.read.ranks.pipeline import pipeline_modules
 from ucp_formats.deepspeed.read.run import SavedGrid
-
-__all__ = ["read_expert_ranks", "read_stages", "read_unsharded"]
 
 
 def read_unsharded(
@@ -69,8 +66,16 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     """Modules and optimizers of a pipeline."""
     parts = []
     for tp in range(grid.tp):
-        optimizers = {mp: _of_stage(run.model) for mp, run in grid.stages(tp).items()}
-        named = {mp: _names(own) for mp, own in optimizers.items()}
+        optimizers: dict[int, UnshardedOptimizer] = {}
+        named: dict[int, dict[str, Shape | None]] = {}  # what the file or torch kept
+        for mp, run in grid.stages(tp).items():
+            optimizer = run.model.optimizer
+            if optimizer is None:
+                raise MalformedError(f"expected a dict for optimizer of {run.model.file.path}; got None")
+            optimizers[mp] = optimizer
+            recorded = {name: shape for group in optimizer.recorded for name, shape in group.items()}
+            kept = (name for group in optimizer.torch.groups for name in group.names or ())
+            named[mp] = {**recorded} or dict.fromkeys(kept)
         models = pipeline_modules(grid, tp, {name: shape for own in named.values() for name, shape in own.items()})
         module = _module(models[0], None, checksums)
         params = _params(module)
@@ -84,19 +89,13 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         for mp, part in read.items():
             part.notes += [] if named[mp] else [INFERRED]
             part.extras += unsharded_extras(optimizers[mp])
-            parts.append(RankPart(mp=mp, tp=tp, order=grid.pp_rank(mp), optimizer=part))
+            parts.append(RankPart(mp=mp, tp=tp, order=mp // grid.tp, optimizer=part))
         trained = _trained(module, read.values())
         parts += [
             RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=_module(model, trained, checksums))
             for copy, model in enumerate(models)
         ]
     return parts
-
-
-def _of_stage(model: ModelStates) -> UnshardedOptimizer:
-    if model.optimizer is None:
-        raise MalformedError(f"expected a dict for optimizer of {model.file.path}; got None")
-    return model.optimizer
 
 
 def _names_of_stages(
@@ -115,12 +114,6 @@ def _names_of_stages(
             )
     named = [{f"{number}.{name}": ref for name, ref in own.items()} for number, own in layers.items()]
     return names_by_shape([slots_of(own) for own in optimizers], named, where)
-
-
-def _names(optimizer: UnshardedOptimizer) -> dict[str, Shape | None]:
-    """Names, and shapes where they are known, that the file or torch kept of an optimizer's parameters."""
-    recorded: dict[str, Shape | None] = {n: shape for own in optimizer.recorded for n, shape in own.items()}
-    return recorded or dict.fromkeys(name for group in optimizer.torch.groups for name in group.names or ())
 
 
 def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums) -> Iterator[RankPart]:

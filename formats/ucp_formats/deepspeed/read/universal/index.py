@@ -13,7 +13,7 @@ its own cuts of frozen parameters and buffers, and a pipeline's has no module at
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,33 +21,35 @@ from ucp.contract.locating import Located
 from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
-from ucp.contract.scalars import scalar_state
 from ucp.core.index import Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
+from ucp.core.union import scalar_state
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.locate import list_folder
-from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role
+from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
+from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
-from ucp_formats.deepspeed.read.extras import joined, model_extras, universal_extras
-from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files, source_files, try_read
+from ucp_formats.deepspeed.read.files import (
+    SavedFile,
+    parsed,
+    read_files,
+    refuse_idle_options,
+    refuse_names,
+    source_files,
+    try_read,
+)
 from ucp_formats.deepspeed.read.index import atoms_of, folder_notes, producer_of
-from ucp_formats.deepspeed.read.model_states import ModelStates
-from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart, read_module
+from ucp_formats.deepspeed.read.module import ModelStates, ModuleEntry, ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
-from ucp_formats.deepspeed.read.ranks.merge import RankPart, Rules, merge
-from ucp_formats.deepspeed.read.ranks.mesh import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
-from ucp_formats.deepspeed.refusals import refuse_idle_options, refuse_names
-from ucp_formats.deepspeed.tp.universal_info import TensorShapes
-
-__all__ = ["UniversalRanks", "read_universal", "universal_ranks"]
+from ucp_formats.deepspeed.tp.layout import TensorShapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +107,14 @@ class UniversalRanks:
         parts = []
         for mp, models in self.models.items():
             optimizer = OptimizerPart(extras=model_extras(models, checksums))
-            module = _module(models, checksums)
+            if models[0].module is None:
+                lacking = "buffers and frozen parameters are not in it"
+                module = ModulePart(notes=[f"files of layers are not part of a universal checkpoint: {lacking}"])
+            else:
+                sharded = models[0].name.role is Role.SHARDED_MODEL
+                module = read_module(models, models[0].trained, checksums, sharded=sharded)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
         return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
-
-
-def _module(models: Mapping[int, ModelStates], checksums: Checksums) -> ModulePart:
-    if models[0].module is None:
-        note = "files of layers are not part of a universal checkpoint: buffers and frozen parameters are not in it"
-        return ModulePart(notes=[note])
-    return read_module(models, models[0].trained, checksums, sharded=models[0].name.role is Role.SHARDED_MODEL)
 
 
 def universal_ranks(
@@ -201,157 +201,120 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     ranks = universal_ranks(models, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
-    shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS), problems)
+    shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
+    problems.add(wrong)
     every = parsed([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
-    universal = _Universal(ranks=ranks, shared=every[0], found=found)
-    trained = universal.trained
+    (states_of_all,) = every
+    trained = {param: shape for group in ranks.groups for param, shape in group.items()}
     lost = [param for param, shape in trained.items() if prod(shape) and param not in found.states]
     if lost:
         raise MissingFileError(
             f"expected a folder in {folder.path / UNIVERSAL} for every trained parameter of the model-states files; "
             f"none is there for {counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
         )
-    return universal.index(name, located.reasons, folder_notes(folder), tuple(files))
+    model = ranks.first
+    records = (*(record for file in (*files, states_of_all.file) for record in file.records), *found.records)
+    merged = ranks.module(Checksums(records))
+    module = _completed(merged.module, model, trained, found)
+    states, dropped = _states(module, ranks, states_of_all, found)
+    stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
+    stage = stage if stage in range(4) else None  # of the run that it was made from, where that is known
+    # its model-states files have no module, or ucp wrote it so
+    bare = all(rank.module is None for models_of in ranks.models.values() for rank in models_of.values())
+    extras = universal_extras(states_of_all.file.root, found.info)
+    extras += [Extra(name="pipeline", value=True)] if bare or states_of_all.file.root.get("pipeline") is True else []
+    strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in found.strays]
+    roles = [(file.path, file.name.label) for file in files]
+    roles.append((states_of_all.file.path, "what all parameters share"))
+    return Index(
+        path=os.path.dirname(model.file.path),
+        format=name,
+        evidence=located.reasons,
+        producer=producer_of([model.file]),
+        topology=Topology(dp=model.ranks or 1, tp=ranks.tp, pp=ranks.pp, zero=stage),
+        step=model.count("global_steps"),
+        skipped=model.count("skipped_steps") or 0,
+        atoms=atoms_of(module, states, model.config),
+        groups=_groups(ranks, states_of_all, stage),
+        aliases=module.aliases,
+        extras=joined((*merged.optimizer.extras, *extras), module.extras),
+        files=tuple(source_files([*roles, *found.files])),
+        records=records,
+        notes=(*module.notes, *folder_notes(folder), *strays),
+        dropped=(*module.dropped, *dropped),
+        recorded_in={"every axis": "folders of zero/: one per parameter, with tensors that are whole"},
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Universal:
-    """The files of one universal checkpoint."""
+def _completed(
+    part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], found: ParameterFolders
+) -> ModulePart:
+    """The module as the model-states files have it, and what only `zero/` has, or has without padding."""
+    for name, own in found.states.items():
+        entry, weight = part.entries.get(name), own.get(WEIGHT)
+        if weight is None:
+            continue
+        if entry is None and name not in part.aliases and name not in trained:
+            kind = Kind.FROZEN if len(own) == 1 else Kind.PARAMETER
+            kind = Kind.BUFFER if name in (model.buffers or ()) else kind
+            part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, tensor=None)
+        elif entry is not None and name in trained and weight.global_shape != entry.shape:
+            part.entries[name] = replace(entry, shape=weight.global_shape, tensor=None)
+            sizes = f"{list(weight.global_shape)} in zero/ and {list(entry.shape)} in the module"
+            part.notes.append(f"{name} is {sizes}: its padding is cut off")
+    return part
 
-    ranks: UniversalRanks
-    """Model-states files of all ranks."""
-    shared: SharedStates
-    """What all parameters share."""
-    found: ParameterFolders
-    """`zero/`."""
 
-    @property
-    def model(self) -> ModelStates:
-        """Model states of rank 0."""
-        return self.ranks.first
-
-    @property
-    def stage(self) -> int | None:
-        """ZeRO stage of the run that it was made from, where that is known."""
-        stage = self.model.config.zero_stage if self.shared.stage is None else self.shared.stage
-        return stage if stage in range(4) else None
-
-    @property
-    def trained(self) -> dict[str, Shape]:
-        """Shapes of trained parameters."""
-        return {param: shape for own in self.ranks.groups for param, shape in own.items()}
-
-    def index(self, name: str, evidence: tuple[str, ...], notes: Sequence[str], files: Sequence[SavedFile]) -> Index:
-        """The index."""
-        model, found = self.model, self.found
-        records = (*(record for file in (*files, self.shared.file) for record in file.records), *found.records)
-        merged = self.ranks.module(Checksums(records))
-        module = self._completed(merged.module)
-        states, dropped = self._states(module)
-        strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in found.strays]
-        roles = [(file.path, file.name.label) for file in files]
-        roles.append((self.shared.file.path, "what all parameters share"))
-        return Index(
-            path=os.path.dirname(model.file.path),
-            format=name,
-            evidence=evidence,
-            producer=producer_of([model.file]),
-            topology=Topology(dp=model.ranks or 1, tp=self.ranks.tp, pp=self.ranks.pp, zero=self.stage),
-            step=model.count("global_steps"),
-            skipped=model.count("skipped_steps") or 0,
-            atoms=atoms_of(module, states, model.config),
-            groups=tuple(self._groups()),
-            aliases=module.aliases,
-            extras=joined((*merged.optimizer.extras, *self._extras()), module.extras),
-            files=tuple(source_files([*roles, *found.files])),
-            records=records,
-            notes=(*module.notes, *notes, *strays),
-            dropped=(*module.dropped, *dropped),
-            recorded_in={"every axis": "folders of zero/: one per parameter, with tensors that are whole"},
-        )
-
-    def _completed(self, part: ModulePart) -> ModulePart:
-        """The module as the model-states files have it, and what only `zero/` has, or has without padding."""
-        trained = self.trained
-        for name, own in self.found.states.items():
-            entry, weight = part.entries.get(name), own.get(WEIGHT)
-            if weight is None:
-                continue
-            if entry is None and name not in part.aliases and name not in trained:
-                kind = Kind.FROZEN if len(own) == 1 else Kind.PARAMETER
-                kind = Kind.BUFFER if name in (self.model.buffers or ()) else kind
-                part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, tensor=None)
-            elif entry is not None and name in trained and weight.global_shape != entry.shape:
-                part.entries[name] = replace(entry, shape=weight.global_shape, tensor=None)
-                sizes = f"{list(weight.global_shape)} in zero/ and {list(entry.shape)} in the module"
-                part.notes.append(f"{name} is {sizes}: its padding is cut off")
-        return part
-
-    def _states(self, module: ModulePart) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
-        """States to take from `zero/`, and what of it is a lesser copy of something else."""
-        trained = self.trained
-        states: dict[str, dict[str, StateIndex]] = {}
-        dropped: list[str] = []
-        for name, own in self.found.states.items():
-            entry = module.entries.get(name)
-            if name in module.aliases:
-                dropped.append(f"zero/{name}/: a copy of {module.aliases[name]}, to which it is tied")
-            elif name in trained or entry is None or entry.tensor is None:
-                states[name] = own
-            else:
-                dropped.append(
-                    f"zero/{name}/: a cast of the {entry.kind.value} tensor in {self.model.name.name}, which is taken"
-                )
-        self._add_counts(states)
-        tensors = (value for own in self.shared.state.values() for value in own.values())
-        if any(isinstance(value, TensorRef) and value.shape for value in tensors):
-            dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
-        return states, dropped
-
-    def _add_counts(self, states: Mapping[str, dict[str, StateIndex]]) -> None:
-        """Add numbers per parameter that ZeRO-3's converter leaves in `optimizer_state.pt`."""
-        groups = self.ranks.groups
-        for at, own in self.shared.state.items():
-            members = groups if at == 0 and len(self.shared.state) == 1 else groups[at : at + 1]
-            for key, value in own.items():
-                state = scalar_state(value)
-                for name in (name for group in members for name in group):
-                    if state is not None and name in states:
-                        states[name].setdefault(key, state)
-
-    def _groups(self) -> list[ParamGroup]:
-        groups = self.shared.groups
-        if not groups:
-            return []
-        ranks = self._dealt_over()
-        members = sub_group_params(groups, self.ranks.groups, f"param_groups of {self.shared.file.path}")
-        return [
-            ParamGroup(params=undo_round_robin(own, ranks=ranks), hyper=group.hyper)
-            for group, own in zip(groups, members, strict=True)
-        ]
-
-    def _dealt_over(self) -> int:
-        """Ranks over which `round_robin_gradients` dealt out the names of `param_shapes`; 1 when it did not.
-
-        DeepSpeed's converter cuts the buffers of such a run by `param_slice_mappings`, which are wrong then unless the
-        parameters were aligned (0.19.8), and so swaps parameters silently: that is refused.
-        """
-        ranks = self.shared.ranks
-        if self.shared.stage is None or self.stage not in (1, 2) or not self.model.config.round_robin:
-            return 1
-        groups = [tuple(own) for own in self.ranks.groups]
-        if not self.shared.is_aligned and any(undo_round_robin(own, ranks=ranks) != own for own in groups):
-            raise UnsupportedError(
-                f"{self.model.file.path}: written with round_robin_gradients, which DeepSpeed's converter does not "
-                "honour: it has given parameters the elements of others. Read the original checkpoint instead"
+def _states(
+    module: ModulePart, ranks: UniversalRanks, shared: SharedStates, found: ParameterFolders
+) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
+    """States to take from `zero/`, and what of it is a lesser copy of something else."""
+    groups = ranks.groups
+    trained = {name for group in groups for name in group}
+    states: dict[str, dict[str, StateIndex]] = {}
+    dropped: list[str] = []
+    for name, own in found.states.items():
+        entry = module.entries.get(name)
+        if name in module.aliases:
+            dropped.append(f"zero/{name}/: a copy of {module.aliases[name]}, to which it is tied")
+        elif name in trained or entry is None or entry.tensor is None:
+            states[name] = own
+        else:
+            dropped.append(
+                f"zero/{name}/: a cast of the {entry.kind.value} tensor in {ranks.first.name.name}, which is taken"
             )
-        return ranks
+    for at, slot in shared.state.items():  # numbers per parameter, which ZeRO-3's converter leaves there
+        members = groups if at == 0 and len(shared.state) == 1 else groups[at : at + 1]
+        for key, value in slot.items():
+            state = scalar_state(value)
+            for name in (name for group in members for name in group):
+                if state is not None and name in states:
+                    states[name].setdefault(key, state)
+    tensors = (value for own in shared.state.values() for value in own.values())
+    if any(isinstance(value, TensorRef) and value.shape for value in tensors):
+        dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
+    return states, dropped
 
-    def _extras(self) -> list[Extra]:
-        """Extras, with that it was made from a pipeline: its model-states files have no module, or ucp wrote it so."""
-        models = [model for own in self.ranks.models.values() for model in own.values()]
-        bare = bool(models) and all(model.module is None for model in models)
-        extras = universal_extras(self.shared.file.root, self.found.info)
-        is_pipeline = bare or self.shared.file.root.get("pipeline") is True
-        return [*extras, Extra(name="pipeline", value=True)] if is_pipeline else extras
+
+def _groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
+    """The groups, with names in the order before `round_robin_gradients` dealt them out.
+
+    DeepSpeed's converter cuts the buffers of such a run by `param_slice_mappings`, which are wrong then unless the
+    parameters were aligned (0.19.8), and so swaps parameters silently: that is refused.
+    """
+    if not shared.groups:
+        return ()
+    is_dealt = shared.stage is not None and stage in (1, 2) and ranks.first.config.round_robin
+    over = shared.ranks if is_dealt else 1
+    groups = [tuple(group) for group in ranks.groups]
+    if not shared.is_aligned and any(undo_round_robin(group, ranks=over) != group for group in groups):
+        raise UnsupportedError(
+            f"{ranks.first.file.path}: written with round_robin_gradients, which DeepSpeed's converter does not "
+            "honour: it has given parameters the elements of others. Read the original checkpoint instead"
+        )
+    members = sub_group_params(shared.groups, ranks.groups, f"param_groups of {shared.file.path}")
+    return tuple(
+        ParamGroup(params=undo_round_robin(names, ranks=over), hyper=group.hyper)
+        for group, names in zip(shared.groups, members, strict=True)
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format, SourceOptions
 from ucp.core.index import Index
-from ucp_formats.deepspeed.locate import locate_tag, saved_as, the_folder
+from ucp_formats.deepspeed.names import locate_tag, saved_as, the_folder
 from ucp_formats.deepspeed.read.source import RUN
 
 __all__ = ["DeepSpeedUniversalFormat"]

@@ -30,27 +30,9 @@ from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import STEP, WEIGHT
-from ucp.errors import MissingStateError, UnsupportedError, counted, listed
-from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.loss_scale import plain_scaler, read_loss_scale, scaler_object
-from ucp_formats.deepspeed.write.draft import AtomDraft
-from ucp_formats.deepspeed.write.run import RunFacts, is_plain_number
-
-__all__ = [
-    "Group",
-    "check_flat",
-    "check_stepped",
-    "clipping",
-    "common_keys",
-    "filled_with_zeros",
-    "group_entry",
-    "group_notes",
-    "is_optimized",
-    "note_step_casts",
-    "optimizer_groups",
-    "without_groups",
-    "write_count",
-]
+from ucp.errors import MissingStateError, UnsupportedError, UsageError, counted, listed
+from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
+from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
 _ONE_EACH = "write stage-0 files (--to deepspeed --topology zero=0): one per parameter"
 
@@ -139,21 +121,15 @@ def optimizer_groups(facts: RunFacts) -> tuple[Group, ...]:
             for state in atom.states:
                 holders.setdefault(state, []).append(atom)
         single = [n for n, atoms in holders.items() if n in counts and all(a.states[n].numel == 1 for a in atoms)]
-        dtypes = {
-            name: _common_dtype({atom.dtype_of(name, facts.dtypes) for atom in atoms})
-            for name, atoms in holders.items()
-            if name not in single
-        }
+        dtypes = {}
+        for name, atoms in holders.items():
+            seen = {atom.dtype_of(name, facts.dtypes) for atom in atoms}
+            if name not in single:  # the one type, or the narrowest that holds all values of several floating types
+                widest = DType.FLOAT64 if DType.FLOAT64 in seen else DType.FLOAT32
+                dtypes[name] = next(iter(seen)) if len(seen) == 1 else widest
         hyper = {key: value for key, value in group.hyper.items() if key != "params"}
         groups.append(Group(params=params, hyper=hyper, dtypes=dtypes, counts=tuple(single), plan=facts.optimizer))
     return tuple(groups) if any(group.params for group in groups) else ()
-
-
-def _common_dtype(dtypes: set[DType]) -> DType:
-    """The one type, or the narrowest that holds all values of several floating types."""
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    return DType.FLOAT64 if DType.FLOAT64 in dtypes else DType.FLOAT32
 
 
 def check_flat(groups: Iterable[Group]) -> None:
@@ -237,10 +213,16 @@ def _is_unpacked(facts: RunFacts, atom: AtomIndex) -> bool:
 
 
 def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) -> object:
-    """A count of one parameter: a Python number or a 0-d tensor of this file."""
+    """A count of one parameter: a Python number or a 0-d tensor of this file. Raises UsageError if asked to cast it."""
+    if state in facts.dtypes:
+        raise UsageError(f"DeepSpeed keeps {state} in the type that its optimizers count in; drop --dtype {state}=...")
     number = facts.optimizer.count(atom.name, state)
     dtype = facts.step_dtype if state == STEP else None
     if dtype is DType.FLOAT32:
+        remedy = (
+            "Write numbers for an optimizer of DeepSpeed (--set optimizer=deepspeed), or native files (--to deepspeed)"
+        )
+        facts.optimizer.check_float32(atom.name, state, remedy=remedy)
         return draft.whole(atom.name, state, dtype)
     if number is not None and dtype is DType.INT64 and _is_unpacked(facts, atom):
         return int(number) if float(number).is_integer() else number

@@ -20,19 +20,6 @@ from ucp.errors import UsageError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
-__all__ = [
-    "PIPELINE",
-    "Pipeline",
-    "Uses",
-    "is_pipeline",
-    "layer_files",
-    "layer_of",
-    "named_pipeline",
-    "pipeline_of",
-    "stage_at",
-    "tied_key",
-]
-
 PIPELINE = "pipeline"
 """Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
 
@@ -85,11 +72,6 @@ class Pipeline:
     """Trained parameters of each stage, as its optimizer has them."""
 
     @property
-    def free(self) -> int:
-        """First layer after those with a file."""
-        return max(self.layers, default=-1) + 1
-
-    @property
     def layer_stages(self) -> dict[int, int]:
         """Layer with trained parameters of its own to its stage."""
         owned = ((layer_of(name), stage) for stage, names in enumerate(self.stages) for name in names)
@@ -121,10 +103,6 @@ class Pipeline:
         return [
             key for key, own in every if len(own) < max(len(self.tied_stages.get(key, ())), 1 if key in told else 2)
         ]
-
-    def is_other(self, layer: int, key: str) -> bool:
-        """Whether a layer has a file, and not one of a tied layer."""
-        return layer in self.layers and tied_key(self.layers[layer]) != key
 
     def agrees(self, bounds: Sequence[int], uses: Uses) -> bool:
         """Whether stages of `bounds` have the trained parameters that the source's have; `uses`: of tied layers."""

@@ -25,16 +25,6 @@ from ucp.errors import TopologyError, UsageError, listed
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
 from ucp_formats.deepspeed.write.run import RunFacts
 
-__all__ = [
-    "SETTINGS",
-    "StageSettings",
-    "Stages",
-    "balanced_bounds",
-    "stage_settings",
-    "stages_of",
-    "uniform_bounds",
-]
-
 _RANGES = r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*"
 _FORMS = {
     "stages": (r"0(,\d{1,5})+", "the first layer of each stage, then the number of layers, increasing, like 0,3,5,9"),
@@ -136,7 +126,12 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
     """
     if count == len(pipeline.stages) and not settings.partitions:
-        return Stages(_as_they_are(facts, pipeline))
+        owned = {name for names in pipeline.stages for name in names}
+        kept: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
+        for name in facts.index.atoms:
+            for stage in () if name in owned else pipeline.stage_of(name):
+                kept[stage][name] = len(kept[stage])
+        return Stages(kept)
     disorder = pipeline.disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
@@ -145,7 +140,9 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             "recorded: write --to deepspeed-universal, which goes by names"
         )
     uses = pipeline.tied_uses(settings.tied)
-    layers = max([1, settings.layers, pipeline.free, *(own[-1] + 1 for own in uses.values() if own)])
+    layers = max(
+        [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(own[-1] + 1 for own in uses.values() if own)]
+    )
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
@@ -161,17 +158,14 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
-    places = _places(facts, uses, bounds)
-    return Stages(places, (_note(facts, pipeline, settings, uses, bounds),) if count > 1 else ())
-
-
-def _as_they_are(facts: RunFacts, pipeline: Pipeline) -> list[dict[str, int]]:
-    owned = {name for names in pipeline.stages for name in names}
-    places: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
-    for name in facts.index.atoms:
-        for stage in () if name in owned else pipeline.stage_of(name):
-            places[stage][name] = len(places[stage])
-    return places
+    note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
+    if settings.partition:
+        note += f" with partition={settings.partition} for {bounds[-1]} layers"
+        before = len(pipeline.stages)
+        if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
+            note += "; the source's stages are not of this partition: check partition, layers and tied"
+    note += ". A run that partitions its layers otherwise fails to load its optimizer"
+    return Stages(_places(facts, uses, bounds), (note,) if count > 1 else ())
 
 
 def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
@@ -186,7 +180,8 @@ def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: in
     for key, told in settings.tied.items():
         if key not in pipeline.tied_uses({}):
             yield f"tied={key}: tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
-        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in told if pipeline.is_other(at, key))
+        others = (at for at in told if at in pipeline.layers and tied_key(pipeline.layers[at]) != key)
+        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
 
 
 def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
@@ -222,17 +217,6 @@ def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[
             f"{','.join(map(str, bounds))} there are none on {', '.join(bare)}. Choose other stages or fewer, {_ELSE}"
         )
     return [*places]
-
-
-def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Uses, bounds: Sequence[int]) -> str:
-    """What was done, and whether the source's stages are of the same partition."""
-    note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
-    if settings.partition:
-        note += f" with partition={settings.partition} for {bounds[-1]} layers"
-        before = len(pipeline.stages)
-        if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
-            note += "; the source's stages are not of this partition: check partition, layers and tied"
-    return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
 
 
 def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:

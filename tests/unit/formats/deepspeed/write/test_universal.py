@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,12 @@ from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 from ucp_formats.deepspeed.write.universal import DeepSpeedUniversalTarget
 
 from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.index import Extra, StateIndex, check_cover
-from ucp.core.region import Box
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import InlineTensor
+from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import DestinationError, MissingStateError, TopologyError, UsageError
+from ucp.errors import DestinationError, MissingStateError, TopologyError, UnsupportedError, UsageError
+from ucp.transfer.plan.job import check_target
 
 TAG = "global_step7"
 TARGET = DeepSpeedUniversalTarget()
@@ -191,21 +191,51 @@ def test_a_pipeline_is_one_that_says_so_and_names_layers(
             TARGET.plan(made.index(), Topology(pp=2), TargetOptions())
 
 
-@pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, 3.0])
-def test_only_whole_steps_become_whole_numbers_and_are_told_of(source: Make, write: Make, step: float) -> None:
-    made = source()
-    index = made.index()
-    value = InlineTensor(data=struct.pack("<d", step), dtype=DType.FLOAT64)
-    state = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=value),))
+def with_step(made: Any, step: Tensor) -> Any:
+    """The source, whose parameters have all counted these steps."""
+    index, state = made.index(), StateIndex.whole(step)
     atoms = {
         name: replace(atom, states={**atom.states, "step": state}) if "step" in atom.states else atom
         for name, atom in index.atoms.items()
     }
     made.index = lambda: replace(index, atoms=atoms)
+    return made
+
+
+@pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, 3.0])
+def test_only_whole_steps_become_whole_numbers_and_are_told_of(source: Make, write: Make, step: float) -> None:
+    made = with_step(source(), InlineTensor(data=struct.pack("<d", step), dtype=DType.FLOAT64))
     written = write(made, TARGET, options=TargetOptions(settings={"optimizer": "deepspeed"}))
     found = written.load(f"{TAG}/zero/gate/step.pt")
     assert (type(found), repr(float(found))) == (int if step == 3.0 else float, repr(step))
     assert any("-> int64" in line for line in written.plan.casts) is (step == 3.0)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(DType.FLOAT64, "d"), (DType.INT64, "q")])
+def test_steps_that_float32_rounds_are_refused_and_written_as_numbers(
+    source: Make, write: Make, dtype: DType, code: str
+) -> None:
+    made = with_step(source(), InlineTensor(data=struct.pack(f"<{code}", 2**24 + 1), dtype=dtype))
+    with pytest.raises(UnsupportedError, match=r"emb/step = 16777217.*--set optimizer=deepspeed"):
+        TARGET.plan(made.index(), None, TargetOptions())
+    written = write(made, TARGET, options=TargetOptions(settings={"optimizer": "deepspeed"}))
+    assert written.load(f"{TAG}/zero/gate/step.pt") == 2**24 + 1
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(DType.INT32, "i"), (DType.UINT8, "B"), (DType.INT64, "q")])
+def test_steps_in_tensors_of_whole_numbers_are_cast(source: Make, tmp_path: Path, dtype: DType, code: str) -> None:
+    (tmp_path / "step.bin").write_bytes(struct.pack(f"<{code}", 7))
+    step = TensorRef(path=str(tmp_path / "step.bin"), offset=0, dtype=dtype, shape=(), strides=())
+    index = with_step(source(), step).index()
+    plan = TARGET.plan(index, None, TargetOptions())
+    check_target(index, plan)
+    assert plan.casts == (f"step: {dtype} -> float32 in 5 parameters",)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "deepspeed"}])
+def test_the_type_of_steps_is_not_for_the_user_to_choose(source: Make, settings: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="drop --dtype step="):
+        TARGET.plan(source().index(), None, TargetOptions(dtypes={"step": "float64"}, settings=settings))
 
 
 @pytest.mark.parametrize(("states", "step", "anew"), [([], None, True), ([], 3.0, False), (["exp_avg"], 3.0, False)])

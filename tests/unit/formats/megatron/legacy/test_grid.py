@@ -3,9 +3,9 @@
 from itertools import product
 
 import pytest
-from ucp_formats.megatron.legacy.grid import ExpertPart, Grid
+from ucp_formats.megatron.arguments import Arguments
+from ucp_formats.megatron.legacy.files import ExpertPart, Grid
 from ucp_formats.megatron.names import GridPlace, parse_rank_folder
-from ucp_formats.megatron.run.arguments import Arguments
 
 DEGREES = [
     (tp, ep, etp, dp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.legacy.numbers import count_layers
+from ucp_formats.megatron.legacy.model import count_layers
 
 from ucp.errors import MalformedError
 

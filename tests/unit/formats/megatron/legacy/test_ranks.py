@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.legacy.grid import Grid, misplaced, placing
+from ucp_formats.megatron.arguments import Arguments
+from ucp_formats.megatron.legacy.files import Grid, misplaced, placing
 from ucp_formats.megatron.names import GridPlace, parse_rank_folder
-from ucp_formats.megatron.run.arguments import Arguments
 from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.errors import MalformedError

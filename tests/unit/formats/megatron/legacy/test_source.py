@@ -97,8 +97,7 @@ STYLES = [
     {"style": "grouped", "kind": "mixtral", "ep": 2, "pp": 2},
     {"style": "grouped", "kind": "mixtral", "tp": 2, "ep": 2, "etp": 2},
     {"style": "legacy", "kind": "gpt", "tp": 2, "version": 3.0},
-    {"style": "legacy", "kind": "gpt", "tp": 2, "pp": 2, "version": 0, "tied": True},
-    {"style": "legacy", "kind": "gpt", "tp": 2, "version": 1.0},
+    {"style": "legacy", "kind": "gpt", "tp": 2, "pp": 2, "tied": True},
 ]
 
 

@@ -1,9 +1,8 @@
 """What is no tensor of a parameter."""
 
 import pytest
-from ucp_formats.megatron.run.arguments import Arguments
-from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects
-from ucp_formats.megatron.torch_dist.extras import dist_extras, is_empty
+from ucp_formats.megatron.arguments import Arguments
+from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, dist_extras, is_empty
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey
 
 from ucp.core.dtypes import DType

@@ -1,7 +1,7 @@
 """Canonical names of keys, and orders of registration."""
 
 import pytest
-from ucp_formats.megatron.torch_dist import names as dist_names
+from ucp_formats.megatron.torch_dist import keys
 
 from ucp.contract.protocols import SourceOptions
 from ucp.errors import FamilyError
@@ -20,7 +20,7 @@ KEYS = {
 
 
 def names_of(shapes, arguments, **options):
-    return dist_names.names_of(shapes, arguments, SourceOptions(**options))
+    return keys.names_of(shapes, arguments, SourceOptions(**options))
 
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.torch_dist.states.buckets import BucketPlace
+from ucp_formats.megatron.torch_dist.buckets import BucketPlace
 
 from ucp.core.index import Index
 from ucp.core.layout import Layout

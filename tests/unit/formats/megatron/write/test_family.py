@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fused, huggingface
-from tests.unit.formats.megatron.write.torch_dist.test_files import tensors
+from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert
 from ucp.core.index import ParamGroup
 from ucp.errors import FamilyError, MisfitError, UcpError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ucp
-from tests.unit.formats.megatron.write.torch_dist.test_files import tensors
+from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert, diff, verify
 from ucp.conversion.convert import ConvertReport, carry_out
 from ucp.conversion.options import make_options

@@ -7,8 +7,8 @@ import pytest
 from ucp_formats.megatron.write.groups import optimizer_chain
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.contract.scalars import number_state
 from ucp.core.index import Index, Loss, ParamGroup
+from ucp.core.union import number_state
 from ucp.errors import MissingStateError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.probe import Prober

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.formats.megatron.write.torch_dist.test_files import tensors
+from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert, inspect, plan
 from ucp.conversion.convert import ConvertReport
 

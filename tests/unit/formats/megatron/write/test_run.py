@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ucp_formats.megatron.names import GridPlace
-from ucp_formats.megatron.write.arguments.carried import relaid_arguments
-from ucp_formats.megatron.write.run import check_topology, grid_problem, random_states, scaler_of
+from ucp_formats.megatron.write.arguments import relaid_arguments
+from ucp_formats.megatron.write.model import check_topology, grid_problem, random_states, scaler_of
 
 from ucp.core.index import Extra, Index
 from ucp.core.topology import Topology

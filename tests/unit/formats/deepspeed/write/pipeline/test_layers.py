@@ -13,7 +13,7 @@ HEADED = Pipeline(LAYERS, [[EMB, "1.weight"], [EMB, "3.weight", "4.weight"]])
 
 
 def test_layers() -> None:
-    assert (HEADED.free, HEADED.layer_stages, HEADED.tied_stages) == (5, {1: 0, 3: 1, 4: 1}, {"emb": {0, 1}})
+    assert (HEADED.layer_stages, HEADED.tied_stages) == ({1: 0, 3: 1, 4: 1}, {"emb": {0, 1}})
 
 
 def test_tied_layers_are_used_in_layers_with_files_and_in_those_told() -> None:
@@ -27,10 +27,6 @@ def test_every_stage_with_a_tied_layer_uses_it_and_one_alone_uses_it_twice() -> 
     assert Pipeline({**LAYERS, 4: "tied_modules.emb."}, HEADED.stages).hidden({}) == []
     alone = Pipeline(LAYERS, [[EMB, "1.weight", "3.weight", "4.weight"]])
     assert (alone.hidden({}), alone.hidden({"emb": (0,)})) == (["emb"], [])
-
-
-def test_a_layer_with_a_file_of_something_else() -> None:
-    assert [HEADED.is_other(layer, "emb") for layer in (0, 1, 2)] == [False, True, False]
 
 
 def test_stages_agree_where_every_parameter_is_on_its_stage() -> None:

@@ -1,0 +1,332 @@
+"""Which parameters are in which optimizer group: names are not recorded, what sets groups apart is.
+
+What the arguments of a run say of the group that a parameter is in (weight decay, learning rate, optimizer) is compared
+with the groups that were saved. Learning rates decide only where flags leave several groups: a run resumed with other
+rates keeps those of its first groups.
+
+Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__.py, and in megatron/training:
+
+* Biases and tensors of one dim are not decayed (`wd_mult` 0), in all versions (_get_param_groups; since 0.16
+  get_standard_config_overrides).
+* `apply_wd_to_qk_layernorm` (0.16 and later): those of `q_layernorm.` and `k_layernorm.` are; before, some
+  training scripts asked for it by `no_weight_decay_cond_type`. Of multi-latent attention under Transformer Engine not:
+  there the norm is called `linear_q_up_proj.layer_norm_weight`.
+* `embedding_init_method_std` (0.14 and 0.15): what has "embedding" in its name is not decayed
+  (default_skip_embedding_weight_decay, which training.py passes; it stopped with 0.16).
+* `decoupled_lr`: embedding and output layer have a group of their own: `is_decoupled_lr` up to 0.15, since then another
+  `max_lr` (and `min_lr`) with `default_config` false.
+* `use_mup` (0.17 and later): hidden matrices have `max_lr` and `min_lr` divided by the width, vectors keep theirs; the
+  other way round for SGD (get_mup_config_overrides).
+* `muon` (0.17 and later), `lion` (0.19 and later): what is not a matrix, and embedding and output layer, name another
+  `optimizer`.
+* Experts have groups of their own where they are parallel (`is_expert_parallel`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ucp.core.index import Loss, ParamGroup
+from ucp.core.names import STEP
+from ucp.errors import counted
+from ucp_formats.megatron.names import EMBEDDING, OUTPUT
+
+__all__ = [
+    "USUAL",
+    "DealtGroups",
+    "GroupRule",
+    "SavedGroup",
+    "deal",
+    "dealt_out",
+    "expert_numbers",
+    "group_rule",
+    "is_by_named_optimizer",
+    "is_expert",
+    "rank_free",
+]
+
+
+_ENDS = (EMBEDDING, OUTPUT)
+"""Parameters with `is_embedding_or_output_parameter` (core/models/common/language_module)."""
+_ADAM_OR_SGD = ("adam", "sgd")
+"""Optimizers that train all parameters of a run alike."""
+_QK = ("q_layernorm.", "k_layernorm.")
+_ASKS_FOR_QK = ("apply_wd_to_qk_layernorm", "qwen3_next")
+"""Values of `no_weight_decay_cond_type`: of Megatron-LM, and of Megatron-Bridge."""
+_EXPERT = re.compile(r"(?P<layer>.+\.local_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
+
+
+def is_by_named_optimizer(arguments: Mapping[str, object], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the optimizer that a run names trains a parameter, where Adam (or Lion) trains vectors and both ends.
+
+    So it is with Muon and Lion (0.19 core/optimizer/emerging_optimizers.py: default_param_overrides); they keep one
+    moment, Adam two.
+
+    >>> is_by_named_optimizer({"optimizer": "lion"}, "decoder.layers.0.mlp.linear_fc2.weight", (8, 12))
+    True
+    """
+    return _optimizer(arguments) not in _ADAM_OR_SGD and len(shape) == 2 and name not in _ENDS
+
+
+def _optimizer(arguments: Mapping[str, object]) -> str:
+    named = arguments.get("optimizer")
+    return named.lower() if isinstance(named, str) else "adam"
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert of many.
+
+    >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"), is_expert("mlp.shared_experts.x")
+    (True, False)
+    """
+    return ".experts." in name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A parameter group as it was saved: without the names of its parameters."""
+
+    chain: int | None
+    """Which of several optimizers it belongs to."""
+    hyper: Mapping[str, object]
+    """Its hyper-parameters."""
+
+    @property
+    def decays(self) -> bool | None:
+        """Whether its parameters are decayed; None when it does not say."""
+        scale = self.hyper.get("wd_mult")
+        if not isinstance(scale, int | float):
+            scale = self.hyper.get("weight_decay")
+        return bool(scale) if isinstance(scale, int | float) else None
+
+    def flag(self, name: str) -> bool:
+        """One of its flags; false when it does not say."""
+        return bool(self.hyper.get(name, False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRule:
+    """How a run puts its parameters into groups."""
+
+    decays_qk: bool | None = False
+    """Whether norms of queries and keys are decayed; None where that is not recorded."""
+    decays_embedding: bool | None = True
+    """Whether the embedding is decayed; None where that is not recorded."""
+    recorded: bool = True
+    """Whether arguments were saved."""
+    known: bool = True
+    """False for a condition on decay that Megatron does not have."""
+    rate: tuple[float | None, float | None] = (None, None)
+    """Bounds of the learning rate: `lr` and `min_lr`."""
+    ends_rate: tuple[float | None, float | None] | None = None
+    """Those of embedding and output layer, where they have their own."""
+    width: float = 1.0
+    """Factor of the width over that of the base model (MuP)."""
+    optimizer: str = "adam"
+    """Name of the optimizer."""
+
+    def fitting(self, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> Sequence[int]:
+        """Numbers of the groups that a parameter may be in. `shape`: of the whole parameter."""
+        fits = [number for number, group in enumerate(groups) if self._allows(group, groups, name, shape)]
+        for key, value in zip(("max_lr", "min_lr"), self._own_rate(name, shape) or self.rate, strict=True):
+            if value is not None and self._explains_rates:
+                fits = [number for number in fits if groups[number].hyper.get(key) == value] or fits
+        return fits
+
+    @property
+    def _explains_rates(self) -> bool:
+        return self.ends_rate is not None or self.width != 1.0
+
+    def _allows(self, group: SavedGroup, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter may be in one of `groups`, its learning rate apart."""
+        decays = self.decays(name, shape)
+        told = {other.decays for other in groups} if None not in (decays, group.decays) else {decays}
+        if len(told) > 1 and decays != group.decays:
+            return False
+        flags = {"is_expert_parallel": is_expert(name), "is_decoupled_lr": name in _ENDS}
+        if self.optimizer not in _ADAM_OR_SGD:
+            flags["optimizer"] = name in _ENDS or len(shape) != 2
+        if any(group.flag(key) != own and any(other.flag(key) for other in groups) for key, own in flags.items()):
+            return False
+        default = [other.hyper.get("default_config") for other in groups]
+        if not self._explains_rates or None in default or len(set(map(bool, default))) == 1:
+            return True
+        return bool(group.hyper["default_config"]) == (self._own_rate(name, shape) is None)
+
+    def decays(self, name: str, shape: tuple[int, ...]) -> bool | None:
+        """Whether a parameter is decayed; None where that is open."""
+        if not self.known:
+            return None
+        if len(shape) == 1 or name.endswith(".bias"):
+            return self.decays_qk if any(part in name for part in _QK) else False
+        return self.decays_embedding if "embedding" in name else True
+
+    def _own_rate(self, name: str, shape: tuple[int, ...]) -> tuple[float | None, float | None] | None:
+        """The learning rate of a parameter, where it is not that of the run."""
+        if self.ends_rate is not None and name in _ENDS:
+            return self.ends_rate
+        if self.width == 1.0:
+            return None
+        vector = len(shape) <= 1 or name in _ENDS or "embedding" in name.lower()
+        is_sgd, by_muon = self.optimizer == "sgd", "muon" in self.optimizer and len(shape) == 2
+        if vector != is_sgd or (by_muon and not is_sgd):
+            return None
+        factor = self.width if is_sgd else 1.0 / self.width
+        high, low = self.rate
+        return None if high is None else high * factor, None if low is None else low * factor
+
+    def open(self) -> str:
+        """What the arguments leave open, for the user."""
+        if not self.recorded:
+            return "arguments were not saved; apply_wd_to_qk_layernorm, embedding_init_method_std, decoupled_lr decide"
+        if not self.known:
+            return "the no_weight_decay_cond_type in the arguments is none of Megatron's"
+        return "by the arguments it fits none of the groups, or several that differ"
+
+    def told(self) -> Iterator[str]:
+        """What the rule is, for the user."""
+        if not self.recorded:
+            yield "which were not saved"
+        yield "biases and tensors of one dim are not decayed"
+        if self.decays_qk:
+            yield "norms of q and k are (apply_wd_to_qk_layernorm)"
+        if self.decays_embedding is False:
+            yield "nor is the embedding (embedding_init_method_std)"
+        if self.ends_rate is not None:
+            yield "embedding and output layer have a learning rate of their own (decoupled_lr)"
+        if self.width != 1.0:
+            yield f"learning rates go by the width (use_mup, {self.width:g})"
+
+
+USUAL = GroupRule()
+"""The rule of a run without any of these arguments."""
+
+
+def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> GroupRule:
+    """The rule of a run, by its arguments and by the hyper-parameters of its groups.
+
+    Both tell a version from 0.16 on: groups by `default_config`, unless they were loaded from an older checkpoint.
+    Without arguments it stays open what the version lets them decide.
+    """
+    modern = "apply_wd_to_qk_layernorm" in arguments or any("default_config" in group for group in groups)
+    if not arguments:
+        return GroupRule(recorded=False, decays_qk=None if modern else False, decays_embedding=True if modern else None)
+    condition = arguments.get("no_weight_decay_cond_type")
+    spared = not modern and arguments.get("embedding_init_method_std") is not None
+    rate = _number(arguments, "lr"), _number(arguments, "min_lr")
+    ends = _number(arguments, "decoupled_lr"), _number(arguments, "decoupled_min_lr")
+    hidden, base = _number(arguments, "hidden_size"), _number(arguments, "mup_base_hidden_size")
+    asks = bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK
+    fused = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
+    return GroupRule(
+        decays_qk=asks and not fused,
+        decays_embedding=not spared,
+        known=condition is None or condition in _ASKS_FOR_QK,
+        rate=rate,
+        ends_rate=None if ends[0] is None else (ends[0], rate[1] if ends[1] is None else ends[1]),
+        # `mup_width_mult`, as TransformerConfig makes it (0.19.2 core/transformer/transformer_config.py)
+        width=hidden / base if arguments.get("use_mup") and hidden and base else 1.0,
+        optimizer=_optimizer(arguments),
+    )
+
+
+def _number(arguments: Mapping[str, object], key: str) -> float | None:
+    value = arguments.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def expert_numbers(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Parameter of an expert to the number of the expert, and how many experts its layer has.
+
+    >>> expert_numbers(["mlp.experts.local_experts.0.w", "mlp.experts.local_experts.1.w", "router"])
+    {'mlp.experts.local_experts.0.w': (0, 2), 'mlp.experts.local_experts.1.w': (1, 2)}
+    """
+    matches = {name: match for name in names if (match := _EXPERT.fullmatch(name)) is not None}
+    counts: dict[tuple[str, str], int] = {}
+    for match in matches.values():
+        layer = match["layer"], match["rest"]
+        counts[layer] = max(counts.get(layer, 0), int(match["number"]) + 1)
+    return {name: (int(match["number"]), counts[match["layer"], match["rest"]]) for name, match in matches.items()}
+
+
+def dealt_out(
+    groups: Sequence[SavedGroup],
+    shapes: Mapping[str, tuple[int, ...]],
+    chains: Mapping[str, int | None],
+    rule: GroupRule = USUAL,
+) -> tuple[tuple[ParamGroup, ...], list[str]]:
+    """The groups with the names of their parameters, and the parameters that the rule puts in none, or in several.
+
+    Groups that say the same are one: the first of them takes the parameters.
+
+    `shapes`: trained parameter to its shape, in the order of registration. `chains`: which of several optimizers a
+    parameter belongs to, where that is known. `rule`: of the run.
+    """
+    members: list[list[str]] = [[] for _ in groups]
+    left = []
+    for name, shape in shapes.items():
+        fits = range(len(groups)) if len(groups) == 1 else rule.fitting(groups, name, shape)
+        if name in chains and len(groups) > 1:
+            fits = [number for number in fits if groups[number].chain == chains[name]]
+        if fits and all(groups[number].hyper == groups[fits[0]].hyper for number in fits):
+            members[fits[0]].append(name)
+        else:
+            left.append(name)
+    made = (ParamGroup(params=tuple(own), hyper=dict(group.hyper)) for group, own in zip(groups, members, strict=True))
+    return tuple(made), left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtGroups:
+    """What is known of the groups of a run."""
+
+    groups: tuple[ParamGroup, ...]
+    """The saved groups, with the names of their parameters."""
+    lost: Mapping[str, Loss]
+    """Parameters whose group is not known, and why."""
+    step: object
+    """The step of those: the one that all groups record; None where they differ, or record none."""
+    note: str
+    """How parameters came into their groups, for the user."""
+    dropped: tuple[str, ...]
+    """The same as `lost`, as an entry of `Index.dropped`; nothing for none."""
+
+
+def deal(
+    saved: Sequence[SavedGroup],
+    shapes: Mapping[str, tuple[int, ...]],
+    arguments: Mapping[str, object],
+    chains: Mapping[str, int | None] | None = None,
+) -> DealtGroups:
+    """The groups of a run of these arguments; `shapes`, `chains`: as in `dealt_out`."""
+    rule = group_rule(arguments, [group.hyper for group in saved])
+    groups, left = dealt_out(saved, shapes, chains or {}, rule)
+    why = (
+        f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.open()}. Megatron "
+        "records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
+    )
+    lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
+    steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
+    return DealtGroups(
+        groups=groups,
+        lost={name: Loss(why=why, detail=str(list(shapes[name]))) for name in left},
+        step=steps[0] if steps and all(type(own) is type(steps[0]) and own == steps[0] for own in steps) else None,
+        note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
+        f"arguments ({'; '.join(rule.told())}); a no_weight_decay_cond or config_overrides of the run's own would not "
+        "show",
+        dropped=(f"{why}\n{lines}",) if left else (),
+    )
+
+
+def rank_free(group: ParamGroup, counted: Container[str]) -> ParamGroup:
+    """A group without what belongs to the layout of the run or to the states of its parameters.
+
+    `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;
+    `counted`: names of those that have it.
+    """
+    belongs = {"is_expert_parallel"}
+    if all(name in counted for name in group.params):
+        belongs.add(STEP)
+    return replace(group, hyper={key: value for key, value in group.hyper.items() if key not in belongs})

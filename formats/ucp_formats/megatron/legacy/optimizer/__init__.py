@@ -1,1 +1,0 @@
-"""The optimizer of a legacy checkpoint, whole or distributed."""

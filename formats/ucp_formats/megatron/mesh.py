@@ -1,0 +1,151 @@
+"""The axes that no family speaks of: stages, chunks of stages, owners of experts, and ranks that hold copies.
+
+| axis | a parameter is | because |
+|---|---|---|
+| pp, vpp | on one stage, in one of its chunks | layers are dealt out; a tied embedding is on the first and the last |
+| ep | on one expert-parallel rank | experts are dealt out |
+| dp | on every rank | weights are; states too, unless the distributed optimizer cuts them |
+
+Layers are dealt out in order, chunk 0 of all stages before chunk 1 of any (transformer_layer.py:
+get_transformer_layer_offset, core_v0.16). Stages are even, but the first and last may be told apart.
+
+>>> stage_layers(8, pp=2, vpp=2, arguments={})
+{(0, 0): range(0, 2), (1, 0): range(2, 4), (0, 1): range(4, 6), (1, 1): range(6, 8)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from ucp.contract.axes import along
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.topology import Topology
+from ucp.errors import TopologyError, UnsupportedError
+
+__all__ = [
+    "Chunk",
+    "data_parallel",
+    "hybrid_pattern",
+    "known",
+    "stage_layers",
+    "stage_problem",
+    "stages",
+]
+
+
+def data_parallel(topology: Topology, *, expert: bool) -> int:
+    """Ranks that hold copies of a dense parameter, or of an expert's.
+
+    >>> mesh = Topology(dp=2, tp=2, ep=2, etp=1)
+    >>> data_parallel(mesh, expert=False), data_parallel(mesh, expert=True)
+    (2, 2)
+    """
+    dense = topology.dp * topology.cp
+    return max(dense * topology.tp // (topology.ep * topology.expert_tp), 1) if expert else dense
+
+
+def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
+    """The axes of a pipeline, for a tensor that is in these chunks, each a stage and the number of its chunk.
+
+    That of the chunks is left out where they differ by stage.
+    """
+    there = along("pp", pp, known_from, {stage for stage, _ in chunks})
+    within = {chunk for _, chunk in chunks}
+    return there + (along("vpp", vpp, known_from, within) if len(within) == 1 else ())
+
+
+def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
+    """The axes of a layout over dims, with where they are known from."""
+    return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
+
+
+Chunk = tuple[int, int]
+"""Pipeline stage, and which of its chunks."""
+
+_FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+_LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+_EMBEDDING = "account_for_embedding_in_pipeline_split"
+_LOSS = "account_for_loss_in_pipeline_split"
+_LAYOUT = "pipeline_model_parallel_layout"
+_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_BAR = "|"
+"""Between the chunks of a hybrid model (megatron-core 0.17 and later)."""
+
+
+def stage_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
+    """Layers of every chunk, in the order of the layers. Raises TopologyError when they cannot be dealt out."""
+    if arguments.get(_LAYOUT):
+        raise UnsupportedError(
+            "expected stages of equal length; the arguments have a pipeline_model_parallel_layout of their own, "
+            "which is not written yet. Write torch_dist (--layout torch_dist), which fits any"
+        )
+    problem = stage_problem(layers, pp=pp, vpp=vpp, arguments=arguments)
+    if problem is not None:
+        raise TopologyError(f"{problem}. Choose another pp or vpp")
+    chunks = [(stage, virtual) for virtual in range(vpp) for stage in range(pp)]
+    pattern = hybrid_pattern(arguments)
+    if pattern and _BAR in pattern:
+        counts = {chunk: len(own) for chunk, own in zip(chunks, pattern.split(_BAR), strict=True)}
+        return _ranges(counts)
+    first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
+    counts = {}
+    for stage, virtual in chunks:
+        count = rest // parts if parts else 0
+        if stage == 0 and first is not None:
+            count = first // vpp
+        if stage == pp - 1 and last is not None:
+            count = last // vpp
+        counts[stage, virtual] = count
+    counts[0, 0] -= bool(arguments.get(_EMBEDDING))
+    counts[pp - 1, vpp - 1] -= bool(arguments.get(_LOSS))
+    return _ranges(counts)
+
+
+def _ranges(counts: Mapping[Chunk, int]) -> dict[Chunk, range]:
+    stops = accumulate(counts.values())
+    return {chunk: range(stop - counts[chunk], stop) for chunk, stop in zip(counts, stops, strict=True)}
+
+
+def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> str | None:
+    """Why the layers cannot be dealt out over these stages; None when they can, or the arguments deal them out."""
+    if arguments.get(_LAYOUT):
+        return None
+    pattern = hybrid_pattern(arguments)
+    if pattern and _BAR in pattern:
+        if (segments := pattern.count(_BAR) + 1) == pp * vpp:
+            return None
+        return (
+            f"layers: the pattern of the hybrid model deals them out in {segments} stretches, not pp x vpp = "
+            f"{pp * vpp}; give another with --set hybrid_layer_pattern=..."
+        )
+    if pattern and vpp > 1:
+        return f"layers: vpp={vpp}, and a hybrid model has chunks only where its pattern has {_BAR!r} between them"
+    first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
+    uneven = any(own is not None and own % vpp for own in (first, last))
+    if not uneven and rest >= 0 and rest % max(parts, 1) == 0 and (parts or not rest):
+        return None
+    told = f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else ""
+    return f"layers: {pp} stages of {vpp} chunk{'s' if vpp > 1 else ''} do not divide {layers}{told}"
+
+
+def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
+    """The letters of the layers of a hybrid model, those of multi-token prediction left out."""
+    found = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
+    return found.partition("/")[0] if isinstance(found, str) else None
+
+
+def _shares(
+    layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]
+) -> tuple[int | None, int | None, int, int]:
+    """Layers of the first and of the last stage where said, layers of all others, and the chunks that share those."""
+    first, last = _number(arguments, _FIRST), _number(arguments, _LAST)
+    middle = pp - (first is not None) - (last is not None)
+    pseudo = bool(arguments.get(_EMBEDDING)) + bool(arguments.get(_LOSS))
+    return first, last, layers - (first or 0) - (last or 0) + pseudo, middle * vpp
+
+
+def _number(arguments: Mapping[str, object], names: tuple[str, ...]) -> int | None:
+    found = next((arguments[name] for name in names if arguments.get(name) is not None), None)
+    return found if isinstance(found, int) else None

@@ -1,0 +1,161 @@
+"""Which modules a run builds its layers of: megatron-core's own (`transformer_impl` "local") or Transformer Engine's.
+
+Keys depend on it, so that what is written for the one kind is not always found by a run of the other. Readers bring
+keys to canonical names, and keep what they show of modules as an extra. A target goes by what the user asks for, then
+by that extra, then by the recorded arguments; where none of them tells, by Megatron's default.
+
+| norm before | in | megatron-core's own | Transformer Engine's |
+|---|---|---|---|
+| attention | files of ranks | `input_layernorm.weight` | `self_attention.linear_qkv.layer_norm_weight` |
+| attention, a dense layer | torch_dist of a GPT | `self_attention.linear_qkv.layer_norm_weight`, ... | the same |
+| experts | torch_dist of a GPT | `mlp.linear_fc1.layer_norm_weight` | `pre_mlp_layernorm.weight` |
+| a dense layer | torch_dist, other models | `pre_mlp_layernorm.weight` | `mlp.linear_fc1.layer_norm_weight` |
+
+Other models: those with multi-latent attention, and hybrids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ucp.core.index import Index
+from ucp.errors import UsageError
+from ucp.families.family import Family
+from ucp_formats.megatron.names import MODULES
+
+__all__ = [
+    "Choice",
+    "chosen_modules",
+    "is_recorded",
+    "modules_keeping",
+    "modules_shown",
+    "with_modules",
+]
+
+
+_ARGUMENT = "transformer_impl"
+_GROUPED = "moe_grouped_gemm"
+_SEEN = "seen_in"
+_LOCAL, _ENGINE = "local", "transformer_engine"
+_VALUES = (_LOCAL, _ENGINE, "inference_optimized")
+"""What Megatron takes for `transformer_impl`; the last has the keys of Transformer Engine's modules."""
+_NORM = re.compile(r"norm\.(weight|bias)$")
+_NUMBER = re.compile(r"\blayers\.\d+\.")
+_GROUPED_KEY = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias)\d+$")
+"""Example: decoder.layers.0.mlp.experts.linear_fc1.weight3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The modules that a checkpoint is written for."""
+
+    settings: Mapping[str, object]
+    """Arguments of Megatron that say so."""
+    known_from: str
+    """What tells, for people; empty where nothing does."""
+
+    def note(self, *, same_keys: bool) -> str:
+        """Which they are, and why. `same_keys`: whether runs with the other kind find the same keys."""
+        local = self.settings[_ARGUMENT] == _LOCAL
+        which = "megatron-core's own" if local else "Transformer Engine's"
+        told = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
+        if self.known_from:
+            return f"{told}, as {self.known_from}"
+        if same_keys:
+            return f"the source does not say by which modules its layers were built ({_ARGUMENT}): the keys fit both"
+        return (
+            f"{told}, Megatron's default, because the source does not say by which its layers were built. A run with "
+            f"megatron-core's own does not find them all: for it add --set {_ARGUMENT}={_LOCAL}"
+        )
+
+
+def modules_shown(family: Family, keys: Mapping[str, str], *, renamed: bool) -> dict[str, object]:
+    """What keys tell of modules, as arguments of Megatron, and `seen_in`, a key that shows it.
+
+    Empty where all fit both kinds, or some show the one and some the other.
+
+    Parameters
+    ----------
+    family
+        Rules of the model.
+    keys
+        Stored key to canonical name, which has `{layer}` where the key has no number of a layer.
+    renamed
+        Whether they are keys of torch_dist, where the specs of GPT layers rename norms.
+    """
+    names = {key: name.replace("{layer}", "0") for key, name in keys.items()}
+    with_experts = {name.partition(".mlp.")[0] for name in names.values() if ".mlp.experts." in name}
+    specs = renamed and not any(".mixer." in name for name in names.values())
+    grouped = next((key for key in keys if _GROUPED_KEY.search(key)), None)
+    seen = {} if grouped is None else {_ENGINE: grouped}
+    for key, name in names.items():
+        if not _NORM.search(name):
+            continue
+        before, norm, _ = name.partition(".pre_mlp_layernorm.")
+        local = {family.styled(name, "torch_dist") if specs else name}
+        engine = {name}
+        if not norm or before not in with_experts:  # the one that is written, and others that are read
+            written, *others = [names[0] for _, names in family.spellings(name, "te")]
+            engine = {written, *others} - ({name} if written != name else set())
+        outline = _NUMBER.sub("layers.", key, count=1)
+        fits = [
+            kind
+            for kind, names_of_kind in ((_LOCAL, local), (_ENGINE, engine))
+            if any(outline == _NUMBER.sub("layers.", other, count=1) for other in names_of_kind)
+        ]
+        if len(fits) == 1:
+            seen.setdefault(fits[0], key)
+    if len(seen) != 1:
+        return {}
+    ((kind, key),) = seen.items()
+    return {_ARGUMENT: kind, **({_GROUPED: True} if grouped else {}), _SEEN: key}
+
+
+def modules_keeping(empty: Collection[str]) -> dict[str, object]:
+    """The same of keys that modules keep a state of their own under, though `empty`: names without `/shard_...`.
+
+    Linear layers of both kinds ask for one, attention of Transformer Engine's alone. `ucp` writes all of them, so this
+    tells only where the recorded arguments do not.
+    """
+    attention = next((name for name in empty if name.endswith(".core_attention._extra_state")), None)
+    linear = next((name for name in empty if name.endswith(".linear_proj._extra_state")), None)
+    if attention is None and linear is None:
+        return {}
+    return {_ARGUMENT: _LOCAL if attention is None else _ENGINE, _SEEN: attention or linear}
+
+
+def is_recorded(arguments: Mapping[str, object]) -> bool:
+    """Whether arguments say by which modules the layers were built."""
+    return arguments.get(_ARGUMENT) in _VALUES
+
+
+def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -> Mapping[str, object]:
+    """`arguments` with the modules that keys `shown`, where they were saved and do not say."""
+    if not arguments or is_recorded(arguments) or _ARGUMENT not in shown:
+        return arguments
+    return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
+
+
+def chosen_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[str, object]) -> Choice:
+    """The modules to write for. `recorded`: arguments of the source; `asked`: those that the user gave.
+
+    Raises UsageError for modules that Megatron does not have.
+    """
+    if asked.get(_ARGUMENT, _ENGINE) not in _VALUES:
+        raise UsageError(f"expected {_ARGUMENT} to be one of {', '.join(_VALUES)}; got {asked[_ARGUMENT]!r}")
+    found = next((extra.value for extra in index.extras if extra.name == MODULES), None)
+    shown = found if isinstance(found, dict) else {}
+    settings = {_GROUPED: shown[_GROUPED]} if _GROUPED in shown and _GROUPED not in recorded else {}
+    said, seen = recorded.get(_ARGUMENT), shown.get(_ARGUMENT)
+    beside = f" and its keys ({shown.get(_SEEN)}) show" if seen in _VALUES else " say"
+    chosen, why = said, f"the arguments of the source{beside}"
+    if _ARGUMENT in asked:
+        chosen, why = asked[_ARGUMENT], "--set asks for"
+    elif seen in _VALUES and (said not in _VALUES or (said == _LOCAL) != (seen == _LOCAL)):
+        against = f", though its arguments say {said}" if said in _VALUES else ""
+        chosen, why = seen, f"those of the source are: it has {shown.get(_SEEN)}{against}"
+    elif said not in _VALUES:
+        chosen, why = _ENGINE, ""
+    return Choice(settings={**settings, _ARGUMENT: chosen}, known_from=why)

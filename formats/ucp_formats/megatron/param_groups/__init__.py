@@ -1,1 +1,0 @@
-"""Parameter groups of Megatron's optimizers, told by the arguments of the run."""

@@ -1,1 +1,0 @@
-"""Optimizer states of a torch_dist checkpoint, in its six layouts."""

@@ -1,1 +1,0 @@
-"""The arguments that a written checkpoint carries."""

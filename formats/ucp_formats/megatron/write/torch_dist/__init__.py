@@ -1,1 +1,0 @@
-"""torch_dist, written."""

@@ -1,0 +1,97 @@
+"""Where parameters start in a flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ucp_formats.megatron.buffers.layout import Place, bucket_multiple, simulate, walk
+
+Fitting = Callable[[Place], Sequence[int]]
+
+
+def known(starts: tuple[int, ...]) -> Fitting:
+    """A buffer whose every parameter is recognised, and nothing else."""
+    return where(len(starts), lambda number, place: place == Place(0, starts[number]))
+
+
+def where(count: int, holds: Callable[[int, Place], bool]) -> Fitting:
+    """Parameters of `count` that a place holds."""
+    return lambda place: [number for number in range(count) if holds(number, place)]
+
+
+def test_parameters_are_laid_out_backwards_and_aligned() -> None:
+    found = simulate([10, 20, 64])
+    assert found.starts == (128, 64, 0)
+    assert found.numel == 138
+
+
+def test_before_alignment_they_were_end_to_end() -> None:
+    assert simulate([10, 20, 64], alignment=1).starts == (84, 64, 0)
+
+
+def test_a_full_bucket_is_closed_without_its_padding() -> None:
+    found = simulate([10, 20, 30], bucket_numel=25)
+    assert found.starts == (94, 30, 0)  # the first bucket ends at 30; in the second, 20 elements, then aligned
+
+
+def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
+    found = simulate([10, 70, 20], apart=frozenset({1}))
+    assert found.starts == (134, 64, 0)  # what was before it ends where it would have started
+
+
+def test_multiples() -> None:
+    assert (bucket_multiple(1), bucket_multiple(3), bucket_multiple(3, for_busbw=True)) == (128, 384, 196608)
+
+
+def test_a_walk_finds_what_was_simulated() -> None:
+    numels = [10, 20, 30, 64]
+    found = simulate(numels, bucket_numel=25)
+    places = walk(numels, [found.numel], known(found.starts))
+    assert places == tuple(Place(0, start) for start in found.starts)
+
+
+def test_a_walk_leaves_out_what_is_not_there() -> None:
+    numels = [10, 20, 30]
+    found = simulate([10, 30])
+    places = walk(numels, [found.numel], where(3, lambda n, place: n != 1 and place.start == {0: 64, 2: 0}[n]))
+    assert places == (Place(0, 64), None, Place(0, 0))
+
+
+def test_a_walk_turns_back_where_contents_deceive() -> None:
+    numels = [5, 7, 70]
+    found = simulate(numels, alignment=1)
+    # the last fits twice: aligned, where it is not, and right after, where it is
+    fitting = where(3, lambda n, place: place.start == found.starts[n] or (n == 1 and place.start == 128))
+    places = walk(numels, [found.numel], fitting)
+    assert places == tuple(Place(0, start) for start in found.starts)
+
+
+def test_buckets_may_be_tensors_of_their_own() -> None:
+    numels = [3, 4, 5]
+    at = {0: Place(1, 4), 1: Place(1, 0), 2: Place(0, 0)}
+    places = walk(numels, [8, 8], where(3, lambda n, place: place == at[n]), slack=7)
+    assert places == (at[0], at[1], at[2])
+
+
+def test_there_may_be_no_layout() -> None:
+    assert walk([3, 4], [7], lambda place: []) is None
+    assert walk([3, 4], [8], lambda place: [0, 1]) is None  # one element belongs to nothing
+    assert walk([3, 4], [8], where(2, lambda n, place: place.start == {1: 0, 0: 4}[n]), slack=1) is not None
+
+
+def test_the_last_walk_is_the_first_where_all_are_trained() -> None:
+    """Three norms between weights, all equal: as many places as parameters leave no choice."""
+    numels = [64] * 5
+    weights = {0: 256, 4: 0}
+    fitting = where(5, lambda n, place: place.start == weights[n] if n in weights else 0 < place.start < 256)
+    first = walk(numels, [320], fitting)
+    assert first == walk(numels, [320], fitting, last=True)
+    assert first == tuple(Place(0, start) for start in (256, 192, 128, 64, 0))
+
+
+def test_the_last_walk_is_another_where_one_of_equal_ones_is_not_trained() -> None:
+    numels = [64] * 4
+    weights = {0: 128, 3: 0}
+    fitting = where(4, lambda n, place: place.start == weights[n] if n in weights else place.start == 64)
+    assert walk(numels, [192], fitting) == (Place(0, 128), None, Place(0, 64), Place(0, 0))
+    assert walk(numels, [192], fitting, last=True) == (Place(0, 128), Place(0, 64), None, Place(0, 0))

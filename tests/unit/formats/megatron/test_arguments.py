@@ -1,0 +1,80 @@
+"""The arguments of a run."""
+
+from __future__ import annotations
+
+import pytest
+from ucp_formats.megatron.arguments import Arguments, read_arguments
+
+from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.topology import Topology
+from ucp.errors import MalformedError
+
+
+def namespace(module: str = "argparse", qualname: str = "Namespace", **values: object) -> Stub:
+    return Stub(GlobalName(module, qualname), state=values, has_state=True)
+
+
+@pytest.mark.parametrize("value", [namespace(num_layers=3), namespace("types", "SimpleNamespace", num_layers=3)])
+def test_a_namespace_is_read(value: Stub) -> None:
+    found = read_arguments(value, "a.pt")
+    assert found.num_layers == 3
+    assert found.raw == {"num_layers": 3}
+
+
+def test_a_dict_does_as_well() -> None:
+    assert read_arguments({"bf16": True, "untie_embeddings_and_output_weights": True}, "a.pt").untied is True
+
+
+def test_none_says_nothing() -> None:
+    found = read_arguments(None, "a.pt")
+    assert found == Arguments(raw={})
+    assert found.topology() == Topology()
+
+
+def test_what_is_absent_or_none_is_none() -> None:
+    found = read_arguments({"virtual_pipeline_model_parallel_size": None}, "a.pt")
+    assert (found.vpp, found.tp, found.untied) == (None,) * 3
+
+
+def test_old_names_are_understood_and_new_ones_win() -> None:
+    assert read_arguments({"model_parallel_size": 2}, "a.pt").tp == 2
+    both = {"model_parallel_size": 2, "tensor_model_parallel_size": 4}
+    assert read_arguments(both, "a.pt").tp == 4
+
+
+def test_flags_may_be_numbers() -> None:
+    assert read_arguments({"untie_embeddings_and_output_weights": 0}, "a.pt").untied is False
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_layers": "4"}, "whole number"),
+        ({"num_layers": True}, "whole number"),
+        ({"swiglu": "yes"}, "true or false"),
+    ],
+)
+def test_values_of_another_kind_are_refused(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(MalformedError, match=rf"{expected}.*a\.pt"):
+        read_arguments(values, "a.pt")
+
+
+@pytest.mark.parametrize("value", [[1], 7, Stub(GlobalName("evil", "Thing"), state={"a": 1})])
+def test_what_is_no_namespace_is_refused(value: object) -> None:
+    with pytest.raises(MalformedError, match="namespace"):
+        read_arguments(value, "a.pt")
+
+
+def test_the_topology() -> None:
+    values = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 3,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "context_parallel_size": 2,
+        "num_experts": 8,
+        "world_size": 64,
+    }
+    found = read_arguments(values, "a.pt").topology()
+    assert found == Topology(dp=4, tp=2, pp=4, ep=2, cp=2, vpp=3, etp=1)

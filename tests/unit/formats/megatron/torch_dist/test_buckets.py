@@ -1,0 +1,109 @@
+"""Parameters of equal contents in the buckets of several pipeline stages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ucp_formats.megatron.buffers.matcher import FlatBuffer, Stretch
+from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, BucketStates, Grid, place_buckets
+from ucp_formats.megatron.torch_dist.keys import BucketKey
+from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
+
+from ucp.core.dtypes import DType
+from ucp.core.region import Box
+from ucp.core.tensor import TensorRef
+from ucp.errors import MalformedError
+from ucp.transfer.probe import cast_bits
+
+NAMES = tuple(f"{kind}{layer}" for layer in range(4) for kind in "nw")
+"""A norm, all one, and a weight in each of four layers, in registration order."""
+
+
+class Run:
+    """Weights in one file, and the masters of those that are trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "data"
+        self.path.write_bytes(b"")
+        noise = np.random.default_rng(5)
+        self.masters = {
+            name: np.ones(64, np.float32) if name[0] == "n" else noise.standard_normal(64).astype(np.float32)
+            for name in NAMES
+        }
+
+    def stored(self, values: np.ndarray, dtype: DType) -> TensorRef:
+        at = self.path.stat().st_size
+        with self.path.open("ab") as file:
+            file.write(cast_bits(values.tobytes(), DType.FLOAT32, dtype))
+        return TensorRef(path=str(self.path), offset=at, dtype=dtype, shape=(values.size,), strides=(1,))
+
+    def weights(self) -> dict[str, Whole]:
+        found = {}
+        for name, values in self.masters.items():
+            piece = Piece(Box.whole((64,)), self.stored(values, DType.BFLOAT16))
+            found[name] = Whole(name=name, shape=(64,), dtype=DType.BFLOAT16, pieces=[piece])
+        return found
+
+    def bucket(self, stage: int, trained: list[str], *, buffer: int = 0, number: int = 0) -> Bucket:
+        """Masters of parameters, given in registration order, in its reverse."""
+        stretches = tuple(
+            Stretch(64 * at, self.stored(self.masters[name], DType.FLOAT32))
+            for at, name in enumerate(reversed(trained))
+        )
+        key = BucketKey(None, stage, buffer, "(bf16, fp32)", number, "")
+        flat = FlatBuffer(where=f"stage {stage}", stretches=stretches, numel=64 * len(trained))
+        return Bucket(key=key, states={MASTER: flat}, in_chunks=True)
+
+    def place(self, *buckets: Bucket) -> BucketStates:
+        return place_buckets(buckets, self.weights(), [NAMES], Grid(tp=1, expert_tp=1, ep=1))
+
+
+def starts(found: BucketStates, name: str) -> list[int]:
+    """Offsets of the masters of a parameter in the file."""
+    return [piece.ref.offset for piece in found.fragments[name][MASTER]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_norms_at_the_edges_of_stages_are_told_by_the_other_stages(tmp_path: Path, turned: bool) -> None:
+    run = Run(tmp_path)
+    buckets = [run.bucket(0, ["n0", "w0", "n1", "w1"]), run.bucket(1, ["n2", "w2", "n3", "w3"])]
+    found = run.place(*(reversed(buckets) if turned else buckets))
+    for name, stage, at in (("n0", 0, 3), ("n1", 0, 1), ("n2", 1, 3), ("n3", 1, 1)):
+        assert starts(found, name) == [buckets[stage].states[MASTER].stretches[at].ref.offset]
+
+
+def test_chunks_of_an_interleaved_pipeline(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    layers = {(0, 0): "0", (1, 0): "1", (0, 1): "2", (1, 1): "3"}
+    buckets = {own: run.bucket(own[0], [f"n{own_}", f"w{own_}"], buffer=own[1]) for own, own_ in layers.items()}
+    found = run.place(*buckets.values())
+    for own, layer in layers.items():
+        assert starts(found, f"n{layer}") == [buckets[own].states[MASTER].stretches[1].ref.offset]
+
+
+def test_buckets_of_one_buffer(tmp_path: Path) -> None:
+    """The first bucket is of the last layers; norms at the edge of a bucket are between weights of both."""
+    run = Run(tmp_path)
+    first, second = run.bucket(0, list(NAMES[4:])), run.bucket(0, list(NAMES[:4]), number=1)
+    found = run.place(first, second)
+    assert starts(found, "n2") == [first.states[MASTER].stretches[3].ref.offset]
+    assert starts(found, "n0") == [second.states[MASTER].stretches[3].ref.offset]
+
+
+def test_a_frozen_norm_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:
+    """Of layer 1 only the norm is trained, or, as well, that of layer 2 is and all of layer 1 is frozen."""
+    run = Run(tmp_path)
+    buckets = [run.bucket(0, ["n0", "w0"]), run.bucket(1, ["n2", "w2", "n3", "w3"])]
+    with pytest.raises(MalformedError, match=r"(?s)1 parameter has .*stage 1, element 192: .*n1, n2.*--no-save-optim"):
+        run.place(*buckets)
+
+
+def test_frozen_parameters_between_known_ones_leave_none(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    buckets = [run.bucket(0, ["w0", "w1"]), run.bucket(1, ["w2", "n3", "w3"])]
+    found = run.place(*buckets)
+    assert set(found.fragments) == {"w0", "w1", "w2", "n3", "w3"}
+    assert [a < b for a, b in pairwise(starts(found, name)[0] for name in ("w3", "n3", "w2"))] == [True, True]

@@ -1,0 +1,196 @@
+"""What is known of a model: what its checkpoint records, and what transformers does with one.
+
+A checkpoint records arguments of the run that wrote it, or a Hugging Face configuration. The order of parameters, and
+which are tied, no file of transformers says.
+
+Safetensors sorts tensors by name. DeepSpeed's flat buffers hold parameters in the order in which the model registers
+them and record no names, and an optimizer numbers them in it. It is that of `named_parameters()` in transformers 5.23
+(and 4.28 on) for the kinds of models listed here, whose names on disk are those in memory; experts are stacked in
+memory, so no such model is here.
+
+>>> names = ["lm_head.weight", "model.norm.weight", "model.layers.10.mlp.up_proj.weight", "model.embed_tokens.weight",
+...          "model.layers.2.mlp.up_proj.weight", "model.layers.2.self_attn.k_proj.weight"]
+>>> for name in in_model_order(names, "llama"):
+...     print(name)
+model.embed_tokens.weight
+model.layers.2.self_attn.k_proj.weight
+model.layers.2.mlp.up_proj.weight
+model.layers.10.mlp.up_proj.weight
+model.norm.weight
+lm_head.weight
+>>> in_model_order(["model.surprise.weight"], "llama") is None
+True
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ucp.contract.companions import companions_of
+from ucp.core.index import Index
+from ucp.core.pickle_values import Stub
+from ucp.errors import MalformedError
+from ucp.io.folder import is_there, path_of
+from ucp.io.json_text import read_object
+
+if TYPE_CHECKING:
+    from ucp.families.family import Family
+
+__all__ = [
+    "CONFIG_EXTRA",
+    "MODEL_TYPES",
+    "by_number",
+    "config_in",
+    "family_of_type",
+    "in_model_order",
+    "recorded_arguments",
+    "run_arguments",
+    "said_values",
+    "tied_output",
+]
+
+CONFIG_EXTRA = "config"
+"""Name of the extra that is a parsed config.json."""
+_RUN_ARGUMENTS = ("args", "client_state/args")
+_MODEL_ARGUMENTS = ("model_args", "client_state/model_args")
+"""Names of extras: sizes of the model as nanoGPT saves them (`n_head`, `n_embd`, ...)."""
+_CONFIG_FILE = "config.json"
+_MOST_BYTES = 4 << 20
+"""Longest config.json that is read."""
+
+
+def recorded_arguments(index: Index) -> Mapping[str, object]:
+    """Sizes and settings of the model, by the names of whoever recorded them; empty where nobody did.
+
+    Those of config.json, before them those of the model (`model_args` of nanoGPT), and before these those of the run.
+    Raises MalformedError for a config.json that is none.
+    """
+    return {**_configuration(index), **_extra(index, _MODEL_ARGUMENTS), **run_arguments(index)}
+
+
+def run_arguments(index: Index) -> Mapping[str, object]:
+    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty where there are none."""
+    return _extra(index, _RUN_ARGUMENTS)
+
+
+def config_in(folder: str) -> dict[str, object]:
+    """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
+    path = os.path.join(folder, _CONFIG_FILE)
+    return read_object(path) if is_there(path) else {}
+
+
+def said_values(texts: Mapping[str, str]) -> dict[str, object]:
+    """Values of arguments that a user wrote.
+
+    >>> said_values({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
+    {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
+    """
+    return {name: _value_of(text) for name, text in texts.items()}
+
+
+def _value_of(text: str) -> object:
+    plain: Mapping[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in plain:
+        return plain[text.lower()]
+    for kind in (int, float, json.loads):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _configuration(index: Index) -> Mapping[str, object]:
+    for extra in index.extras:
+        if extra.name == CONFIG_EXTRA and extra.rank is None:
+            return _by_name(extra.value)
+    file = next((own.ref for own in companions_of(index) if own.name == _CONFIG_FILE), None)
+    if file is None or file.codec or file.nbytes > _MOST_BYTES:
+        return {}
+    with path_of(file.path).open("rb") as stream:
+        stream.seek(file.offset)
+        text = stream.read(file.nbytes)
+    try:
+        return _by_name(json.loads(text))
+    except ValueError as error:
+        raise MalformedError(f"expected a configuration of a model (JSON) in {file.path}; {error}") from error
+
+
+def _extra(index: Index, names: Collection[str]) -> dict[str, object]:
+    """Entries of the first extra with one of these names, of all ranks or the first; empty where there is none."""
+    for extra in index.extras:
+        if extra.name in names and extra.rank in (None, 0):
+            return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
+    return {}
+
+
+def _by_name(value: object) -> dict[str, object]:
+    return {key: own for key, own in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
+
+
+_FAMILIES = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "smollm3"), "llama"),
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gpt2": "gpt",
+    "bloom": "bloom",
+    "gpt_neox": "gpt-neox",
+}
+"""`model_type` of a config.json to the family whose modules in transformers have the order of such a model."""
+MODEL_TYPES = tuple(sorted(_FAMILIES))
+"""Those whose order is known."""
+_OUTPUTS = ("lm_head.weight", "embed_out.weight")
+_INPUTS = (".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".embed_in.weight")
+"""Ends of the names of embeddings, below the model without its head."""
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes with an output matrix."""
+_NUMBER = re.compile(r"(\d+)")
+
+
+def family_of_type(model_type: object) -> Family | None:
+    """The family of models of that type, of those whose order is known; None where it is none of them."""
+    name = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if name is None:
+        return None
+    from ucp.contract import registry  # which imports this module for its protocols
+
+    return registry.family(name)
+
+
+def in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
+    """Names of parameters in the order of a model of that type; None where it is not known of all of them."""
+    family = family_of_type(model_type)
+    return None if family is None else family.in_order(names, "huggingface")
+
+
+def by_number(names: Iterable[str]) -> list[str]:
+    """Names in alphabetical order, numbers in them by value.
+
+    >>> by_number(["h.10.w", "h.2.w", "e.w"])
+    ['e.w', 'h.2.w', 'h.10.w']
+    """
+    return sorted(names, key=lambda name: [int(own) if at % 2 else own for at, own in enumerate(_NUMBER.split(name))])
+
+
+def tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
+    """The output matrix and the embedding that it is; None where the model is not tied, or not known to be.
+
+    transformers saves such a matrix once, under the name of the embedding; older files hold it twice. Whether it is
+    tied says config.json; a model for which it does not say so and whose class has an output matrix that the files
+    lack is tied too, since transformers would else initialise it. The name of the output matrix may or may not be one
+    of `names`.
+    """
+    inputs = [name for name in names if name.endswith(_INPUTS)]
+    outputs = [name for name in _OUTPUTS if name in names]
+    said = config.get("tie_word_embeddings")
+    if len(inputs) != 1 or len(outputs) > 1 or said is False:
+        return None
+    if outputs:
+        return (outputs[0], inputs[0]) if said is True else None
+    classes = config.get("architectures")
+    has_head = isinstance(classes, list) and any(str(own).endswith(_WITH_HEAD) for own in classes)
+    return (_OUTPUTS[0], inputs[0]) if has_head else None

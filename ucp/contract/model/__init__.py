@@ -1,1 +1,0 @@
-"""What is known of a model: what its checkpoint records, what transformers does with one, where torch places it."""
