@@ -7,8 +7,6 @@ what the expressions of a model family are evaluated over.
 >>> arguments.tp, arguments.pp, arguments.topology()
 (2, None, Topology(dp=1, tp=2, pp=1, ep=1, cp=1, zero=None, vpp=1, etp=None, dp_replicate=None, dp_shard=None))
 
-Whether the sizes that a checkpoint records are those of its tensors.
-
 What a family's sizes are found from, arguments and shapes of tensors, must give one value: where they differ, the
 arguments were edited, are of another run, or the rules joined the wrong rows. Which sizes these are is data of the
 family (its [sizes]), so rules of the user's own are held against what the run recorded, too.
@@ -84,7 +82,6 @@ KNOWN = frozenset(key for keys in _KEYS.values() for key in keys) | {"transforme
 """Names of all arguments that are read; the last two say how a target names what it writes."""
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 """Ranks that a tensor-parallel part of a weight is cut over once more."""
-_NAMESPACES = {"Namespace", "SimpleNamespace"}
 _MOST_LAYERS = 999_999
 """Layers of a model, at most: names count no further."""
 
@@ -144,55 +141,41 @@ def read_arguments(value: object, where: str) -> Arguments:
     Raises MalformedError; all sizes that no model has are named together. Raises UnsupportedError for a run whose
     weights are cut over more than tensor-parallel ranks.
     """
-    raw = _raw(value, where)
-    _refuse_weight_shards(raw, where)
-    found: dict[str, int | bool] = {}
+    match value:
+        case None:
+            value = {}
+        case Stub(made_by=GlobalName(qualname="Namespace" | "SimpleNamespace"), state=dict(state)):
+            value = state
+        case Stub(made_by=GlobalName(qualname="Namespace" | "SimpleNamespace"), state=None, has_state=False):
+            value = {}
+    if not isinstance(value, dict):
+        raise MalformedError(f"expected a namespace for the arguments of {where}; got {described(value)}")
+    raw = {key: own for key, own in value.items() if isinstance(key, str)}
+    shards = [f"{name}={own}" for name in _WEIGHT_SHARDS if isinstance(own := raw.get(name), int) and own > 1]
+    if shards:  # megatron-core 0.20
+        raise UnsupportedError(
+            f"{where} is of a run with Generalized Tensor Parallelism ({', '.join(shards)}), which is not read: its "
+            "weights are cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold "
+            "them all. Load it with Megatron in a run without (--tensor-parallel-num-weight-shards as many as "
+            "tensor-parallel ranks, --expert-tensor-parallel-num-weight-shards as many as those of experts), save it "
+            "with --ckpt-format torch_dist, and convert that"
+        )
+    typed: dict[str, int | bool] = {}
+    wrong = []
     for name, keys in _KEYS.items():
         key = next((key for key in keys if raw.get(key) is not None), None)
         if key is not None:
-            found[name] = _typed(raw[key], f"{key} in the arguments of {where}", is_flag=name in _FLAGS)
-    _check_sizes(raw, found, where)
-    kept = {field.name: found[field.name] for field in fields(Arguments) if field.name in found}
-    return Arguments(raw=raw, **kept)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
-
-
-def _refuse_weight_shards(raw: Mapping[str, object], where: str) -> None:
-    """Raise UnsupportedError for generalized tensor parallelism (megatron-core 0.20, `gtp_weight_remat_size`)."""
-    cut = {name: own for name in _WEIGHT_SHARDS if isinstance(own := raw.get(name), int) and own > 1}
-    if cut:
-        shown = ", ".join(f"{name}={own}" for name, own in cut.items())
-        raise UnsupportedError(
-            f"{where} is of a run with Generalized Tensor Parallelism ({shown}), which is not read: its weights are "
-            "cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold them all. "
-            "Load it with Megatron in a run without (--tensor-parallel-num-weight-shards as many as tensor-parallel "
-            "ranks, --expert-tensor-parallel-num-weight-shards as many as those of experts), save it with "
-            "--ckpt-format torch_dist, and convert that"
-        )
-
-
-def _check_sizes(raw: Mapping[str, object], found: Mapping[str, int | bool], where: str) -> None:
-    wrong = [name for name in _SIZES if found.get(name, 0) < 0]
-    if found.get("num_layers", 0) > _MOST_LAYERS:
-        wrong.append("num_layers")
+            typed[name] = _typed(raw[key], f"{key} in the arguments of {where}", is_flag=name in _FLAGS)
+            is_too_many = name == "num_layers" and typed[name] > _MOST_LAYERS
+            if is_too_many or (name in _SIZES and typed[name] < 0):
+                wrong.append(f"{key}: {raw[key]}")
     if wrong:
-        keys = (next(key for key in _SIZES[name] if raw.get(key) is not None) for name in wrong)
-        shown = listed(f"{key}: {raw[key]}" for key in keys)
         raise MalformedError(
-            f"expected sizes of a model in the arguments of {where}; got\n{shown}\n"
+            f"expected sizes of a model in the arguments of {where}; got\n{listed(wrong)}\n"
             "They are damaged or were edited: use another copy"
         )
-
-
-def _raw(value: object, where: str) -> dict[str, object]:
-    match value:
-        case None:
-            return {}
-        case Stub(made_by=GlobalName(qualname=qualname)) if qualname in _NAMESPACES:
-            state = value.state if value.has_state or value.state is not None else {}
-            value = state if isinstance(state, dict) else value
-    if not isinstance(value, dict):
-        raise MalformedError(f"expected a namespace for the arguments of {where}; got {described(value)}")
-    return {key: own for key, own in value.items() if isinstance(key, str)}
+    fitting = {field.name: typed[field.name] for field in fields(Arguments) if field.name in typed}
+    return Arguments(raw=raw, **fitting)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
 
 
 def _typed(value: object, where: str, *, is_flag: bool) -> int | bool:

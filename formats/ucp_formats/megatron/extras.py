@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ucp.contract.run_extras import ExtraRow, ExtraTable, LossScale
 from ucp.core.index import Index
-from ucp_formats.megatron.modules import MODULES
+from ucp_formats.megatron.names import MODULES
 
 __all__ = ["EXTRAS", "RANDOM", "SCHEDULER", "megatron_scale", "scaler_of"]
 

@@ -38,12 +38,10 @@ __all__ = [
     "DealtGroups",
     "GroupRule",
     "SavedGroup",
-    "agreed_step",
     "deal",
     "dealt_out",
     "expert_numbers",
     "group_rule",
-    "inferred",
     "is_by_named_optimizer",
     "is_expert",
     "rank_free",
@@ -172,10 +170,12 @@ class GroupRule:
         if self.width == 1.0:
             return None
         vector = len(shape) <= 1 or name in _ENDS or "embedding" in name.lower()
-        if self.optimizer == "sgd":
-            return _scaled(self.rate, self.width) if vector else None
-        by_muon = "muon" in self.optimizer and len(shape) == 2
-        return None if vector or by_muon else _scaled(self.rate, 1.0 / self.width)
+        is_sgd, by_muon = self.optimizer == "sgd", "muon" in self.optimizer and len(shape) == 2
+        if vector != is_sgd or (by_muon and not is_sgd):
+            return None
+        factor = self.width if is_sgd else 1.0 / self.width
+        high, low = self.rate
+        return None if high is None else high * factor, None if low is None else low * factor
 
     def open(self) -> str:
         """What the arguments leave open, for the user."""
@@ -217,6 +217,7 @@ def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, ob
     spared = not modern and arguments.get("embedding_init_method_std") is not None
     rate = _number(arguments, "lr"), _number(arguments, "min_lr")
     ends = _number(arguments, "decoupled_lr"), _number(arguments, "decoupled_min_lr")
+    hidden, base = _number(arguments, "hidden_size"), _number(arguments, "mup_base_hidden_size")
     asks = bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK
     fused = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
     return GroupRule(
@@ -225,20 +226,10 @@ def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, ob
         known=condition is None or condition in _ASKS_FOR_QK,
         rate=rate,
         ends_rate=None if ends[0] is None else (ends[0], rate[1] if ends[1] is None else ends[1]),
-        width=_width(arguments),
+        # `mup_width_mult`, as TransformerConfig makes it (0.19.2 core/transformer/transformer_config.py)
+        width=hidden / base if arguments.get("use_mup") and hidden and base else 1.0,
         optimizer=_optimizer(arguments),
     )
-
-
-def _width(arguments: Mapping[str, object]) -> float:
-    """`mup_width_mult`, as TransformerConfig makes it (0.19.2 core/transformer/transformer_config.py)."""
-    hidden, base = _number(arguments, "hidden_size"), _number(arguments, "mup_base_hidden_size")
-    return hidden / base if arguments.get("use_mup") and hidden and base else 1.0
-
-
-def _scaled(rate: tuple[float | None, float | None], factor: float) -> tuple[float | None, float | None]:
-    high, low = rate
-    return (None if high is None else high * factor, None if low is None else low * factor)
 
 
 def _number(arguments: Mapping[str, object], key: str) -> float | None:
@@ -287,20 +278,6 @@ def dealt_out(
     return tuple(made), left
 
 
-def agreed_step(groups: Iterable[SavedGroup]) -> object:
-    """The step that all groups record, of those that record one; None where they differ, or where none does."""
-    found = [group.hyper[STEP] for group in groups if group.hyper.get(STEP) is not None]
-    return found[0] if found and all(type(own) is type(found[0]) and own == found[0] for own in found) else None
-
-
-def inferred(rule: GroupRule) -> str:
-    """How parameters came into their groups, for the user."""
-    return (
-        "which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the arguments "
-        f"({'; '.join(rule.told())}); a no_weight_decay_cond or config_overrides of the run's own would not show"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtGroups:
     """What is known of the groups of a run."""
@@ -331,11 +308,14 @@ def deal(
         "records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
     )
     lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
+    steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
     return DealtGroups(
         groups=groups,
         lost={name: Loss(why=why, detail=str(list(shapes[name]))) for name in left},
-        step=agreed_step(saved),
-        note=inferred(rule),
+        step=steps[0] if steps and all(type(own) is type(steps[0]) and own == steps[0] for own in steps) else None,
+        note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
+        f"arguments ({'; '.join(rule.told())}); a no_weight_decay_cond or config_overrides of the run's own would not "
+        "show",
         dropped=(f"{why}\n{lines}",) if left else (),
     )
 

@@ -6,8 +6,6 @@
 | ep | on one expert-parallel rank | experts are dealt out |
 | dp | on every rank | weights are; states too, unless the distributed optimizer cuts them |
 
-Which chunk of the model holds which parameters: pipeline stages, and virtual ones.
-
 Layers are dealt out in order, chunk 0 of all stages before chunk 1 of any (transformer_layer.py:
 get_transformer_layer_offset, core_v0.16). Stages are even, but the first and last may be told apart.
 
@@ -78,8 +76,35 @@ _BAR = "|"
 
 def stage_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
     """Layers of every chunk, in the order of the layers. Raises TopologyError when they cannot be dealt out."""
-    counts = _counts(layers, pp=pp, vpp=vpp, arguments=arguments)
-    stops = list(accumulate(counts.values()))
+    if arguments.get(_LAYOUT):
+        raise UnsupportedError(
+            "expected stages of equal length; the arguments have a pipeline_model_parallel_layout of their own, "
+            "which is not written yet. Write torch_dist (--layout torch_dist), which fits any"
+        )
+    problem = stage_problem(layers, pp=pp, vpp=vpp, arguments=arguments)
+    if problem is not None:
+        raise TopologyError(f"{problem}. Choose another pp or vpp")
+    chunks = [(stage, virtual) for virtual in range(vpp) for stage in range(pp)]
+    pattern = hybrid_pattern(arguments)
+    if pattern and _BAR in pattern:
+        counts = {chunk: len(own) for chunk, own in zip(chunks, pattern.split(_BAR), strict=True)}
+        return _ranges(counts)
+    first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
+    counts = {}
+    for stage, virtual in chunks:
+        count = rest // parts if parts else 0
+        if stage == 0 and first is not None:
+            count = first // vpp
+        if stage == pp - 1 and last is not None:
+            count = last // vpp
+        counts[stage, virtual] = count
+    counts[0, 0] -= bool(arguments.get(_EMBEDDING))
+    counts[pp - 1, vpp - 1] -= bool(arguments.get(_LOSS))
+    return _ranges(counts)
+
+
+def _ranges(counts: Mapping[Chunk, int]) -> dict[Chunk, range]:
+    stops = accumulate(counts.values())
     return {chunk: range(stop - counts[chunk], stop) for chunk, stop in zip(counts, stops, strict=True)}
 
 
@@ -109,33 +134,6 @@ def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
     """The letters of the layers of a hybrid model, those of multi-token prediction left out."""
     found = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
     return found.partition("/")[0] if isinstance(found, str) else None
-
-
-def _counts(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, int]:
-    if arguments.get(_LAYOUT):
-        raise UnsupportedError(
-            "expected stages of equal length; the arguments have a pipeline_model_parallel_layout of their own, "
-            "which is not written yet. Write torch_dist (--layout torch_dist), which fits any"
-        )
-    problem = stage_problem(layers, pp=pp, vpp=vpp, arguments=arguments)
-    if problem is not None:
-        raise TopologyError(f"{problem}. Choose another pp or vpp")
-    chunks = [(stage, virtual) for virtual in range(vpp) for stage in range(pp)]
-    pattern = hybrid_pattern(arguments)
-    if pattern and _BAR in pattern:
-        return {chunk: len(own) for chunk, own in zip(chunks, pattern.split(_BAR), strict=True)}
-    first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
-    counts = {}
-    for stage, virtual in chunks:
-        count = rest // parts if parts else 0
-        if stage == 0 and first is not None:
-            count = first // vpp
-        if stage == pp - 1 and last is not None:
-            count = last // vpp
-        counts[stage, virtual] = count
-    counts[0, 0] -= bool(arguments.get(_EMBEDDING))
-    counts[pp - 1, vpp - 1] -= bool(arguments.get(_LOSS))
-    return counts
 
 
 def _shares(

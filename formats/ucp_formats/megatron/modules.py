@@ -20,24 +20,21 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ucp.core.index import Extra, Index
+from ucp.core.index import Index
 from ucp.errors import UsageError
 from ucp.families.family import Family
+from ucp_formats.megatron.names import MODULES
 
 __all__ = [
-    "MODULES",
     "Choice",
     "chosen_modules",
     "is_recorded",
-    "modules_extra",
     "modules_keeping",
     "modules_shown",
     "with_modules",
 ]
 
 
-MODULES = "modules"
-"""Name of the extra."""
 _ARGUMENT = "transformer_impl"
 _GROUPED = "moe_grouped_gemm"
 _SEEN = "seen_in"
@@ -98,8 +95,16 @@ def modules_shown(family: Family, keys: Mapping[str, str], *, renamed: bool) -> 
             continue
         before, norm, _ = name.partition(".pre_mlp_layernorm.")
         local = {family.styled(name, "torch_dist") if specs else name}
-        engine = {name} if norm and before in with_experts else _of_engine(family, name)
-        fits = [kind for kind, own in ((_LOCAL, local), (_ENGINE, engine)) if _unnumbered(key) in map(_unnumbered, own)]
+        engine = {name}
+        if not norm or before not in with_experts:  # the one that is written, and others that are read
+            written, *others = [names[0] for _, names in family.spellings(name, "te")]
+            engine = {written, *others} - ({name} if written != name else set())
+        outline = _NUMBER.sub("layers.", key, count=1)
+        fits = [
+            kind
+            for kind, names_of_kind in ((_LOCAL, local), (_ENGINE, engine))
+            if any(outline == _NUMBER.sub("layers.", other, count=1) for other in names_of_kind)
+        ]
         if len(fits) == 1:
             seen.setdefault(fits[0], key)
     if len(seen) != 1:
@@ -131,21 +136,6 @@ def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -
     if not arguments or is_recorded(arguments) or _ARGUMENT not in shown:
         return arguments
     return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
-
-
-def _of_engine(family: Family, name: str) -> set[str]:
-    """Names that Transformer Engine's modules give a norm: the one that is written, and others that are read."""
-    written, *read = [names[0] for _, names in family.spellings(name, "te")]
-    return {written, *read} - ({name} if written != name else set())
-
-
-def _unnumbered(key: str) -> str:
-    return _NUMBER.sub("layers.", key, count=1)
-
-
-def modules_extra(shown: Mapping[str, object]) -> list[Extra]:
-    """What `modules_shown` found, as an extra; none where it found nothing."""
-    return [Extra(name=MODULES, value=dict(shown))] if shown else []
 
 
 def chosen_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[str, object]) -> Choice:

@@ -32,6 +32,7 @@ __all__ = [
     "EMBEDDING",
     "METADATA",
     "MODEL",
+    "MODULES",
     "OUTPUT",
     "RELEASE",
     "TRACKER",
@@ -59,6 +60,8 @@ DCP_METADATA = ".metadata"
 COMMON = "common.pt"
 """What all ranks have in common, in files of torch_dist up to 0.18."""
 
+MODULES = "modules"
+"""Name of the extra that says which modules layers are built of."""
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 

@@ -1,8 +1,9 @@
-"""Which folder holds the checkpoint, and how it was saved; from names, the tracker and metadata.json alone.
+"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
 
-A user may pass the save folder (with its tracker), an iteration folder, or the folder of one rank. What an iteration
-folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format): metadata.json, then folders of
-ranks, then the .metadata of torch.distributed.checkpoint.
+Which folder holds the checkpoint, and how it was saved, names tell, the tracker and metadata.json alone; the readers
+are imported by what needs them. A user may pass the save folder (with its tracker), an iteration folder, or the folder
+of one rank. What an iteration folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format):
+metadata.json, then folders of ranks, then the .metadata of torch.distributed.checkpoint.
 
 metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
 
@@ -12,10 +13,6 @@ metadata.json says what backend of megatron-core wrote an iteration folder (core
 | core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
 
 Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
-
-Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
-
-They are told by names alone; the readers are imported by what needs them.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +28,11 @@ from ucp.contract import locating
 from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import is_there, names_in, short_text
+from ucp_formats.megatron.extras import megatron_scale
 from ucp_formats.megatron.names import (
     COMMON,
     DCP_METADATA,
@@ -51,9 +50,7 @@ __all__ = [
     "MegatronFormat",
     "is_of_the_format",
     "locate",
-    "lost_backend",
     "the_folder",
-    "unknown_version",
 ]
 
 
@@ -66,11 +63,11 @@ _COMMON_STATE = "common_state/"
 _SHOWN = 40
 
 
-def _tracked_name(text: str) -> str | None:
-    return text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
-
-
-_TRACKER = Pointer(TRACKER, _tracked_name, is_binding=False)
+_TRACKER = Pointer(
+    TRACKER,
+    lambda text: text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None,
+    is_binding=False,
+)
 
 
 def locate(path: Path) -> Located[SavedAs] | None:
@@ -109,7 +106,7 @@ def is_of_the_format(path: Path) -> bool:
 
 def _look(path: Path) -> Located[SavedAs] | None:
     """The iteration folder that `path` is, that it has within, or that it is the folder of one rank of."""
-    if parse_rank_folder(path.name) is not None and _has_model(path):
+    if parse_rank_folder(path.name) is not None and (path / MODEL).is_file():
         return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it",))
     return next(filter(None, (_look_at_iteration(path / name if name else path) for name in _INNER)), None)
 
@@ -119,7 +116,9 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
     if backend.get("sharded_backend") in (SavedAs.TORCH_DIST, SavedAs.ZARR):
         saved_as = SavedAs(str(backend["sharded_backend"]))
         return Located(root=path, content=saved_as, reasons=(f"{METADATA} of {saved_as}",))
-    ranks = sorted(name for name in names_in(path) if parse_rank_folder(name) is not None and _has_model(path / name))
+    ranks = sorted(
+        name for name in names_in(path) if parse_rank_folder(name) is not None and (path / name / MODEL).is_file()
+    )
     if ranks:
         reason = f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
         return Located(root=path, content=SavedAs.TORCH, reasons=(reason,))
@@ -127,10 +126,6 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
         beside = f"beside a {METADATA} that names no backend" if is_there(path / METADATA) else f"without {METADATA}"
         return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {beside}",))
     return None
-
-
-def _has_model(path: Path) -> bool:
-    return (path / MODEL).is_file()
 
 
 def _read_backend(folder: Path) -> Mapping[str, object]:
@@ -142,54 +137,37 @@ def _read_backend(folder: Path) -> Mapping[str, object]:
     return values if isinstance(values, dict) and isinstance(values.get("sharded_backend"), str) else {}
 
 
-def unknown_version(folder: Path) -> UnsupportedError | None:
-    """Why a folder of a known backend is not read; None when it is of the version that is known."""
-    backend = _read_backend(folder)
-    version = backend.get("sharded_backend_version", _VERSION)
-    if version == _VERSION:
-        return None
-    return UnsupportedError(
-        f"expected version {_VERSION} of {backend['sharded_backend']} in {folder / METADATA}, which all "
-        f"megatron-core up to 0.19 writes; got {str(version)[:_SHOWN]!r}. Where the file is damaged, copy it "
-        "again; where a later megatron-core wrote it, save with one that is known"
-    )
-
-
-def lost_backend(folder: Path) -> SourceError | None:
-    """What is wrong with a folder that has a .metadata and no known backend; None when it is one of torch_dcp.
-
-    The folders of torch_dcp never have the file, and neither a common state.
-    """
-    file = folder / METADATA
+def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
+    """Why a folder is not read: another version of torch_dist, or one of torch_dist that lost its METADATA."""
+    file, backend = folder / METADATA, _read_backend(folder)
+    if saved_as is SavedAs.TORCH_DIST:
+        version = backend.get("sharded_backend_version", _VERSION)
+        if version == _VERSION:
+            return None
+        return UnsupportedError(
+            f"expected version {_VERSION} of {saved_as} in {file}, which all megatron-core up to 0.19 "
+            f"writes; got {str(version)[:_SHOWN]!r}. Where the file is damaged, copy it again; where a later "
+            "megatron-core wrote it, save with one that is known"
+        )
     remedy = "Copy it again from where it was saved; it is the same in all checkpoints of a run"
     wanted = f'expected the backend that wrote the folder, as in {{"sharded_backend": "torch_dist"}}, in {file}'
-    backend = _read_backend(folder)
     if backend:
-        return UnsupportedError(
-            f"{wanted}; got {str(backend['sharded_backend'])[:_SHOWN]!r}, which is not known here. {remedy}"
-        )
-    if is_there(file):
+        shown = str(backend["sharded_backend"])[:_SHOWN]
+        return UnsupportedError(f"{wanted}; got {shown!r}, which is not known here. {remedy}")
+    if is_there(file):  # the folders of torch_dcp never have it, and neither a common state
         text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
-        shown = repr(text[:_SHOWN]) if text else "nothing"
-        if text is None:
-            shown = "what is no text, or too long" if file.is_file() else "what is no regular file"
+        shown = "no short text" if text is None else repr(text[:_SHOWN]) if text else "nothing"
         return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
-    if _is_torch_dist(folder):
-        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
-    return None
-
-
-def _is_torch_dist(folder: Path) -> bool:
-    """Whether a folder without the file has what only megatron-core writes: a common state."""
-    if is_there(folder / COMMON):
-        return True
-    try:
+    is_torch_dist = is_there(folder / COMMON)
+    if not is_torch_dist:
         from ucp.io.dcp.metadata import read_metadata
 
-        objects = read_metadata(str(folder / DCP_METADATA)).objects
-    except SourceError:
-        return False
-    return any(key.startswith(_COMMON_STATE) for key in objects)
+        with suppress(SourceError):
+            objects = read_metadata(str(folder / DCP_METADATA)).objects
+            is_torch_dist = any(key.startswith(_COMMON_STATE) for key in objects)
+    if is_torch_dist:
+        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+    return None
 
 
 _REMEDIES = {
@@ -202,12 +180,6 @@ _REMEDIES = {
         "Load it in the job that wrote it and save it with --ckpt-format torch_dist",
     ),
 }
-
-
-def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.megatron.extras import megatron_scale
-
-    return megatron_scale(index)
 
 
 class MegatronFormat(Format):
@@ -231,7 +203,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         scheduler="opt_param_scheduler",
-        scale=_scale,
+        scale=megatron_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 
@@ -257,10 +229,12 @@ class MegatronFormat(Format):
         return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
 
     def _read(self, located: Located[SavedAs]) -> Index:
+        refusal = None
+        if located.content in (SavedAs.TORCH_DIST, SavedAs.TORCH_DCP):
+            refusal = _refusal(located.root, located.content)
+        if refusal is not None:
+            raise refusal
         if located.content is SavedAs.TORCH_DIST:
-            refused = unknown_version(located.root)
-            if refused is not None:
-                raise refused
             from ucp_formats.megatron.torch_dist.source import read_dist
 
             return read_dist(located, self.name, self._options)
@@ -268,8 +242,5 @@ class MegatronFormat(Format):
             from ucp_formats.megatron.legacy.source import read_legacy
 
             return read_legacy(located, self.name, self._options)
-        lost = lost_backend(located.root) if located.content is SavedAs.TORCH_DCP else None
-        if lost is not None:
-            raise lost
         what, remedy = _REMEDIES[located.content]
         raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")

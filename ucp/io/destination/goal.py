@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, OverlapError, counted, listed
-from ucp.io.destination.mark import MARK, read_mark
-from ucp.io.folder import files_below, path_of, url_scheme
+from ucp.io.destination.mark import read_mark
+from ucp.io.folder import MARK, files_below, path_of, url_scheme
 
 __all__ = [
     "Making",

@@ -16,14 +16,11 @@ from zlib_ng import zlib_ng
 
 from ucp.errors import DestinationError, SourceError, counted, listed
 from ucp.io.files import open_source
-from ucp.io.folder import is_url
+from ucp.io.folder import MARK, is_url
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.remote.url import key_of
 
-__all__ = ["MARK", "Mark", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
-
-MARK = "ucp-conversion.json"
-"""Its name; only destinations that have it may be overwritten."""
+__all__ = ["Mark", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
 
 _ABOVE = 2
 """Folders above a checkpoint in which the file may lie: a tag or an iteration is a folder of the destination."""

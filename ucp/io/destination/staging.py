@@ -27,12 +27,9 @@ from ucp.errors import BusyError, DestinationError, IncompleteError, listed
 from ucp.io.destination.goal import Making, begun_otherwise, check_goal, describe_process, this_process
 from ucp.io.destination.mark import is_complete
 from ucp.io.destination.write import write_at
-from ucp.io.folder import is_url
+from ucp.io.folder import PARTIAL, is_url
 
-__all__ = ["PARTIAL", "TEMPORARY", "Staging", "Waiting", "is_begun", "lines_of", "refuse_partial", "sync"]
-
-PARTIAL = ".ucp-partial"
-"""Suffix of the folder in which a destination grows."""
+__all__ = ["TEMPORARY", "Staging", "Waiting", "is_begun", "lines_of", "refuse_partial", "sync"]
 
 TEMPORARY = "temporary-"
 """Prefix of files beside the growing destination that a run needs while it goes on."""

@@ -1,12 +1,9 @@
-"""Flat buffers of optimizer states, and the parameters as one rank holds them: who is where, as boxes of the whole.
+"""Which parameter lies where in a flat buffer, found by content: no names are recorded in it.
 
 The distributed optimizer lays the parameters of a rank end to end in one buffer per element type, which is then cut
-over the data-parallel ranks without regard to them. A file may keep the buffer whole, or in stretches.
-
-Which parameter lies where in a flat buffer, found by content: no names are recorded in it.
-
-The masters are kept in fp32, and the model's weights are the masters cast to the type of the model, bit for bit. So the
-first elements at a place of the buffer, cast, tell the parameter that starts there; further windows confirm it.
+over the data-parallel ranks without regard to them. A file may keep the buffer whole, or in stretches. The masters are
+kept in fp32, and the model's weights are the masters cast to the type of the model, bit for bit. So the first elements
+at a place of the buffer, cast, tell the parameter that starts there; further windows confirm it.
 
 1. Walk over the places where a parameter can start, and find for each the parameters that fit it. Where the order of
    registration is known for sure, walk in that order, and prove every place by its contents (`layouts`).
@@ -283,8 +280,19 @@ class FlatBufferMatcher:
             gaps = [(end, buffer.numel)] if buffer.numel - end >= shortest else []  # another one could be there
         else:
             spots = self._among(buffer, sorted(set(starts)))
-            gaps = list(_between(buffer, spots, alignment))
-        narrowed = [name for spot in spots for name in _narrow(spot, unexpected)]
+            gaps, end = [], 0
+            for start, stop in (*((own.start, own.stop) for own in spots), (buffer.numel,) * 2):
+                # what aligns the next parameter is padding
+                is_padding = start - end < alignment and (start % alignment == 0 or start == buffer.numel)
+                if start > end and not is_padding:
+                    gaps.append((end, start))
+                end = stop
+        narrowed = []
+        for spot in spots:
+            expected = [own for own in spot.fits if own.name not in unexpected]
+            if expected and len(expected) < len(spot.fits):
+                spot.fits = expected
+                narrowed += [own.name for own in expected if len(expected) == 1]
         return Found(buffer=buffer, spots=spots, gaps=gaps, narrowed=narrowed)
 
     def place(
@@ -299,9 +307,11 @@ class FlatBufferMatcher:
         Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
         them is in a buffer twice; all are named.
         """
-        chosen = iter(
-            resolve_ties([own.spots for own in found], self._backwards([s for own in found for s in own.spots]))
-        )
+        spots = [spot for own in found for spot in own.spots]
+        kinds = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
+        inside = {own.name for own in self._candidates if not kinds or own.kind in kinds}
+        orders = [[name for name in reversed(order) if name in inside] for order in self._orders]
+        chosen = iter(resolve_ties([own.spots for own in found], orders))
         placements = []
         for own in found:
             held = [next(chosen).name for _ in own.spots]
@@ -349,14 +359,6 @@ class FlatBufferMatcher:
             if places is not None
         ]
 
-    def _backwards(self, spots: Sequence[Spot]) -> list[list[str]]:
-        """Possible orders of the buffer, without kinds of parameters that are not in it; none without ties."""
-        if all(len(spot.fits) == 1 for spot in spots):
-            return []
-        kinds = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
-        inside = {own.name for own in self._candidates if not kinds or own.kind in kinds}
-        return [[name for name in reversed(order) if name in inside] for order in self._orders]
-
     def _fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
         return [own for part in self._parts for own in part.fitting(buffer, start) if own.numel]
 
@@ -392,15 +394,6 @@ class FlatBufferMatcher:
                 return spots
 
 
-def _narrow(spot: Spot, unexpected: Collection[str]) -> Iterator[str]:
-    """Leave out candidates that are not expected, where others are left; gives the one that is left alone."""
-    expected = [own for own in spot.fits if own.name not in unexpected]
-    if expected and len(expected) < len(spot.fits):
-        spot.fits = expected
-        if len(expected) == 1:
-            yield expected[0].name
-
-
 def _of_one_length(
     buffer: FlatBuffer, start: int, fits: list[Candidate], edges: Collection[int] | None
 ) -> list[Candidate]:
@@ -416,16 +409,6 @@ def _of_one_length(
             "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
         )
     return [own for own in fits if own.numel == lengths[0]]
-
-
-def _between(buffer: FlatBuffer, spots: Sequence[Spot], alignment: int) -> Iterator[tuple[int, int]]:
-    """What lies between parameters and is more than the padding that aligns the next one."""
-    end = 0
-    for start, stop in (*((own.start, own.stop) for own in spots), (buffer.numel,) * 2):
-        is_padding = start - end < alignment and (start % alignment == 0 or start == buffer.numel)
-        if start > end and not is_padding:
-            yield end, start
-        end = stop
 
 
 def ambiguous(where: str, places: Sequence[str]) -> MalformedError:

@@ -10,14 +10,14 @@ replicas of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 from ucp.contract.axes import along
 from ucp.contract.rank_extras import Checksums
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
-from ucp.core.layout import AxisLayout, Layout
+from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
@@ -158,12 +158,17 @@ def _atom(
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
     keys = dict.fromkeys(key for own in trained.values() for key in own)
     kind = Kind.PARAMETER if trained or states.is_empty else Kind.FROZEN
+    counts: dict[str, list[StateIndex]] = {}  # one number: the first rank's, and copies on the others
+    for slot in coords:
+        for key, value in states.numbers.get(slot, {}).items():
+            if (state := scalar_state(value)) is not None:
+                counts.setdefault(key, []).append(state)
     tensors = {key: sharded({slot: own[key] for slot, own in trained.items() if key in own}) for key in keys}
     return union.atom(
         parts[0].name,
         kind=Kind.BUFFER if is_buffer else kind,
         layout=layout,
-        states={**tensors, **_numbers(coords, states)},
+        states={**tensors, **{key: joined_counts(own) for key, own in counts.items()}},
         model=sharded({part.slot: part.ref for part in parts}),
     )
 
@@ -188,7 +193,14 @@ def _layout(
     local_shapes = [shapes[at] for at in everywhere]
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
-    return Layout((*_mesh(run, match.name, coords), *known(by_rule, f"family {model.family.name}"))), shape
+    is_of_expert = is_expert(match.name)
+    outer = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
+    if is_of_expert:
+        outer += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
+    degree = data_parallel(run.arguments.topology(), expert=is_of_expert)
+    copies = max(degree, *(1 + own["dp"] for own in coords))
+    outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
+    return Layout((*outer, *known(by_rule, f"family {model.family.name}"))), shape
 
 
 def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:
@@ -198,25 +210,3 @@ def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:
     copy = of_expert.copy if is_expert(part.name) else run.grid.rank(where) // run.grid.tp
     ranks = {"pp": where.pp, "vpp": part.slot.chunk, "ep": where.ep, "dp": copy}
     return {**ranks, "tp": where.tp, "etp": of_expert.etp}
-
-
-def _mesh(run: LegacyRun, name: str, coords: Sequence[Mapping[str, int]]) -> tuple[AxisLayout, ...]:
-    """The axes besides those of the rule, by where its parts are."""
-    expert = is_expert(name)
-    axes = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
-    if expert:
-        axes += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
-    degree = data_parallel(run.arguments.topology(), expert=expert)
-    copies = max(degree, *(1 + own["dp"] for own in coords))
-    return axes + along("dp", copies, f"arguments of {run.ranks[0].name}")
-
-
-def _numbers(slots: Iterable[Slot], states: LegacyStates) -> dict[str, StateIndex]:
-    """States that are one number: the first rank's, and copies on the others."""
-    counts: dict[str, list[StateIndex]] = {}
-    for slot in slots:
-        for key, value in states.numbers.get(slot, {}).items():
-            state = scalar_state(value)
-            if state is not None:
-                counts.setdefault(key, []).append(state)
-    return {key: joined_counts(own) for key, own in counts.items()}

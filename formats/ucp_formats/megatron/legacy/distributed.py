@@ -76,11 +76,13 @@ def _buffers(saved: Mapping[object, object], where: str) -> Iterator[Buffer]:
         raise UnsupportedError(f"expected numbered buffers in {where}; got {', '.join(odd[:5])}")
     for count, number in enumerate(sorted(key for key in saved if type(key) is int)):
         label = f"buffer {number} of {where}"
-        for own, (dtype, states) in enumerate(mapping(saved[number], label).items()):
+        for own, (key, states) in enumerate(mapping(saved[number], label).items()):
+            first = key[0] if isinstance(key, tuple) and key else None  # (param dtype, grad dtype) since 2024-03
+            name = first.qualname if isinstance(first, GlobalName) else None
             yield Buffer(
                 where=label,
                 number=count + own,
-                dtype=_param_dtype(dtype),
+                dtype=next((dtype for dtype in DType if dtype.value == name), None),
                 states=dict(_states(mapping(states, label), label)),
                 is_padded=not saved.get(_COALESCED),
             )
@@ -99,13 +101,6 @@ def _states(saved: Mapping[object, object], where: str) -> Iterator[tuple[str, t
         raise MalformedError(f"expected {_MASTER!r} in {where}; got {', '.join(map(str, saved))}")
 
 
-def _param_dtype(key: object) -> DType | None:
-    """Type of the parameters out of (param dtype, grad dtype); before 2024-03 the key was that of the gradients."""
-    first = key[0] if isinstance(key, tuple) and key else None
-    name = first.qualname if isinstance(first, GlobalName) else None
-    return next((own for own in DType if own.value == name), None)
-
-
 def add_buffers(buffers: Sequence[Buffer], optimizer: Optimizer, dp: int, states: LegacyStates, prober: Prober) -> None:
     """Add the states of the parameters in `buffers` to `states`.
 
@@ -118,7 +113,10 @@ def add_buffers(buffers: Sequence[Buffer], optimizer: Optimizer, dp: int, states
         each_has_one = [own.dtype for own in buffers].count(buffer.dtype) == len(chunks)
         slack = bucket_multiple(dp) - 1 if buffer.is_padded else 0
         fitting = [held for held in left.values() if buffer.dtype in (None, held.ref.dtype)]
-        guesses = _guesses(buffer, sorted({held.slot.chunk for held in left.values()}), fitting, buffers)
+        # of one chunk; as many buffers before this one have its type as there are chunks before its own
+        likely = [own.dtype for own in buffers][: buffer.number].count(buffer.dtype)
+        numbers = sorted({held.slot.chunk for held in left.values()}, key=lambda number: (number != likely, number))
+        guesses = [[held for held in fitting if held.slot.chunk == number] for number in numbers]
         found = _placed(buffer, guesses, slack, prober, only_first=each_has_one)
         if found is None:
             found, gaps = _by_contents(buffer, _matcher(fitting, prober))
@@ -186,16 +184,6 @@ def _differences(layouts: Sequence[Mapping[str, Place]], shown: Mapping[str, str
         for place, names in sorted(at.items())
         if len(names) < len(layouts) or len(set(names)) > 1
     ]
-
-
-def _guesses(
-    buffer: Buffer, chunks: Sequence[int], fitting: Sequence[Held], buffers: Sequence[Buffer]
-) -> Iterator[list[Held]]:
-    """Parameters that the buffer may consist of: of one chunk and type; likeliest first."""
-    # as many buffers before this one have its type as there are chunks before its own
-    before = [own.dtype for own in buffers][: buffer.number].count(buffer.dtype)
-    for chunk in sorted(chunks, key=lambda own: (own != before, own)):
-        yield [own for own in fitting if own.slot.chunk == chunk]
 
 
 def _by_contents(buffer: Buffer, matcher: FlatBufferMatcher) -> tuple[dict[str, Place], list[str]]:

@@ -416,12 +416,11 @@ def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checks
     first = next(iter(values.values()), None)
     if name not in _PER_RANK and all(checksums.same(first, own) for own in values.values()):
         return [Extra(name=name, value=first)] if values else []
-    return [Extra(name=f"{name}/{_place(run, run.ranks[number])}", value=own) for number, own in values.items()]
-
-
-def _place(run: LegacyRun, rank: SavedRank) -> str:
-    place = f"pp{rank.place.pp}.tp{rank.place.tp}"
-    return f"{place}.ep{rank.place.ep}" if run.grid.ep > 1 else place
+    places = ((own, run.ranks[number].place) for number, own in values.items())
+    return [
+        Extra(name=f"{name}/pp{at.pp}.tp{at.tp}" + (f".ep{at.ep}" if run.grid.ep > 1 else ""), value=own)
+        for own, at in places
+    ]
 
 
 def _differing_arguments(run: LegacyRun, checksums: Checksums) -> list[str]:

@@ -217,8 +217,14 @@ def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
             f"of {run.folder} have that of {run.version:g}, which Megatron-LM wrote up to 2020. Load it with "
             "Megatron-LM and save it again"
         )
-    named = {key: _named(family, key) for key in keys}
-    numbers = _layer_numbers(run, stored, named)
+    styles = (CANONICAL, *(style for style in _STYLES if style in family.styles))
+    named = {key: next(filter(None, (family.read(key, style) for style in styles)), None) for key in keys}
+    by_chunk: dict[Chunk, list[str]] = {(pp, vp): [] for vp in range(run.vpp) for pp in range(run.grid.pp)}
+    for slot in stored:
+        if slot.key in named:  # layers beyond num_layers have no name, and are to be counted all the same
+            name = named[slot.key]
+            by_chunk[_chunk(run, slot)].append(slot.key if name is None else name.canonical)
+    numbers = count_layers(by_chunk, num_layers=run.arguments.num_layers)
     for own in stored.items():
         if own[0].key in named:
             model.held += _held(own, named[own[0].key], run, numbers, family)
@@ -251,24 +257,6 @@ def _add(stored: dict[Slot, TensorRef], rank: SavedRank, number: int, chunk: int
             yield Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value)
     if strided:
         raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{listed(strided)}")
-
-
-def _named(family: Family, key: str) -> Named | None:
-    """What a key stands for, in one of the styles that files of ranks are written in."""
-    for style in (CANONICAL, *(own for own in _STYLES if own in family.styles)):
-        found = family.read(key, style)
-        if found is not None:
-            return found
-    return None
-
-
-def _layer_numbers(run: LegacyRun, stored: Iterable[Slot], named: Mapping[str, Named | None]) -> LayerNumbers:
-    by_chunk: dict[Chunk, list[str]] = {(pp, vp): [] for vp in range(run.vpp) for pp in range(run.grid.pp)}
-    for slot in stored:
-        if slot.key in named:  # layers beyond num_layers have no name, and are to be counted all the same
-            name = named[slot.key]
-            by_chunk[_chunk(run, slot)].append(slot.key if name is None else name.canonical)
-    return count_layers(by_chunk, num_layers=run.arguments.num_layers)
 
 
 def _chunk(run: LegacyRun, slot: Slot) -> Chunk:

@@ -20,7 +20,7 @@ from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, ParamGroup
+from ucp.core.index import AtomIndex, Extra, Index, ParamGroup
 from ucp.core.names import STEP
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, shown
@@ -33,8 +33,8 @@ from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot, read_model
 from ucp_formats.megatron.legacy.whole import add_whole_optimizer
 from ucp_formats.megatron.mesh import data_parallel
-from ucp_formats.megatron.modules import modules_extra, with_modules
-from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, SavedAs
+from ucp_formats.megatron.modules import with_modules
+from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
 __all__ = [
     "read_legacy",
@@ -169,6 +169,7 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
     check_recorded(model.family, run.arguments.raw, shapes, str(run.folder), pads_on_load=False)
     extras, dropped = run_extras(run, checksums)
     steps = (run.root.get(key) for key in ("iteration", "total_iters"))
+    modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
     strays = (
         f"{own}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in own else 'where a data loader stands'}, "
         "which is not read"
@@ -188,7 +189,12 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
             for tie in model.family.tied
             if tie.name not in atoms and (stored := model.family.tied_to(tie.name)) in atoms
         },
-        extras=(*extras, *modules_extra(model.modules), *model.extras, *states.extras),
+        extras=(
+            *extras,
+            *modules,
+            *model.extras,
+            *states.extras,
+        ),
         files=tuple(source_files(run)),
         records=run.records,
         notes=(

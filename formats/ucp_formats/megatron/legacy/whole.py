@@ -88,7 +88,19 @@ def add_whole_optimizer(own: Optimizer, states: LegacyStates, prober: Prober) ->
         number = states.group(group.saved)
         for entry, held in zip(group.entries, group.named, strict=True):
             states.group_of[held.slot] = number
-            _add_entry(entry, group.saved.hyper.get(STEP), held, states)
+            tensors = {str(key): own for key, own in entry.states.items() if isinstance(own, TensorRef) and own.shape}
+            if entry.master is not None:
+                tensors = {WEIGHT: entry.master, **tensors}
+            odd = [f"{key} {list(own.shape)}" for key, own in tensors.items() if own.shape != held.ref.shape]
+            if odd:
+                raise MalformedError(
+                    f"expected states of {held.slot.key} of {list(held.ref.shape)}; got {', '.join(odd)}"
+                )
+            numbers = {str(key): own for key, own in entry.states.items() if key not in tensors and own is not None}
+            if group.saved.hyper.get(STEP) is not None and STEP not in numbers and (tensors or numbers):
+                numbers[STEP] = group.saved.hyper[STEP]
+            states.tensors[held.slot] = tensors
+            states.numbers[held.slot] = numbers
 
 
 def _read(own: Optimizer) -> list[_Grouped]:
@@ -180,7 +192,10 @@ class _Whole:
             for entry, numbers in zip(own.entries, row, strict=True):
                 if not numbers:
                     raise MalformedError(self._refusal(f"one of shape {entry.shape} fits none of them"))
-        chosen = narrow_in_order(self._ruled(fits)) or narrow_in_order(fits)
+        numbers_of = {held.name: number for number, held in enumerate(self._held)}
+        of_rule = [{numbers_of[name] for name in own.params} for own in self._dealt_out[0]]  # by the rule of groups
+        ruled = [[[n for n in own if n in those] for own in row] for those, row in zip(of_rule, fits, strict=True)]
+        chosen = narrow_in_order(ruled) or narrow_in_order(fits)
         found = chosen or narrow(fits)
         if any(not numbers for row in found for numbers in row):
             raise MalformedError(self._refusal("there are more of the same contents"))
@@ -197,16 +212,17 @@ class _Whole:
             own.named = [self._held[numbers[0]] for numbers in row]
         return chosen is not None
 
-    def _ruled(self, fits: Sequence[_Row]) -> list[_Row]:
-        """`fits` without parameters that the rule puts in another group."""
-        numbers = {held.name: number for number, held in enumerate(self._held)}
-        inside = [{numbers[name] for name in own.params} for own in self._dealt_out[0]]
-        return [[[n for n in own if n in of_rule] for own in row] for of_rule, row in zip(inside, fits, strict=True)]
-
     def _refusal(self, why: str) -> str:
         """Why states without names are of no parameter: masters that were changed, or all is of another order."""
-        where, changed = self._own.where, self._changed_masters()
-        if changed:
+        where = self._own.where
+        pairs = (
+            list(chain.from_iterable(self._in_order() or ()))
+            if all(own.masters is not None for own in self.groups)
+            else []
+        )
+        changed = [held for entry, held in pairs if not self._fits(entry, held)]
+        has_shapes = all(entry.shape in (None, held.ref.shape) for entry, held in pairs)
+        if changed and has_shapes and 2 * len(changed) < len(pairs):  # the order of the model holds for most
             return (
                 f"{where}: expected masters (fp32_from_fp16_params) that equal the weights once they are cast to "
                 "the type of the model; by the order of the model these do not:\n"
@@ -222,27 +238,3 @@ class _Whole:
             f"names, and {why}:\n{listed(f'{held.slot.key} {list(held.ref.shape)}' for held in self._held)}\n"
             "The file is of another run than the model, or was changed by hand"
         )
-
-    def _changed_masters(self) -> list[Held]:
-        """Parameters whose master is not the weight, where the order of the model holds for most; else none."""
-        if any(own.masters is None for own in self.groups):
-            return []
-        pairs = list(chain.from_iterable(self._in_order() or ()))
-        if any(entry.shape not in (None, held.ref.shape) for entry, held in pairs):
-            return []
-        wrong = [held for entry, held in pairs if not self._fits(entry, held)]
-        return wrong if 2 * len(wrong) < len(pairs) else []
-
-
-def _add_entry(entry: _Entry, step: object, held: Held, states: LegacyStates) -> None:
-    tensors = {str(key): own for key, own in entry.states.items() if isinstance(own, TensorRef) and own.shape}
-    if entry.master is not None:
-        tensors = {WEIGHT: entry.master, **tensors}
-    odd = [f"{key} {list(own.shape)}" for key, own in tensors.items() if own.shape != held.ref.shape]
-    if odd:
-        raise MalformedError(f"expected states of {held.slot.key} of {list(held.ref.shape)}; got {', '.join(odd)}")
-    numbers = {str(key): own for key, own in entry.states.items() if key not in tensors and own is not None}
-    if step is not None and STEP not in numbers and (tensors or numbers):
-        numbers[STEP] = step
-    states.tensors[held.slot] = tensors
-    states.numbers[held.slot] = numbers

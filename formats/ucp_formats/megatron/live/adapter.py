@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ucp.core.index import Index
-from ucp.core.topology import AXES, Topology
+from ucp.core.topology import AXES
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.checkpoint import Checkpoint
@@ -87,30 +87,27 @@ def _check(request: LiveRequest) -> None:
         raise UsageError(
             f"expected the chunks of a model of megatron-core with its optimizer; got {', '.join(strange) or 'none'}"
         )
-    if request.mesh.topology is not None:
-        _check_topology(request.mesh.topology)
+    if request.mesh.topology is None:
+        return
+    from megatron.core import parallel_state as state
 
-
-def _check_topology(wanted: Topology) -> None:
+    degrees = {}
+    if state.model_parallel_is_initialized():
+        degrees = {
+            "dp": state.get_data_parallel_world_size(),
+            "tp": state.get_tensor_model_parallel_world_size(),
+            "pp": state.get_pipeline_model_parallel_world_size(),
+            "ep": state.get_expert_model_parallel_world_size(),
+            "cp": state.get_context_parallel_world_size(),
+            "etp": state.get_expert_tensor_parallel_world_size(),
+        }
+    wanted = request.mesh.topology
     given = {**{axis: getattr(wanted, axis) for axis in AXES}, "etp": wanted.expert_tp}
-    differing = [f"{axis} is {own}, and {given[axis]} was given" for axis, own in _degrees() if given[axis] != own]
+    differing = [f"{axis} is {own}, and {given[axis]} was given" for axis, own in degrees.items() if given[axis] != own]
     if differing:
         raise UsageError(
             f"expected the topology that megatron-core was initialised with; {', '.join(differing)}. Leave it out"
         )
-
-
-def _degrees() -> Iterator[tuple[str, int]]:
-    """Axes, and the degrees that megatron-core was initialised with; none where it was not."""
-    from megatron.core import parallel_state as state
-
-    if state.model_parallel_is_initialized():
-        yield "dp", state.get_data_parallel_world_size()
-        yield "tp", state.get_tensor_model_parallel_world_size()
-        yield "pp", state.get_pipeline_model_parallel_world_size()
-        yield "ep", state.get_expert_model_parallel_world_size()
-        yield "cp", state.get_context_parallel_world_size()
-        yield "etp", state.get_expert_tensor_parallel_world_size()
 
 
 def _refresh(optimizer: MegatronLive) -> None:

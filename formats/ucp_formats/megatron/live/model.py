@@ -192,7 +192,9 @@ def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
     """All tensors of this rank. Collective."""
     models = together(ranks, lambda: [unwrapped(chunk) for chunk in chunks])
     found = together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
-    names = _names(found, models, ranks)
+    shapes = distinct_shapes({key: shape for one in found for key, shape in one.shapes.items()})
+    every = {key: shape for told in ranks.share(shapes) for key, shape in told.items()}  # a stage has some of the keys
+    names = together(ranks, lambda: names_of(every, _arguments(models[0]), SourceOptions()))
     tensors = together(ranks, lambda: _live(found, names))
     return LiveModel(
         tensors=tensors,
@@ -211,16 +213,6 @@ def _live(found: Iterable[Sharded], names: DistNames) -> tuple[LiveTensor, ...]:
         again = (f"{name}#{held[name]}",) if held[name] > 1 else ()  # a tied copy in another chunk
         tensors.append(LiveTensor(names=(*again, name), dtype=dtype_of(own.tensor), part=_part(own)))
     return tuple(tensors)
-
-
-def _names(found: Iterable[Sharded], models: Sequence[nn.Module], ranks: Ranks) -> DistNames:
-    """How keys are understood, from those of all ranks."""
-    own = distinct_shapes({key: shape for one in found for key, shape in one.shapes.items()})
-    arguments = _arguments(models[0])
-    every: dict[str, tuple[int, ...]] = {}
-    for told in ranks.share(own):
-        every |= told
-    return together(ranks, lambda: names_of(every, arguments, SourceOptions()))
 
 
 def _arguments(model: Any) -> Mapping[str, object]:

@@ -79,18 +79,15 @@ class Member:
         if self.counts_in_groups:
             steps = {name: brought.pop(STEP).item() for name, brought in own.items() if STEP in brought}
             for names, group in zip(self.everyone, self.inner.handle.param_groups, strict=True):
-                _set_step(group, {steps[name] for name in names if name in steps})
+                counted = {steps[name] for name in names if name in steps}
+                if len(counted) > 1:
+                    raise LoadError(
+                        "expected one number of steps for all parameters of a group, which is all that the optimizer "
+                        f"keeps; the checkpoint has {', '.join(map(str, sorted(counted)))}"
+                    )
+                if counted:
+                    group[STEP] = int(counted.pop())
         self.inner.put(own, counts)
-
-
-def _set_step(group: dict[str, Any], steps: set[Any]) -> None:
-    if len(steps) > 1:
-        raise LoadError(
-            f"expected one number of steps for all parameters of a group, which is all that the optimizer keeps; the "
-            f"checkpoint has {', '.join(map(str, sorted(steps)))}"
-        )
-    if steps:
-        group[STEP] = int(steps.pop())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,12 @@
-"""Tensors as one rank of the model-parallel grid held them, out of the chunks of a torch_dist checkpoint.
-
-megatron-core writes a chunk for every local tensor, and the same chunk only once. So the chunks of a tensor say how it
-was cut: as many along a dim as there are ranks (a plain cut), twice as many along dim 0 (gate and up projection of a
-gated MLP, each cut), or a single one (held by all).
-
-Optimizer states in the buckets of the distributed optimizer (`dp_reshardable`, `fully_sharded_bucket_space`).
+"""Optimizer states in the buckets of the distributed optimizer (`dp_reshardable`, `fully_sharded_bucket_space`).
 
 The default of megatron-core since 0.15. Neither names nor shapes of parameters are recorded: they are found by content
-(`placement`). A bucket is stored in chunks, one per parameter and data-parallel rank, and one per stretch of padding,
-whose contents are arbitrary and which may reach past the bucket. So a parameter can only start where a chunk starts.
+(`buffers.matcher`). A bucket is stored in chunks, one per parameter and data-parallel rank, and one per stretch of
+padding, whose contents are arbitrary and which may reach past the bucket. So a parameter starts where a chunk starts.
+
+What a rank of the model-parallel grid held of the model, the chunks of its tensors say: megatron-core writes one for
+every local tensor, and the same chunk only once. So there are as many along a dim as there are ranks (a plain cut),
+twice as many along dim 0 (gate and up projection of a gated MLP, each cut), or a single one (held by all).
 """
 
 from __future__ import annotations
@@ -57,24 +55,25 @@ def local_tensor(whole: Whole, *, rank: int, ranks: int, kind: str) -> Candidate
     chosen: list[Piece] = []
     start = 0
     for length in whole.parts or (whole.shape[0] if whole.shape else 1,):
-        inside = [piece for piece in whole.pieces if _lies_in(piece.box, start, start + length)]
+        stop = start + length
+        inside = [own for own in whole.pieces if not own.box.offsets or start <= own.box.offsets[0] < stop]
         own = _of_rank(inside, rank=rank, ranks=ranks)
         if own is None:
             return None
         chosen += own
-        start += length
-    pairs, shape = _end_to_end(chosen)
+        start = stop
+    pairs, rows = [], 0  # the pieces lie end to end along dim 0
+    for box, _ in chosen:
+        pairs.append(RegionPair(box, Box((rows, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box))
+        rows += box.sizes[0] if box.sizes else 0
+    sizes = chosen[0].box.sizes
     return Candidate(
         name=whole.name,
-        local_shape=shape,
-        pairs=pairs,
+        local_shape=(rows, *sizes[1:]) if sizes else (),
+        pairs=tuple(pairs),
         refs=tuple(piece.ref for piece in chosen),
         kind=kind,
     )
-
-
-def _lies_in(box: Box, start: int, stop: int) -> bool:
-    return not box.offsets or start <= box.offsets[0] < stop
 
 
 def _of_rank(pieces: Sequence[Piece], *, rank: int, ranks: int) -> list[Piece] | None:
@@ -92,19 +91,6 @@ def _of_rank(pieces: Sequence[Piece], *, rank: int, ranks: int) -> list[Piece] |
     if len(ordered) == 2 * ranks and cut[0] == 0:
         return [ordered[rank], ordered[ranks + rank]]
     return None
-
-
-def _end_to_end(pieces: Sequence[Piece]) -> tuple[tuple[RegionPair, ...], tuple[int, ...]]:
-    """Where the pieces lie in the local tensor that they make up along dim 0, and its shape."""
-    if not pieces[0].box.sizes:
-        return (RegionPair(pieces[0].box, pieces[0].box),), ()
-    pairs = []
-    row = 0
-    for piece in pieces:
-        sizes = piece.box.sizes
-        pairs.append(RegionPair(piece.box, Box((row, *(0,) * (len(sizes) - 1)), sizes)))
-        row += sizes[0]
-    return tuple(pairs), (row, *pieces[0].box.sizes[1:])
 
 
 MASTER = "param"
@@ -265,17 +251,14 @@ def _take(
         own = replace(held, replica=replica)
         found.chains.setdefault(name, bucket.key.chain)
         if bucket.in_chunks:
-            place = _bucket_place(bucket.states[MASTER], start, start + held.numel)
+            master, stop = bucket.states[MASTER], start + held.numel
+            edges = frozenset(low for low, _ in master.between(start, stop))
+            place = BucketPlace(start=start, stop=stop, bucket=master.numel, edges=edges)
             if found.places.setdefault(name, place) != place:
                 found.places[name] = None
         states = found.fragments.setdefault(name, {})
         for state, buffer in bucket.states.items():
             states.setdefault(state, []).extend(fragments_of(own, buffer, start))
-
-
-def _bucket_place(master: FlatBuffer, start: int, stop: int) -> BucketPlace:
-    edges = frozenset(low for low, _ in master.between(start, stop))
-    return BucketPlace(start=start, stop=stop, bucket=master.numel, edges=edges)
 
 
 class _Ranks:
@@ -299,9 +282,29 @@ class _Ranks:
         return FlatBufferMatcher((dense, expert), orders=self._orders), {**dense_candidates, **expert_candidates}
 
     def _part(self, rank: int, *, experts: bool) -> tuple[Fingerprints, dict[str, Candidate]]:
-        if (experts, rank) not in self._parts:
-            candidates = self._candidates(rank, experts=experts)
-            self._parts[experts, rank] = Fingerprints(candidates.values(), self._prober), candidates
+        if (experts, rank) in self._parts:
+            return self._parts[experts, rank]
+        found: dict[str, Candidate] = {}
+        irregular = []
+        ranks = self._grid.expert_tp if experts else self._grid.tp
+        kind = "expert" if experts else "dense"
+        for name, whole in self._weights.items():
+            if is_expert(name) != experts:
+                continue
+            local = local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
+            if local is None:
+                boxes = ", ".join(str(piece.box) for piece in whole.pieces[:4])
+                irregular.append(f"{name} {list(whole.shape)} over {ranks} ranks: {boxes}")
+            else:
+                found[name] = local
+        if irregular:
+            raise UnsupportedError(
+                f"{counted(len(irregular), 'parameter is', 'parameters are')} "
+                f"not cut evenly over the tensor-parallel ranks, so that their place "
+                f"in the optimizer's buckets cannot be found:\n{listed(irregular)}\n"
+                "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
+            )
+        self._parts[experts, rank] = Fingerprints(found.values(), self._prober), found
         return self._parts[experts, rank]
 
     def find(self, bucket: Bucket) -> Found:
@@ -330,28 +333,6 @@ class _Ranks:
                 if count % self._grid.ep == 0 and number // (count // self._grid.ep) != rank
             )
         return self._elsewhere[rank]
-
-    def _candidates(self, rank: int, *, experts: bool) -> dict[str, Candidate]:
-        found, irregular = {}, []
-        ranks = self._grid.expert_tp if experts else self._grid.tp
-        kind = "expert" if experts else "dense"
-        for name, whole in self._weights.items():
-            if is_expert(name) != experts:
-                continue
-            local = local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
-            if local is None:
-                boxes = ", ".join(str(piece.box) for piece in whole.pieces[:4])
-                irregular.append(f"{name} {list(whole.shape)} over {ranks} ranks: {boxes}")
-            else:
-                found[name] = local
-        if irregular:
-            raise UnsupportedError(
-                f"{counted(len(irregular), 'parameter is', 'parameters are')} "
-                f"not cut evenly over the tensor-parallel ranks, so that their place "
-                f"in the optimizer's buckets cannot be found:\n{listed(irregular)}\n"
-                "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
-            )
-        return found
 
 
 def stored_buckets(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucket]:

@@ -1,11 +1,10 @@
-"""What a torch_dist checkpoint says beside tensors: its common state, and the objects that ranks saved.
+"""What a torch_dist checkpoint says beside tensors: its common state, the objects that ranks saved, and its extras.
 
 Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
 `common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
 
-Extras out of a torch_dist checkpoint, as `ucp_formats.megatron.extras` names them.
-
-`rerun_state_machine_state/3` is of one rank of a grid, by its place; `optimizer/[N/]WHAT` what else optimizers say.
+Extras are named as `ucp_formats.megatron.extras` says: `rerun_state_machine_state/3` is of one rank of a grid, by its
+place; `optimizer/[N/]WHAT` what else optimizers say.
 """
 
 from __future__ import annotations
@@ -114,7 +113,9 @@ def read_objects(dcp: Dcp) -> SavedObjects:
         if parsed is None:
             found.plain[key] = stored.value
             continue
-        value = _unwrapped(stored.value)
+        value = stored.value
+        if type(value) is list and len(value) == 1:  # megatron-core saves a list of the one object of a rank
+            value = value[0]
         group = parse_group_object(parsed.name)
         if parsed.name == _COMMON_STATE:
             found.common = value
@@ -123,11 +124,6 @@ def read_objects(dcp: Dcp) -> SavedObjects:
         else:
             found.others[parsed] = value
     return found
-
-
-def _unwrapped(value: object) -> object:
-    """The object itself: megatron-core saves a list of the one object that a rank has under a key."""
-    return value[0] if type(value) is list and len(value) == 1 else value
 
 
 def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
@@ -204,34 +200,26 @@ _DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
 def dist_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
     """Extras out of the common state and the objects."""
     extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
-    rest = {"" if chain is None else str(chain): _left(own) for chain, own in optimizer_dicts(common.values).items()}
-    rest = {name: value for name, value in rest.items() if value}
+    rest: dict[str, dict[str, object]] = {}
+    for chain, own in optimizer_dicts(common.values).items():
+        inner = own.get("optimizer")
+        others = inner.items() if isinstance(inner, dict) else ()
+        left = {str(key): value for key, value in own.items() if key not in _IN_INDEX and value is not None}
+        left |= {str(key): value for key, value in others if key not in ("param_groups", "state")}
+        if left:
+            rest["" if chain is None else str(chain)] = left
     if rest:
         extras.append(Extra(name="optimizer", value=rest[""] if list(rest) == [""] else rest))
     for key, value in objects.others.items():
+        place = ".".join(map(str, key.offsets))
+        if key.name == "rng_state" and len(key.offsets) == 2:
+            place = f"pp{key.offsets[0]}.tp{key.offsets[1]}"
+        kind = "extra_state/" if key.name.endswith(_EXTRA_STATE) else ""
         if not is_empty(value):
-            extras.append(Extra(name=_object_name(key), value=value))
+            extras.append(Extra(name=f"{kind}{key.name}/{place}", value=value))
     extras += _group_extras(objects)
     extras += [Extra(name=f"object/{key}", value=value) for key, value in objects.plain.items()]
     return extras
-
-
-def _left(optimizer: Mapping[object, object]) -> dict[str, object]:
-    """What the optimizer says beside groups and states."""
-    left = {str(key): value for key, value in optimizer.items() if key not in _IN_INDEX and value is not None}
-    inner = optimizer.get("optimizer")
-    if isinstance(inner, dict):
-        left |= {str(key): value for key, value in inner.items() if key not in ("param_groups", "state")}
-    return left
-
-
-def _object_name(key: ObjectKey) -> str:
-    place = ".".join(map(str, key.offsets))
-    if key.name.endswith(_EXTRA_STATE):
-        return f"extra_state/{key.name}/{place}"
-    if key.name == "rng_state" and len(key.offsets) == 2:
-        place = f"pp{key.offsets[0]}.tp{key.offsets[1]}"
-    return f"{key.name}/{place}"
 
 
 def _group_extras(objects: SavedObjects) -> list[Extra]:

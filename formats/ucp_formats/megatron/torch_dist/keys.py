@@ -187,8 +187,11 @@ def parse_model_key(key: str) -> ModelKey:
     """The key of a tensor of the model, understood."""
     match = _PART.fullmatch(key)
     part = ""
-    if match is not None and _is_part(match["whole"], match["part"]):
-        key, part = match["whole"], match["part"]
+    if match is not None:
+        fused = _FUSED.get(match["part"])
+        in_rows = any(match["part"] in row for row in PARTS) if fused is None else fused.search(match["whole"])
+        if in_rows:
+            key, part = match["whole"], match["part"]
     whole, stacked = key, []
     if _LAYERS.search(key):
         key = _LAYERS.sub("layers.{layer}.", key, count=1)
@@ -199,13 +202,6 @@ def parse_model_key(key: str) -> ModelKey:
     else:
         key = _EXPERT.sub("experts.local_experts.", key, count=1)
     return ModelKey(key, tuple(stacked), whole, part)
-
-
-def _is_part(whole: str, part: str) -> bool:
-    fused = _FUSED.get(part)
-    if fused is not None:
-        return fused.search(whole) is not None
-    return any(part in row for row in PARTS)
 
 
 def _chain(match: re.Match[str]) -> int | None:
@@ -253,21 +249,17 @@ class DistNames:
         if self.family is None:
             return parse_model_key(key).template
         outline = _NUMBER.sub("#", key)
+        numbers = _NUMBER.findall(key)
         text = self._templates.get(outline)
         if text is None:
-            return self._looked_up(key, outline)
-        for number in _NUMBER.findall(key):
+            canonical = self.family.canonical(key)
+            name = parse_model_key(key).template if canonical is None else canonical
+            if numbers == _NUMBER.findall(name) and len(set(numbers)) == len(numbers):
+                self._templates[outline] = _NUMBER.sub("#", name)  # others of its outline have theirs in its order
+            return name
+        for number in numbers:
             text = text.replace("#", number, 1)
         return text
-
-    def _looked_up(self, key: str, outline: str) -> str:
-        """Canonical name for a key; kept for others of its outline where it has the same numbers in the same order."""
-        found = None if self.family is None else self.family.canonical(key)
-        name = parse_model_key(key).template if found is None else found
-        numbers = _NUMBER.findall(key)
-        if numbers == _NUMBER.findall(name) and len(set(numbers)) == len(numbers):
-            self._templates[outline] = _NUMBER.sub("#", name)
-        return name
 
     def is_buffer(self, name: str) -> bool:
         """Whether a tensor of the model is none that is trained."""

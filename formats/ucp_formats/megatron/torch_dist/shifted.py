@@ -94,28 +94,21 @@ def _weight_alone(atom: AtomIndex) -> AtomIndex:
 
 def _shifts(atoms: Mapping[str, AtomIndex], prober: Prober) -> dict[str, int]:
     """Names of those whose master is not the weight, and by how many elements it is shifted; 0 if it is not."""
-    found = {}
+    shifts = {}
     for atom in atoms.values():
-        pair = _pair(atom.states[WEIGHT])
-        if pair is not None and _differ(*pair, prober):
-            found[atom.name] = _shift(*pair, prober)
-    return found
-
-
-def _pair(weight: StateIndex) -> tuple[Fragment, Fragment] | None:
-    """A piece of the master, and that of the model's own weight that begins at the same place."""
-    master = next((piece for piece in weight.fragments if piece.replica == 0), None)
-    if master is None or not master.box.numel:
-        return None
-    copies = (piece for piece in weight.fragments if piece.ref.dtype is not weight.dtype)
-    copy = next((piece for piece in copies if piece.box.offsets == master.box.offsets), None)
-    return None if copy is None else (master, copy)
-
-
-def _differ(master: Fragment, copy: Fragment, prober: Prober) -> bool:
-    """Whether their first elements, cast, are not the same."""
-    count = min(_row(master), _row(copy), _WINDOW)
-    return _first(master, copy, count, prober) != prober.window(copy.ref, 0, count, dtype=copy.ref.dtype)
+        weight = atom.states[WEIGHT]
+        master = next((piece for piece in weight.fragments if piece.replica == 0), None)
+        if master is None or not master.box.numel:
+            continue
+        copies = (piece for piece in weight.fragments if piece.ref.dtype is not weight.dtype)
+        copy = next((piece for piece in copies if piece.box.offsets == master.box.offsets), None)
+        if copy is None:
+            continue
+        count = min(_WINDOW, *(own.box.sizes[-1] if own.box.sizes else 1 for own in (master, copy)))  # of the first row
+        first = prober.window(master.ref, 0, count, dtype=copy.ref.dtype)
+        if first != prober.window(copy.ref, 0, count, dtype=copy.ref.dtype):
+            shifts[atom.name] = _shift(master, copy, prober)
+    return shifts
 
 
 def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
@@ -125,30 +118,18 @@ def _shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
     numel, item = copy.ref.numel, copy.ref.dtype.itemsize
     held = prober.window(copy.ref, 0, min(numel, _MOST_SHIFT + _WINDOW), dtype=copy.ref.dtype)
     for count in (min(_WINDOW, numel // 2), 8):  # a short tensor may be shifted so far that little of it is left
-        wanted = _first(master, copy, min(count, numel), prober)
+        wanted = prober.window(master.ref, 0, min(count, numel), dtype=copy.ref.dtype)
         at = held.find(wanted, item)
         while at > 0 and at % item:
             at = held.find(wanted, at + 1)
-        if at > 0 and any(wanted) and _goes_on(master, copy, at // item, prober):
-            return at // item
+        shift = at // item
+        left = numel - shift  # what is left of the master is the weight in the middle and at its end too
+        ends = ((low, min(low + _WINDOW, left)) for low in (left // 2, max(left - _WINDOW, 0)))
+        goes_on = (
+            prober.window(master.ref, low, high, dtype=copy.ref.dtype)
+            == prober.window(copy.ref, low + shift, high + shift, dtype=copy.ref.dtype)
+            for low, high in ends
+        )
+        if at > 0 and any(wanted) and all(goes_on):
+            return shift
     return 0
-
-
-def _goes_on(master: Fragment, copy: Fragment, shift: int, prober: Prober) -> bool:
-    """Whether what is left of the master is the weight in the middle and at its end too."""
-    left = copy.ref.numel - shift
-    for start in (left // 2, max(left - _WINDOW, 0)):
-        stop = min(start + _WINDOW, left)
-        held = prober.window(master.ref, start, stop, dtype=copy.ref.dtype)
-        if held != prober.window(copy.ref, start + shift, stop + shift, dtype=copy.ref.dtype):
-            return False
-    return True
-
-
-def _first(master: Fragment, copy: Fragment, count: int, prober: Prober) -> bytes:
-    return prober.window(master.ref, 0, count, dtype=copy.ref.dtype)
-
-
-def _row(piece: Fragment) -> int:
-    """Elements of the first row of a piece."""
-    return piece.box.sizes[-1] if piece.box.sizes else 1

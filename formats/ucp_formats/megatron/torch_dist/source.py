@@ -1,14 +1,12 @@
-"""Parameter groups and steps of a torch_dist checkpoint.
-
-They stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in an object
-per data-parallel group; those of all groups of one optimizer are the same.
-
-torch_dist checkpoints of megatron-core, read as an index.
+"""torch_dist checkpoints of megatron-core, read as an index.
 
 1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`keys`).
-2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `names`).
-3. Find the optimizer's states, in whichever of the six layouts (`states/`).
-4. Assign the parameters to their groups (`groups`); put everything together. The rest becomes extras (`extras`).
+2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `keys`).
+3. Find the optimizer's states, in whichever of the six layouts (`states`, `buckets`).
+4. Assign the parameters to their groups; put everything together. The rest becomes extras (`common`).
+
+Groups and steps stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in
+an object per data-parallel group; those of all groups of one optimizer are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.rank_extras import Checksums
 from ucp.core.dtypes import DType
 from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record
@@ -33,8 +31,8 @@ from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, deal, is_by_named_optimizer, rank_free
-from ucp_formats.megatron.modules import is_recorded, modules_extra, modules_keeping, modules_shown, with_modules
-from ucp_formats.megatron.names import EMBEDDING, OUTPUT, SavedAs, parse_iteration
+from ucp_formats.megatron.modules import is_recorded, modules_keeping, modules_shown, with_modules
+from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
 from ucp_formats.megatron.torch_dist.buckets import Grid, place_buckets, stored_buckets
 from ucp_formats.megatron.torch_dist.common import (
@@ -216,9 +214,10 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
     modules = _modules(model, common, objects)
     groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
     laid = layouts_of(model.weights, model.names, common, states)
-    atoms = {own: atom_of(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
-    aliases = tied_output(atoms, untied=common.arguments.untied)
-    checked = checked_masters(atoms, layout=states.layout, tied=bool(aliases))
+    atoms = {own: _atom(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
+    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not common.arguments.untied
+    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
+    checked = checked_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(
         path=dcp.folder,
         format=name,
@@ -228,14 +227,16 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
         atoms=checked.atoms,
         groups=groups.groups,
-        aliases=aliases,
-        extras=(*dist_extras(common, objects), *modules_extra(modules)),
+        aliases={OUTPUT: EMBEDDING} if is_tied else {},
+        extras=(*dist_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
             *located.notes,
             *model.names.notes,
-            *_layout_notes(states, common),
+            f"optimizer states laid out as {states.layout}{recorded} in the source"
+            if states.layout
+            else "saved without an optimizer: every parameter counts as trained",
             *states.notes,
             *groups.notes,
             *checked.notes,
@@ -301,21 +302,26 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
     tensors = model.tensors
     found = DistStates(layout="")
     if tensors.states:
-        states = _without(tensors.prefix, tensors.states)
-        found = from_state_keys(states, model.weights, model.names.understood, _original_shapes(dcp).get)
+        prefix = tensors.prefix
+        states = {key._replace(model=key.model.removeprefix(prefix)): own for key, own in tensors.states.items()}
+        saved = dcp.metadata.facts.get("mcore_data")  # shapes before they were flattened (megatron-core up to 0.15)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, own in saved.items() if isinstance(saved, dict) else ():
+            shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
+            if isinstance(key, str) and isinstance(shape, tuple):
+                shapes[key] = tuple(int(n) for n in shape)
+        found = from_state_keys(states, model.weights, model.names.understood, shapes.get)
     buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
     if not buckets:
         return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
     rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
-    placed = place_buckets(buckets, rest, model.names.orders(rest), _grid(common, model))
+    arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
+    # where arguments were not saved, the chunks of the embedding tell
+    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
+    grid = Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+    placed = place_buckets(buckets, rest, model.names.orders(rest), grid)
     return found.joined(from_buckets(placed, common.sharding or usual))
-
-
-def _without(prefix: str, states: dict[StateKey, StoredTensor]) -> dict[StateKey, StoredTensor]:
-    if not prefix:
-        return states
-    return {key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in states.items()}
 
 
 def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
@@ -330,25 +336,6 @@ def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, obj
     check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
 
 
-def _grid(common: CommonState, model: _Model) -> Grid:
-    """Degrees of the run; the chunks of the embedding tell the first, where arguments were not saved."""
-    arguments = common.arguments
-    embedding = model.weights.get(EMBEDDING)
-    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
-    return Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
-
-
-def _original_shapes(dcp: Dcp) -> dict[str, tuple[int, ...]]:
-    """Key to its shape before it was flattened to be saved (`mcore_data`, megatron-core up to 0.15)."""
-    saved = dcp.metadata.facts.get("mcore_data")
-    found = {}
-    for key, own in saved.items() if isinstance(saved, dict) else ():
-        shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
-        if isinstance(key, str) and isinstance(shape, tuple):
-            found[key] = tuple(int(n) for n in shape)
-    return found
-
-
 def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
     roles = {dcp.path(METADATA): "index of all items"}
     if common.file:
@@ -361,15 +348,7 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         yield source_file(path, role)
 
 
-def _layout_notes(states: DistStates, common: CommonState) -> Iterator[str]:
-    if not states.layout:
-        yield "saved without an optimizer: every parameter counts as trained"
-        return
-    recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
-    yield f"optimizer states laid out as {states.layout}{recorded} in the source"
-
-
-def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
+def _atom(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
     """The atom of one parameter or buffer: the master is its weight where there is one."""
     made = {
         key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
@@ -379,21 +358,8 @@ def atom_of(whole: Whole, states: DistStates, groups: DistGroups, names: DistNam
         made[STEP] = groups.steps[whole.name]
     pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.pieces)
     model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
-    kind = _kind(whole.name, states, names)
+    kind = Kind.PARAMETER
+    if whole.name not in states.fragments:
+        is_buffer = names.is_buffer(whole.name)
+        kind = Kind.BUFFER if is_buffer else Kind.FROZEN if states.fragments else Kind.PARAMETER
     return Union().atom(whole.name, kind=kind, layout=layout, states=made, model=model)
-
-
-def _kind(name: str, states: DistStates, names: DistNames) -> Kind:
-    if name in states.fragments:
-        return Kind.PARAMETER
-    if names.is_buffer(name):
-        return Kind.BUFFER
-    return Kind.FROZEN if states.fragments else Kind.PARAMETER
-
-
-def tied_output(atoms: Mapping[str, AtomIndex], *, untied: bool | None) -> dict[str, str]:
-    """The output layer that is the embedding, where the checkpoint holds it once.
-
-    `untied`: whether the arguments say that it has a weight of its own.
-    """
-    return {} if EMBEDDING not in atoms or OUTPUT in atoms or untied else {OUTPUT: EMBEDDING}

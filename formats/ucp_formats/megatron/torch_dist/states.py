@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ucp.core.dtypes import DType
@@ -121,18 +121,11 @@ def _fitted(whole: Whole, weight: Whole | None, turned: list[str]) -> Whole | No
     if whole.shape[::-1] != weight.shape or len(whole.shape) != 2:
         return None
     turned.append(whole.name)
-    pieces = [Piece(_turned_box(piece.box), _turned(piece.ref)) for piece in whole.pieces]
+    pieces = []
+    for box, ref in whole.pieces:
+        transposed = ref.strided(0, ref.shape[::-1], ref.strides[::-1])
+        pieces.append(Piece(Box(box.offsets[::-1], box.sizes[::-1]), transposed))
     return Whole(name=whole.name, shape=weight.shape, dtype=whole.dtype, pieces=pieces)
-
-
-def _turned_box(box: Box) -> Box:
-    return Box(box.offsets[::-1], box.sizes[::-1])
-
-
-def _turned(ref: TensorRef) -> TensorRef:
-    return TensorRef(
-        path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=ref.shape[::-1], strides=ref.strides[::-1]
-    )
 
 
 def from_buckets(buckets: BucketStates, layout: str) -> DistStates:
@@ -163,33 +156,21 @@ def state_dtype(fragments: Iterable[Fragment]) -> DType:
 
 def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
     """Buckets in the objects `param_state` of data-parallel groups. Raises MalformedError."""
-    return [bucket for key, value in objects.items() if key.what == "param_state" for bucket in _of_group(key, value)]
-
-
-def _of_group(key: GroupObjectKey, value: object) -> Iterator[Bucket]:
-    where = f"the optimizer states of data-parallel group {key.group}"
-    for buffer, by_dtype in mapping(value, where).items():
-        if type(buffer) is not int:
-            continue
-        for dtype, states in mapping(by_dtype, f"buffer {buffer} of {where}").items():
-            base = BucketKey(key.chain, key.group, buffer, str(dtype), 0, "")
-            yield from _of_buffer(base, mapping(states, f"buffer {buffer} of {where}"))
-
-
-def _of_buffer(base: BucketKey, states: Mapping[object, object]) -> Iterator[Bucket]:
-    found: dict[int, Bucket] = {}
-    for state, value in states.items():
-        tensors = value if isinstance(value, list) else [value]
-        if not isinstance(value, list | TensorRef):
-            continue  # numel_unpadded
-        for number, tensor in enumerate(tensors):
-            key = BucketKey(base.chain, base.group, base.buffer, base.dtype, number, "")
-            bucket = found.setdefault(number, Bucket(key=key, in_chunks=False))
-            bucket.states[str(state)] = _gathered(tensor, f"{where_is(key)}, {state}")
-    yield from found.values()
-
-
-def _gathered(tensor: object, where: str) -> FlatBuffer:
-    if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
-        raise MalformedError(f"{where}: expected a flat tensor; got {described(tensor)}")
-    return FlatBuffer.of(tensor, where)
+    buckets: dict[BucketKey, Bucket] = {}
+    for key, value in objects.items():
+        where = f"the optimizer states of data-parallel group {key.group}"
+        for buffer, by_dtype in mapping(value, where).items() if key.what == "param_state" else ():
+            if type(buffer) is not int:
+                continue
+            for dtype, saved in mapping(by_dtype, f"buffer {buffer} of {where}").items():
+                for state, tensors in mapping(saved, f"buffer {buffer} of {where}").items():
+                    if not isinstance(tensors, list | TensorRef):
+                        continue  # numel_unpadded
+                    for number, tensor in enumerate(tensors if isinstance(tensors, list) else [tensors]):
+                        at = BucketKey(key.chain, key.group, buffer, str(dtype), number, "")
+                        label = f"{where_is(at)}, {state}"
+                        if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
+                            raise MalformedError(f"{label}: expected a flat tensor; got {described(tensor)}")
+                        bucket = buckets.setdefault(at, Bucket(key=at, in_chunks=False))
+                        bucket.states[str(state)] = FlatBuffer.of(tensor, label)
+    return list(buckets.values())

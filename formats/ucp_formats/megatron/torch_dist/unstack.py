@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -82,7 +82,9 @@ def taken_apart(
         if parsed.stacked or original is not None:
             wholes = _Apart(parsed, tensor, original).wholes(problems)
         else:
-            wholes = [_as_saved(parsed.template, tensor)]
+            pieces = [Piece(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+            saved = tensor.saved
+            wholes = [Whole(name=parsed.template, shape=saved.shape, dtype=saved.dtype, pieces=pieces)]
         if parsed.part:
             fused.setdefault(parsed.template, {})[parsed.part] = wholes
             continue
@@ -111,7 +113,8 @@ def check_tiled(wholes: Iterable[Whole], where: str) -> None:
         f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
         for whole in wholes
         if len(whole.pieces) != 1 or whole.pieces[0].box.sizes != whole.shape
-        if _lie_inside(whole)  # what lies past the end, `check_cover` tells
+        if all(len(own.box.sizes) == len(whole.shape) for own in whole.pieces)
+        if not any(stop > n for own in whole.pieces for stop, n in zip(own.box.stops, whole.shape, strict=True))
         for gap in uncovered(whole.shape, [piece.box for piece in whole.pieces])
     ]
     if problems:
@@ -119,19 +122,6 @@ def check_tiled(wholes: Iterable[Whole], where: str) -> None:
             f"the pieces in {where} do not tile {counted(len(problems), 'region')} of the model's own tensors exactly "
             f"once:\n{listed(problems)}\n.metadata is damaged or of another run: copy it again from where it was saved"
         )
-
-
-def _lie_inside(whole: Whole) -> bool:
-    return all(
-        len(piece.box.sizes) == len(whole.shape) and not any(map(int.__gt__, piece.box.stops, whole.shape))
-        for piece in whole.pieces
-    )
-
-
-def _as_saved(name: str, tensor: StoredTensor) -> Whole:
-    """The tensor of one parameter that was saved alone."""
-    pieces = [Piece(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
-    return Whole(name=name, shape=tensor.saved.shape, dtype=tensor.saved.dtype, pieces=pieces)
 
 
 class _Apart:
@@ -153,8 +143,12 @@ class _Apart:
         inner = self._shape[self._lead :]
         if not self._is_borne_out(inner, problems):
             return []
-        names = {index: self._name(index) for index in product(*map(range, self._shape[: self._lead]))}
-        wholes = {index: Whole(name=name, shape=inner, dtype=saved.dtype) for index, name in names.items()}
+        wholes: dict[Shape, Whole] = {}
+        for index in product(*map(range, self._shape[: self._lead])):
+            name = self._key.template
+            for what, number in zip(self._key.stacked, index, strict=True):
+                name = name.replace(f"{{{what}}}", str(number))
+            wholes[index] = Whole(name=name, shape=inner, dtype=saved.dtype)
         for chunk in self._tensor.chunks:
             pieces = self._unflattened(chunk, problems) if self._flattened else self._cut(chunk)
             for index, piece in pieces:
@@ -177,18 +171,13 @@ class _Apart:
         problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {held:,} elements")
         return False
 
-    def _name(self, index: Shape) -> str:
-        name = self._key.template
-        for what, number in zip(self._key.stacked, index, strict=True):
-            name = name.replace(f"{{{what}}}", str(number))
-        return name
-
     def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
         lead = self._lead
         box = _box(chunk.offsets[lead:], chunk.sizes[lead:])
         for at in product(*map(range, chunk.sizes[:lead])):
             index = tuple(map(int.__add__, chunk.offsets[:lead], at))
-            yield index, Piece(box, _inner(chunk.ref, at))
+            skip = sum(map(int.__mul__, at, chunk.ref.strides[:lead]))
+            yield index, Piece(box, chunk.ref.strided(skip, chunk.ref.shape[lead:], chunk.ref.strides[lead:]))
 
     def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, Piece]]:
         """Boxes of a flattened chunk.
@@ -205,39 +194,20 @@ class _Apart:
         local = tuple(n // g for n, g in zip(self._shape, grid, strict=True))
         origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
         low = chunk.offsets[-1]
-        strides = contiguous_strides(local)[self._lead :]
+        lead, strides = self._lead, contiguous_strides(local)[self._lead :]
         for box, position in local_flat_pairs(local, low, low + chunk.sizes[-1]):
             for at in product(*map(range, box.sizes[: self._lead])):
                 inside = sum(map(int.__mul__, at, contiguous_strides(box.sizes)[: self._lead]))
                 index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims
-                yield index, self._flat_piece(chunk.ref, box, origin, position + inside, strides)
-
-    def _flat_piece(self, ref: TensorRef, box: Box, origin: Shape, position: int, strides: Shape) -> Piece:
-        lead = self._lead
-        offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
-        place = TensorRef(
-            path=ref.path,
-            offset=ref.offset + position * ref.dtype.itemsize,
-            dtype=ref.dtype,
-            shape=box.sizes[lead:],
-            strides=strides,
-        )
-        return Piece(Box(offsets, box.sizes[lead:]), place)
-
-
-def _inner(ref: TensorRef, at: Shape) -> TensorRef:
-    """The tensor at index `at` of the leading dims of `ref`."""
-    lead = len(at)
-    skip = sum(map(int.__mul__, at, ref.strides[:lead])) * ref.dtype.itemsize
-    return TensorRef(
-        path=ref.path, offset=ref.offset + skip, dtype=ref.dtype, shape=ref.shape[lead:], strides=ref.strides[lead:]
-    )
+                offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
+                sizes = box.sizes[lead:]
+                yield index, Piece(Box(offsets, sizes), chunk.ref.strided(position + inside, sizes, strides))
 
 
 def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -> Iterator[Whole]:
     """Fused tensors out of their parts, one per layer and expert."""
-    row = _row(frozenset(parts))
-    if not row:
+    row = next((row for row in PARTS if parts.keys() == set(row)), None)
+    if row is None:
         problems.append(f"{template}: expected all parts of a fused tensor; got {', '.join(sorted(parts))}")
         return
     by_name = [{whole.name: whole for whole in parts[part]} for part in row]
@@ -249,12 +219,6 @@ def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -
             problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
             continue
         yield _fused(own)
-
-
-@cache
-def _row(parts: frozenset[str]) -> tuple[str, ...]:
-    """Those parts in order; none where they do not make a fused tensor."""
-    return next((row for row in PARTS if parts == set(row)), ())
 
 
 def _fused(parts: Sequence[Whole]) -> Whole:

@@ -1,12 +1,10 @@
-"""The arguments that a written checkpoint carries: the source's own, with the layout's sizes put right.
+"""The arguments that a written checkpoint carries.
 
 Megatron takes the layout of a checkpoint from them, and compares some with its own when it loads (checkpointing.py:
-check_checkpoint_args). What a source of another framework lacks is found in `derived`.
-
-Arguments of a model whose checkpoint records none: what names and shapes tell for certain, and what the user says.
-
-A source of another framework has no arguments of Megatron. Most follow from the shapes; how many heads share the rows
-of an attention matrix does not, unless queries are normed per head. What stays open is asked for, never guessed.
+check_checkpoint_args). A source of Megatron has them, and the sizes of the layout are put right (`relaid_arguments`). A
+source of another framework has none: most follow from names and shapes (`derived_arguments`), some a Hugging Face
+configuration states (`configured`). What stays open, as how many heads share the rows of an attention matrix, is asked
+for, never guessed.
 
 >>> shapes = {
 ...     "decoder.layers.0.self_attention.linear_proj.weight": (32, 24),
@@ -14,9 +12,6 @@ of an attention matrix does not, unless queries are normed per head. What stays 
 ... }
 >>> attention(shapes, {"num_attention_heads": 6})
 {'kv_channels': 4, 'num_query_groups': 2, 'group_query_attention': True}
-
-Arguments of Megatron that a Hugging Face configuration states and shapes do not tell.
-
 >>> configured({"n_head": 4, "layer_norm_epsilon": 1e-5})
 {'num_attention_heads': 4, 'norm_epsilon': 1e-05}
 >>> configured({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}})
@@ -148,7 +143,17 @@ def derived_arguments(
     UsageError
         Values that Megatron needs are not certain; all are named.
     """
-    found = {**_frame(shapes), **_feed_forward(shapes), **_hybrid(shapes), **_precision(dtypes), **asked}
+    letters = layer_letters(shapes)
+    hybrid = {"is_hybrid_model": True, "hybrid_override_pattern": "".join(letters)} if "M" in letters else {}
+    computed = set(dtypes)
+    dtype = next((own for own in (DType.BFLOAT16, DType.FLOAT16) if own in computed), DType.FLOAT32)
+    precision = {
+        "bf16": dtype is DType.BFLOAT16,
+        "fp16": dtype is DType.FLOAT16,
+        "params_dtype": GlobalName("torch", dtype.value),
+        "use_distributed_optimizer": True,
+    }
+    found = {**_frame(shapes), **_feed_forward(shapes), **hybrid, **precision, **asked}
     found = {**attention(shapes, found), **found}
     lacking = [name for name in _NEEDED if found.get(name) is None]
     if lacking:
@@ -220,22 +225,16 @@ def _feed_forward(shapes: Shapes) -> dict[str, object]:
             "moe_ffn_hidden_size": second[1],
             "swiglu": first[0] == 2 * second[1],
             "ffn_hidden_size": narrow or second[1],
-            **_expert_layers(shapes),
         }
+        layers = {int(own[1]) for name in shapes if (own := _LAYER.match(name))}
+        routed = {int(own[1]) for name in shapes if (own := _LAYER.match(name)) and _EXPERT.search(name)}
+        if routed != layers:
+            found["moe_layer_freq"] = [int(layer in routed) for layer in sorted(layers)]
+        if (shared := _of(shapes, ".shared_experts.linear_fc2.weight", 1)) is not None:
+            found["moe_shared_expert_intermediate_size"] = shared
     elif wide and narrow:
         found["swiglu"] = wide == 2 * narrow
     return found
-
-
-def _expert_layers(shapes: Shapes) -> dict[str, object]:
-    """Which layers have experts, where not all do; and the shared ones."""
-    layers = {int(own[1]) for name in shapes if (own := _LAYER.match(name))}
-    routed = {int(own[1]) for name in shapes if (own := _LAYER.match(name)) and _EXPERT.search(name)}
-    shared = _of(shapes, ".shared_experts.linear_fc2.weight", 1)
-    found: dict[str, object] = {} if shared is None else {"moe_shared_expert_intermediate_size": shared}
-    return (
-        found if routed == layers else {**found, "moe_layer_freq": [int(layer in routed) for layer in sorted(layers)]}
-    )
 
 
 def layer_letters(names: Iterable[str]) -> list[str]:
@@ -251,23 +250,6 @@ def layer_letters(names: Iterable[str]) -> list[str]:
         if own and letter not in (held := kinds.get(int(own[1]), "")):
             kinds[int(own[1])] = held + letter
     return [kinds.get(at, "-") for at in range(max(kinds, default=-1) + 1)]
-
-
-def _hybrid(shapes: Shapes) -> dict[str, object]:
-    """The letters of the layers of a model with Mamba mixers (megatron-core: mamba_hybrid_layer_allocation.py)."""
-    letters = layer_letters(shapes)
-    return {"is_hybrid_model": True, "hybrid_override_pattern": "".join(letters)} if "M" in letters else {}
-
-
-def _precision(dtypes: Iterable[DType]) -> dict[str, object]:
-    seen = set(dtypes)
-    dtype = next((own for own in (DType.BFLOAT16, DType.FLOAT16) if own in seen), DType.FLOAT32)
-    return {
-        "bf16": dtype is DType.BFLOAT16,
-        "fp16": dtype is DType.FLOAT16,
-        "params_dtype": GlobalName("torch", dtype.value),
-        "use_distributed_optimizer": True,
-    }
 
 
 _CONFIG_KEYS = {

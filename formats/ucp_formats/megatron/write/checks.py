@@ -1,13 +1,12 @@
-"""What a user says about the run with `--set NAME=VALUE`: arguments of Megatron, checked before they are written.
+"""What a run of Megatron cannot be: settings that the tensors contradict, layouts that do not divide the model.
 
-A wrong argument is worse than none: Megatron takes the model from them (`--use-checkpoint-args`), and so does `ucp`. So
-one that the tensors or the topology contradict is no choice either.
+`--set NAME=VALUE` gives arguments of Megatron. A wrong argument is worse than none: Megatron takes the model from them
+(`--use-checkpoint-args`), and so does `ucp`. So one that the tensors or the topology contradict is no choice either.
 
-What the degrees of a run have to divide: a layout that Megatron would not start at is refused, with every reason.
-
-The rules are megatron-core's own (0.13 to 0.19): TransformerConfig.__post_init__ for heads, groups and layers, MoELayer
-for experts, MambaMixer for its heads and groups, and `divide` in column- and row-parallel layers for everything else.
-The vocabulary is apart: `torch_dist` is loaded at any number of padded rows (`allow_shape_mismatch`).
+A layout that Megatron would not start at is refused, with every reason. The rules are megatron-core's own (0.13 to
+0.19): TransformerConfig.__post_init__ for heads, groups and layers, MoELayer for experts, MambaMixer for its heads and
+groups, and `divide` in column- and row-parallel layers for everything else. The vocabulary is apart: `torch_dist` is
+loaded at any number of padded rows (`allow_shape_mismatch`).
 """
 
 from __future__ import annotations
@@ -91,8 +90,9 @@ def check_settings(asked: Mapping[str, object], recorded: Mapping[str, object]) 
 
     `recorded`: arguments of the source; empty where it has none.
     """
+    numbers = {name: own for name, own in asked.items() if name in KNOWN and isinstance(own, int)}
     wrong = [
-        *(f"{name}: {value} is below 0" for name, value in asked.items() if name in KNOWN and _is_negative(value)),
+        *(f"{name}: {number} is below 0" for name, number in numbers.items() if number < 0),
         *(f"{name}: {text}" for name, value in asked.items() if (text := _other_kind(value, recorded.get(name)))),
     ]
     if wrong:
@@ -101,10 +101,6 @@ def check_settings(asked: Mapping[str, object], recorded: Mapping[str, object]) 
         read_arguments(dict(asked), "--set")
     except MalformedError as error:
         raise UsageError(str(error)) from error
-
-
-def _is_negative(value: object) -> bool:
-    return isinstance(value, int) and value < 0
 
 
 def _other_kind(value: object, recorded: object) -> str:
@@ -125,11 +121,20 @@ def check_asked(
     if not asked:
         return
     lines = [
-        *_overruled(asked, written),
-        *_facts(asked, model),
-        *_hybrid_problems(asked, model),
-        *_types(asked, model),
+        f"{name} = {value!r}: it is {written[name]!r} by --topology, --layout and what is written"
+        for name, value in asked.items()
+        if name in written and written[name] != value
     ]
+    counts = {"num_layers": (model.layers, "layers"), "num_experts": (model.experts, "experts in a layer")}
+    lines += [
+        f"{name} = {asked[name]!r}: there are {count} {what}"
+        for name, (count, what) in counts.items()
+        if name in asked and (asked[name] or 0) != count
+    ]
+    is_untied = any(own.name == OUTPUT for own in model.tensors)
+    if _UNTIED in asked and bool(asked[_UNTIED]) != is_untied:
+        lines.append(f"{_UNTIED} = {asked[_UNTIED]!r}: there is {'an' if is_untied else 'no'} {OUTPUT}")
+    lines += [*_hybrid_problems(asked, model), *_types(asked, model)]
     shapes = model.shapes
     known = sizes_in_doubt(model.family, before, shapes, pads_on_load=True)
     lines += [own for own in sizes_in_doubt(model.family, written, shapes, pads_on_load=True) if own not in known]
@@ -138,24 +143,6 @@ def check_asked(
             f"expected --set to say what holds for the checkpoint that is written; got\n{listed(lines)}\n"
             "Drop these, or convert a checkpoint of the model that you mean"
         )
-
-
-def _overruled(asked: Mapping[str, object], written: Mapping[str, object]) -> Iterator[str]:
-    """Arguments that follow from the layout and from what is in the files."""
-    for name, value in asked.items():
-        if name in written and written[name] != value:
-            yield f"{name} = {value!r}: it is {written[name]!r} by --topology, --layout and what is written"
-
-
-def _facts(asked: Mapping[str, object], model: Model) -> Iterator[str]:
-    """Counts that names tell."""
-    names = {own.name for own in model.tensors}
-    counts = {"num_layers": (model.layers, "layers"), "num_experts": (model.experts, "experts in a layer")}
-    for name, (count, what) in counts.items():
-        if name in asked and (asked[name] or 0) != count:
-            yield f"{name} = {asked[name]!r}: there are {count} {what}"
-    if _UNTIED in asked and bool(asked[_UNTIED]) != (OUTPUT in names):
-        yield f"{_UNTIED} = {asked[_UNTIED]!r}: there is {'an' if OUTPUT in names else 'no'} {OUTPUT}"
 
 
 def _hybrid_problems(asked: Mapping[str, object], model: Model) -> Iterator[str]:
@@ -190,22 +177,39 @@ _MOST_KINDS = 4
 
 def check_division(run: TargetRun) -> None:
     """Prove that a run of this layout can hold the model. Raises TopologyError with all that speaks against it."""
-    own, arguments, model = run.topology, run.arguments, run.model
-    problems = grid_problem(own), stage_problem(model.layers, pp=own.pp, vpp=own.vpp, arguments=arguments)
-    found = [
-        *filter(None, problems[:1]),
-        *_attention_problems(own.tp, arguments),
-        *_mamba_problems(own.tp, arguments, model),
-        *_cut_problems(model, own),
+    mesh, arguments, model = run.topology, run.arguments, run.model
+    problems = [
+        grid_problem(mesh),
+        *_head_problems(mesh.tp, arguments, model),
+        *_cut_problems(model, mesh),
         *_vocabulary_problems(run),
-        *_expert_problems(model, own.ep),
-        *filter(None, problems[1:]),
+        f"experts: ep={mesh.ep}, and the model has none" if mesh.ep > 1 and not model.experts else None,
+        f"experts: ep={mesh.ep} does not divide {model.experts}" if model.experts % mesh.ep else None,
+        stage_problem(model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=arguments),
     ]
-    if found:
+    lines = [own for own in problems if own]
+    if lines:
         raise TopologyError(
-            f"expected a layout that divides the model into equal parts, as Megatron does; got {own} for "
-            f"{run.index.path}:\n{listed(found, most=40)}\nChoose other degrees"
+            f"expected a layout that divides the model into equal parts, as Megatron does; got {mesh} for "
+            f"{run.index.path}:\n{listed(lines, most=40)}\nChoose other degrees"
         )
+
+
+def _head_problems(tp: int, arguments: Mapping[str, object], model: Model) -> Iterator[str]:
+    """Heads, and groups of heads that share keys and values: as many as heads, unless grouped."""
+    heads = _number(arguments, "num_attention_heads")
+    grouped = arguments.get("group_query_attention", True)
+    groups = (_number(arguments, "num_query_groups") if grouped else 0) or heads
+    if heads % tp:
+        yield f"heads: tp={tp} does not divide num_attention_heads={heads}"
+    if groups and groups != heads and groups % tp and tp % groups:
+        yield f"groups of queries: num_query_groups={groups} is neither a multiple nor a divisor of tp={tp}"
+    mamba = next((own.shape[0] for own in model.tensors if own.name.endswith(_MAMBA)), 0)
+    shared = _number(arguments, "mamba_num_groups")
+    if mamba % tp:
+        yield f"heads of Mamba: tp={tp} does not divide {mamba}"
+    if mamba and shared % tp:
+        yield f"groups of Mamba: tp={tp} does not divide mamba_num_groups={shared}"
 
 
 def _number(arguments: Mapping[str, object], name: str) -> int:
@@ -214,76 +218,37 @@ def _number(arguments: Mapping[str, object], name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _groups(arguments: Mapping[str, object]) -> int:
-    """Groups of heads that share keys and values: as many as heads, unless grouped; 0 if not known."""
-    grouped = arguments.get("group_query_attention", True)
-    return (_number(arguments, "num_query_groups") if grouped else 0) or _number(arguments, "num_attention_heads")
-
-
-def _attention_problems(tp: int, arguments: Mapping[str, object]) -> Iterator[str]:
-    heads, groups = _number(arguments, "num_attention_heads"), _groups(arguments)
-    if heads % tp:
-        yield f"heads: tp={tp} does not divide num_attention_heads={heads}"
-    if groups and groups != heads and groups % tp and tp % groups:
-        yield f"groups of queries: num_query_groups={groups} is neither a multiple nor a divisor of tp={tp}"
-
-
-def _mamba_problems(tp: int, arguments: Mapping[str, object], model: Model) -> Iterator[str]:
-    heads = next((own.shape[0] for own in model.tensors if own.name.endswith(_MAMBA)), 0)
-    groups = _number(arguments, "mamba_num_groups")
-    if heads % tp:
-        yield f"heads of Mamba: tp={tp} does not divide {heads}"
-    if heads and groups % tp:
-        yield f"groups of Mamba: tp={tp} does not divide mamba_num_groups={groups}"
-
-
-def _cut_problems(model: Model, own: Topology) -> Iterator[str]:
+def _cut_problems(model: Model, mesh: Topology) -> Iterator[str]:
     """Dims that are cut into parts of other lengths: a line per axis, every kind of tensor once."""
-    degrees = {"tp": own.tp, "etp": own.expert_tp}
-    seen: dict[str, dict[str, None]] = {}
+    degrees = {"tp": mesh.tp, "etp": mesh.expert_tp}
+    uneven: dict[str, dict[str, None]] = {}
     kinds: dict[tuple[str, tuple[int, ...]], ModelTensor] = {}
     for tensor in model.tensors:
         kinds.setdefault((tensor.match.rule.name.text, tensor.shape), tensor)
     for (name, shape), tensor in kinds.items():
-        if tensor.match.rule.padded is None:
-            for axis in _uneven_axes(tensor, degrees):
-                seen.setdefault(axis, {})[f"{name} {list(shape)}"] = None
-    for axis, uneven in seen.items():
-        shown = ", ".join(list(uneven)[:_MOST_KINDS])
-        more = f" and {len(uneven) - _MOST_KINDS} more like it" if len(uneven) > _MOST_KINDS else ""
-        yield f"dims: {axis}={degrees[axis]} does not divide {shown}{more}"
+        if tensor.match.rule.padded is not None:
+            continue
+        layout = tensor.match.layout(axes=degrees, global_shape=shape)
+        first = {axis.axis: 0 for axis in layout.axes}
+        wanted = [piece.box.sizes for piece in place(layout, shape, coords=first)]
+        for axis in layout.axes:
+            last = {**first, axis.axis: axis.parts - 1}
+            if [piece.box.sizes for piece in place(layout, shape, coords=last)] != wanted:
+                uneven.setdefault(axis.axis, {})[f"{name} {list(shape)}"] = None
+    for axis_name, names in uneven.items():
+        shown = ", ".join(list(names)[:_MOST_KINDS])
+        more = f" and {len(names) - _MOST_KINDS} more like it" if len(names) > _MOST_KINDS else ""
+        yield f"dims: {axis_name}={degrees[axis_name]} does not divide {shown}{more}"
 
 
-def _uneven_axes(tensor: ModelTensor, degrees: Mapping[str, int]) -> Iterator[str]:
-    """Axes whose first and last rank hold boxes of other sizes."""
-    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-    first = {axis.axis: 0 for axis in layout.axes}
-    wanted = [piece.box.sizes for piece in place(layout, tensor.shape, coords=first)]
-    for axis in layout.axes:
-        coords = {**first, axis.axis: axis.parts - 1}
-        if [piece.box.sizes for piece in place(layout, tensor.shape, coords=coords)] != wanted:
-            yield axis.axis
-
-
-def _expert_problems(model: Model, ep: int) -> Iterator[str]:
-    if ep > 1 and not model.experts:
-        yield f"experts: ep={ep}, and the model has none"
-    elif model.experts % ep:
-        yield f"experts: ep={ep} does not divide {model.experts}"
-
-
-def _rows(model: Model) -> int:
-    """Rows of the embedding, padding counted; 0 without one."""
-    return next((own.shape[0] for own in model.tensors if own.name == EMBEDDING), 0)
-
-
-def _padded(run: TargetRun) -> int:
-    """Rows of the embedding in the run."""
-    return _number(run.arguments, "padded_vocab_size") or _rows(run.model)
+def _rows(run: TargetRun) -> tuple[int, int]:
+    """Rows of the embedding, padding counted, in the files (0 without one) and in the run."""
+    rows = next((own.shape[0] for own in run.model.tensors if own.name == EMBEDDING), 0)
+    return rows, _number(run.arguments, "padded_vocab_size") or rows
 
 
 def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
-    tp, rows, padded = run.topology.tp, _rows(run.model), _padded(run)
+    tp, (rows, padded) = run.topology.tp, _rows(run)
     elsewhere = "torch_dist (--layout torch_dist) can be loaded with other padding"
     if rows and padded != rows and run.is_legacy:
         yield f"vocabulary: padded_vocab_size={padded}, and there are {rows} rows; {elsewhere}"
@@ -297,7 +262,7 @@ def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
 
 def vocabulary_notes(run: TargetRun) -> Iterator[str]:
     """What a run makes of the rows of the vocabulary, without a word."""
-    tp, rows, padded = run.topology.tp, _rows(run.model), _padded(run)
+    tp, (rows, padded) = run.topology.tp, _rows(run)
     if not rows:
         return
     if padded != rows:

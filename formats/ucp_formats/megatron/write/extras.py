@@ -94,25 +94,22 @@ def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, fr
 def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: Iterable[Placement]) -> tuple[str, ...]:
     """A line for every set of states that are lost, and one for masters that are written as weights alone."""
     alike = Counter(lost.values()).items()
-    lines = [f"{', '.join(sorted(own))} of {counted(n, 'parameter')}: {_why(run, own)}" for own, n in alike]
-    masters = set(_masters(run.index, placements))
+    lines = [f"{', '.join(sorted(states))} of {counted(n, 'parameter')}: {_why(run, states)}" for states, n in alike]
+    widest: dict[str, int] = {}
+    for own in (place.slice for place in placements if place.slice.state == WEIGHT):
+        widest[own.param] = max(widest.get(own.param, 0), own.dtype.itemsize)
+    masters = [
+        atom.name  # its master is in no file, only the weight that is made of it
+        for atom in run.index.atoms.values()
+        if atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
+        if 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize
+    ]
     if masters:
         lines.append(
             f"masters of {counted(len(masters), 'parameter')}: {_why(run, ())}. Their weights are written in the type "
             "that the model computes in"
         )
     return tuple(lines)
-
-
-def _masters(index: Index, placements: Iterable[Placement]) -> Iterator[str]:
-    """Parameters whose master is in no file, only the weight that is made of it."""
-    widest: dict[str, int] = {}
-    for own in (place.slice for place in placements if place.slice.state == WEIGHT):
-        widest[own.param] = max(widest.get(own.param, 0), own.dtype.itemsize)
-    for atom in index.atoms.values():
-        has_master = atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
-        if has_master and 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize:
-            yield atom.name
 
 
 def _why(run: TargetRun, states: Iterable[str]) -> str:

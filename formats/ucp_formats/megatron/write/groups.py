@@ -78,7 +78,9 @@ def optimizer_chain(
     groups = [replace(group, params=tuple(n for n in group.params if n in trained)) for group in index.groups]
     merged = _merged(groups if native else map(_translated, groups))
     if not native:
-        merged = _with_both_decays(merged)
+        lacking = {1.0, 0.0} - {group.hyper["wd_mult"] for group in merged}  # Megatron's optimizer asks for both
+        merged += [ParamGroup(params=(), hyper={**merged[0].hyper, "wd_mult": mult}) for mult in lacking]
+        merged.sort(key=lambda group: not group.hyper["wd_mult"])
     steps = [_step(index, group, optimizer, exact=native) for group in merged]
     overall = next((step for step in steps if step is not None), None)
     counts = not native or not any(isinstance(step, float) for step in steps)
@@ -137,14 +139,6 @@ def _translated(group: ParamGroup) -> ParamGroup:
         "min_lr": 0.0,
     }
     return replace(group, hyper={**apart, **group.hyper})
-
-
-def _with_both_decays(groups: list[ParamGroup]) -> list[ParamGroup]:
-    """Groups with and without weight decay: Megatron's optimizer asks for both."""
-    present = {group.hyper["wd_mult"] for group in groups}
-    lacking = [mult for mult in (1.0, 0.0) if mult not in present]
-    extra = [ParamGroup(params=(), hyper={**groups[0].hyper, "wd_mult": mult}) for mult in lacking]
-    return sorted([*groups, *extra], key=lambda group: not group.hyper["wd_mult"])
 
 
 def _step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: bool) -> int | float | None:

@@ -1,10 +1,4 @@
-"""Keys of a legacy state_dict, and the order in which a chunk registers its parameters, as the run's modules have them.
-
-Runs with megatron-core's own modules (`transformer_impl` "local") keep norms apart; those with Transformer Engine's
-fuse a norm into the linear layer that follows, so its parameters come right before that layer's weight. Grouped
-experts of Transformer Engine register all first projections before the second ones.
-
-Legacy files: one folder per rank, for exactly the layout asked for.
+"""Legacy files: one folder per rank, for exactly the layout asked for.
 
     iter_0001000/mp_rank_01_003/model_optim_rng.pt     model, optimizer, arguments, scheduler of one rank
     iter_0001000/mp_rank_01_003/distrib_optim.pt       masters and moments of its data-parallel group, in flat buffers
@@ -12,6 +6,11 @@ Legacy files: one folder per rank, for exactly the layout asked for.
 As megatron-core 0.16 saves them (checkpointing.py, distrib_optimizer.py: get_parameter_state_dp_zero): parameters
 reversed and aligned to 64 elements, padding at the ends of buckets left out. A rank saves when it is the first of its
 dense or of its expert data-parallel group, so where both share ranks the grid is sparse.
+
+Keys, and the order in which a chunk registers its parameters, are those of the run's modules. megatron-core's own
+(`transformer_impl` "local") keep norms apart; Transformer Engine's fuse a norm into the linear layer that follows, so
+its parameters come right before that layer's weight. Its grouped experts register all first projections before the
+second ones.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun
 __all__ = [
     "Modules",
     "legacy_places",
-    "modules_of",
     "plan_legacy",
 ]
 
@@ -95,7 +93,11 @@ class Modules:
         """Keys of modules that keep state of their own: linear layers, and attention with Transformer Engine."""
         seen: dict[str, None] = {}
         for key, own in keys.items():
-            if key == OUTPUT or _is_linear(own):
+            is_linear = own.name.endswith(".weight") and len(own.shape) == 2 and own.name != EMBEDDING
+            if is_linear:  # and cut over tensor-parallel ranks
+                layout = own.match.layout(axes={"tp": 1, "etp": 1}, global_shape=own.shape)
+                is_linear = any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)
+            if key == OUTPUT or is_linear:
                 found = _GROUPED.match(key)
                 seen[f"{found['module'] if found else key.rpartition('.')[0]}._extra_state"] = None
             if self.fused and ".self_attention.linear_proj." in key:
@@ -103,25 +105,10 @@ class Modules:
         yield from seen
 
 
-def modules_of(family: Family, arguments: Mapping[str, object], expert_layers: frozenset[int]) -> Modules:
-    """The modules of a run of these arguments; Transformer Engine's where they do not say."""
-    fused = arguments.get("transformer_impl") != "local"
-    grouped = fused and bool(arguments.get("moe_grouped_gemm"))
-    return Modules(family=family, fused=fused, grouped=grouped, expert_layers=expert_layers)
-
-
 def _grouped_key(name: str) -> tuple[str, int, bool]:
     found = _GROUPED.match(name)
     assert found is not None
     return found["module"], int(found["expert"]), found["kind"] == "bias"
-
-
-def _is_linear(own: ModelTensor) -> bool:
-    """Whether it is the weight of a layer that is cut over tensor-parallel ranks."""
-    if not own.name.endswith(".weight") or len(own.shape) != 2 or own.name == EMBEDDING:
-        return False
-    layout = own.match.layout(axes={"tp": 1, "etp": 1}, global_shape=own.shape)
-    return any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +163,13 @@ class _Legacy:
                 f"with {self._grid} several ranks with different experts would save under one name, and Megatron "
                 "loses some. Choose an etp that divides tp, or write torch_dist (--layout torch_dist)"
             )
-        self._modules = modules_of(own.model.family, own.arguments, own.model.expert_layers)
+        is_fused = own.arguments.get("transformer_impl") != "local"
+        self._modules = Modules(
+            family=own.model.family,
+            fused=is_fused,
+            grouped=is_fused and bool(own.arguments.get("moe_grouped_gemm")),
+            expert_layers=own.model.expert_layers,
+        )
         self._stages = stage_layers(own.model.layers, pp=topology.pp, vpp=topology.vpp, arguments=own.arguments)
         self._chunks = _chunk_tensors(own.model, self._stages)
 
@@ -223,22 +216,25 @@ class _Legacy:
 
     def _model_file(self, path: str, at: GridPlace, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:
         draft = FileDraft(path)
-        root: dict[str, object] = {"args": namespace(self._arguments(at)), **self._own.common}
+        mesh, arguments = self._own.topology, dict(self._own.arguments)
+        if "rank" in arguments:  # every rank knows its own number
+            arguments["rank"] = at.pp * mesh.tp * mesh.cp * mesh.dp + self._grid.rank(at)
+        root: dict[str, object] = {"args": namespace(arguments), **self._own.common}
         several = self._own.topology.vpp > 1
         for chunk, held in chunks.items():
             root[f"model{chunk[1]}" if several else "model"] = self._state_dict(draft, chunk, held)
         if self._own.chain:
-            members = [self._optimizer(draft, number, chunks) for number in range(len(self._own.chain))]
+            members = []
+            for number, groups in enumerate(self._own.chain):
+                every = (local for held in chunks.values() for local in held)
+                ordered = [local for local in every if self._in_optimizer(local, number)]
+                if self._own.distributed:  # its tensors lie in buffers
+                    alone = {"optimizer": {"param_groups": [group.entry() for group in groups]}, **self._own.scaler}
+                members.append(alone if self._own.distributed else self._whole_optimizer(draft, groups, ordered))
             root["optimizer"] = members[0] if len(members) == 1 else members
         if at in self._own.random:
             root["rng_state"] = self._own.random[at]
         return draft.finish(draft.carried(root))
-
-    def _arguments(self, at: GridPlace) -> Mapping[str, object]:
-        """Arguments as the rank has them, which knows its own number."""
-        own = self._own.topology
-        number = at.pp * own.tp * own.cp * own.dp + self._grid.rank(at)
-        return {**self._own.arguments, "rank": number} if "rank" in self._own.arguments else self._own.arguments
 
     def _state_dict(self, draft: FileDraft, chunk: Chunk, held: Sequence[_Local]) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -249,14 +245,6 @@ class _Legacy:
             dtype = local.tensor.dtype
             found[local.key] = draft.filled(dtype, local.shape, local.parts(WEIGHT, dtype))
         return found | dict.fromkeys(extras)
-
-    def _optimizer(self, draft: FileDraft, number: int, chunks: Mapping[Chunk, Sequence[_Local]]) -> dict[str, object]:
-        """One optimizer: its groups alone where its tensors lie in buffers."""
-        groups = self._own.chain[number]
-        if self._own.distributed:
-            return {"optimizer": {"param_groups": [group.entry() for group in groups]}, **self._own.scaler}
-        ordered = [local for held in chunks.values() for local in held if self._in_optimizer(local, number)]
-        return self._whole_optimizer(draft, groups, ordered)
 
     def _whole_optimizer(
         self, draft: FileDraft, groups: Sequence[OptimizerGroup], ordered: Sequence[_Local]
@@ -310,7 +298,10 @@ class _Legacy:
                     by_dtype.setdefault(local.tensor.dtype, []).append(local)
             for dtype, own in by_dtype.items():
                 bucket_numel = self._bucket_numel(total) if chunk == (0, 0) else None
-                found[len(found) - 1] = {self._types(dtype): self._buffer(draft, own, bucket_numel)}
+                wide = self._own.arguments.get("accumulate_allreduce_grads_in_fp32", dtype is DType.BFLOAT16)
+                gradients = DType.FLOAT32 if wide else dtype
+                types = GlobalName("torch", dtype.value), GlobalName("torch", gradients.value)
+                found[len(found) - 1] = {types: self._buffer(draft, own, bucket_numel)}
         return found
 
     def _buffer(self, draft: FileDraft, held: Sequence[_Local], bucket_numel: int | None) -> dict[str, object]:
@@ -340,12 +331,6 @@ class _Legacy:
         if isinstance(size, int):
             return size
         return total // count if isinstance(count, int) else max(40_000_000, 1_000_000 * topology.dp * topology.cp)
-
-    def _types(self, dtype: DType) -> tuple[GlobalName, GlobalName]:
-        """Type of the parameters and of their gradients, which name a buffer."""
-        wide = self._own.arguments.get("accumulate_allreduce_grads_in_fp32", dtype is DType.BFLOAT16)
-        gradients = DType.FLOAT32 if wide else dtype
-        return GlobalName("torch", dtype.value), GlobalName("torch", gradients.value)
 
 
 def _chunk_tensors(model: Model, stages: Mapping[Chunk, range]) -> dict[Chunk, tuple[ModelTensor, ...]]:

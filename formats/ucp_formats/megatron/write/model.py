@@ -1,10 +1,8 @@
-"""The model that is to be written: every parameter under its canonical name, and the atoms that it is made of.
+"""What is to be written, and for which run: the model under canonical names, and all that both kinds of files take.
 
 Sources name parameters in styles of their own, and some keep as several tensors what Megatron keeps as one (query, key
 and value). A family says how they join; from here on there is one tensor per canonical name, and `parts` says which
 stretches of which atoms fill any piece of it.
-
-What is to be written, and for which run: everything that both kinds of files are made from.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from math import gcd
 
 from ucp.contract.axes import along
 from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind
+from ucp.core.index import Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
@@ -143,10 +141,23 @@ def target_model(index: Index, family: Family, *, weights: DType | None = None) 
         Atoms that cannot be told apart by layer, or tensors of which parts are missing.
     """
     matches = family.match(index.atoms)
-    return Model(
-        family=family,
-        tensors=tuple(_tensor(matches[name], index.atoms[name], weights) for name in family.sorted(matches)),
-    )
+    tensors = []
+    for name in family.sorted(matches):
+        match, atom = matches[name], index.atoms[name]
+        shape, states = atom.global_shape, atom.states
+        is_buffer = match.buffer or atom.kind is Kind.BUFFER
+        dtype = atom.model_dtype or states[WEIGHT].dtype
+        tensors.append(
+            ModelTensor(
+                name=match.name,
+                match=match,
+                shape=shape,
+                kind=Kind.BUFFER if is_buffer else atom.kind,
+                dtype=weights if weights and not is_buffer else dtype,
+                states={key: own.dtype for key, own in states.items() if own.global_shape == shape and key != STEP},
+            )
+        )
+    return Model(family=family, tensors=tuple(tensors))
 
 
 def check_layers(model: Model, *, alike: bool) -> None:
@@ -161,7 +172,11 @@ def check_layers(model: Model, *, alike: bool) -> None:
     wanted = {name: shape for layer in held.values() for name, shape in layer.items()} if alike else {}
     lacking = [f"layer {layer}: every parameter" for layer, own in held.items() if not own]
     for layer, names in held.items():
-        expected = wanted or _of_all_experts(names, model.experts)
+        expected = dict(wanted)
+        for name, shape in names.items() if not wanted else ():  # a layer with one expert has all
+            head, marker, rest = name.partition(".local_experts.")
+            last = rest.partition(".")[2]
+            expected |= {f"{head}{marker}{n}.{last}": shape for n in range(model.experts if marker else 0)}
         lacking += [
             f"layer {layer}: {name} {list(s)}" for name, s in expected.items() if names and names.get(name) != s
         ]
@@ -171,41 +186,6 @@ def check_layers(model: Model, *, alike: bool) -> None:
             "take a checkpoint with all of them, and drop --include and --exclude; where layers differ, say how, as in "
             "--set moe_layer_freq=[0,1]"
         )
-
-
-def _of_all_experts(names: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
-    """Parameters that a layer must have because it has those of one expert."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in names.items():
-        head, marker, rest = name.partition(".local_experts.")
-        if marker:
-            last = rest.partition(".")[2]
-            found |= {f"{head}{marker}{expert}.{last}": shape for expert in range(experts)}
-    return found
-
-
-def _tensor(match: Match, atom: AtomIndex, weights: DType | None) -> ModelTensor:
-    is_buffer = match.buffer or atom.kind is Kind.BUFFER
-    return ModelTensor(
-        name=match.name,
-        match=match,
-        shape=atom.global_shape,
-        kind=Kind.BUFFER if is_buffer else atom.kind,
-        dtype=weights if weights and not is_buffer else _model_dtype(atom),
-        states=_states(atom),
-    )
-
-
-def _states(atom: AtomIndex) -> dict[str, DType]:
-    """States with one value per element."""
-    return {
-        name: own.dtype for name, own in atom.states.items() if own.global_shape == atom.global_shape and name != STEP
-    }
-
-
-def _model_dtype(atom: AtomIndex) -> DType:
-    """Element type that the model computes in."""
-    return atom.model_dtype or atom.states[WEIGHT].dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,11 @@ class MegatronTarget(Target):
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
-        layout = _checked_layout(options)
+        if options.compress:
+            raise UsageError("Megatron's files are not compressed; drop --compress")
+        if STEP in options.dtypes:
+            raise UsageError(f"Megatron keeps {STEP} as a number of its groups; drop --dtype {STEP}=...")
+        layout = options.layout or _LAYOUTS[0]
         if options.tag:
             raise UsageError(
                 f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
@@ -138,14 +142,6 @@ class MegatronTarget(Target):
         return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),), is_pointer=True),)
 
 
-def _checked_layout(options: TargetOptions) -> str:
-    if options.compress:
-        raise UsageError("Megatron's files are not compressed; drop --compress")
-    if STEP in options.dtypes:
-        raise UsageError(f"Megatron keeps {STEP} as a number of its groups; drop --dtype {STEP}=...")
-    return options.layout or _LAYOUTS[0]
-
-
 def _run(
     index: Index, topology: Topology, layout: str, options: TargetOptions, optimizer: OptimizerPlan
 ) -> tuple[TargetRun, tuple[str, ...]]:
@@ -160,7 +156,9 @@ def _run(
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = optimizer_chain(index, model.expert_atoms, optimizer, split=experts_apart(model, topology))
-    if chain and _is_without_moments(model, arguments):
+    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
+    has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
+    if chain and arguments.get("optimizer") != "sgd" and not has_moments:
         chain, notes = (), (_ANEW,)
     if chain:
         _check_states(index, model, arguments)
@@ -190,7 +188,10 @@ def _run(
         random=random,
         dtypes=options.dtypes,
     )
-    same = layout == _LAYOUTS[0] and not modules.known_from and _same_keys(model, arguments)
+    style = key_style(arguments)
+    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
+    same = layout == _LAYOUTS[0] and not modules.known_from  # whether modules of both kinds have the same keys
+    same = same and all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
     return run, (*told, *notes, modules.note(same_keys=same))
 
 
@@ -206,21 +207,8 @@ def _made_arguments(
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
 
 
-def _same_keys(model: Model, arguments: Mapping[str, object]) -> bool:
-    """Whether torch_dist has the same keys for both kinds of modules."""
-    style = key_style(arguments)
-    other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
-    return all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
-
-
 def _folder(index: Index) -> str:
     return RELEASE if index.step is None else f"iter_{index.step:07d}"
-
-
-def _is_without_moments(model: Model, arguments: Mapping[str, object]) -> bool:
-    """Whether no parameter has a state that Megatron's Adam, Lion or Muon would look for."""
-    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
-    return arguments.get("optimizer") != "sgd" and not any(own.states.keys() - {WEIGHT} for own in trained)
 
 
 def _stepped(index: Index, names: Iterable[str]) -> list[str]:

@@ -1,4 +1,12 @@
-"""Keys of torch_dist: under which name, and where in which stacked tensor, a parameter of the model is stored.
+"""torch_dist: a checkpoint that Megatron loads at any layout, with fully reshardable optimizer states (core_v0.16).
+
+    iter_0001000/__0_0.distcp ...      chunks of tensors, one per parameter and tensor-parallel rank, and small objects
+    iter_0001000/.metadata             where they lie
+    iter_0001000/metadata.json         which backend reads it
+    iter_0001000/common.pt             arguments, parameter groups, scheduler, iteration
+
+`common.pt` and the long form of metadata.json are those of megatron-core up to 0.18; 0.19 reads them too. Keys say in
+which stacked tensor, and where in it, a parameter is stored:
 
     decoder.layers.self_attention.linear_qkv.weight          [layers, out, in]           layers that are all alike
     decoder.layers.mlp.experts.experts.linear_fc1.weight     [layers, experts, out, in]
@@ -12,15 +20,6 @@ sharded_state_dict of megatron-core 0.16 takes a layer's number into the key whe
 'decoder.layers.mlp.linear_fc2.weight'
 >>> stacked_key("decoder.layers.7.mlp.experts.local_experts.3.linear_fc2.weight", layer=False)
 'decoder.layers.7.mlp.experts.experts.linear_fc2.weight'
-
-torch_dist: a checkpoint that Megatron loads at any layout, with fully reshardable optimizer states (core_v0.16).
-
-    iter_0001000/__0_0.distcp ...      chunks of tensors, one per parameter and tensor-parallel rank, and small objects
-    iter_0001000/.metadata             where they lie
-    iter_0001000/metadata.json         which backend reads it
-    iter_0001000/common.pt             arguments, parameter groups, scheduler, iteration
-
-`common.pt` and the long form of metadata.json are those of megatron-core up to 0.18; 0.19 reads them too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from ucp.io.torch_file.draft import Drafted, FileDraft
 from ucp_formats.megatron.mesh import known
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments import namespace
-from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun
 
 __all__ = [
@@ -129,7 +127,10 @@ def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[Store
     """What a parameter is stored as. Raises FamilyError when it has no name in torch_dist."""
     names = model.family.stored_as(own.name, "torch_dist" if style.stacked else "torch_dist_layers")[1]
     if style.norms is not Norms.RENAMED and len(names) == 1 and own.expert is None:
-        names = (stacked_key(_module_name(own, model, style.norms), layer=style.stacked),)
+        before_experts = ".pre_mlp_layernorm." in own.name and own.layer in model.expert_layers
+        keeps_name = style.norms is Norms.APART or before_experts
+        name = own.name if keeps_name else model.family.styled(own.name, "te")
+        names = (stacked_key(name, layer=style.stacked),)
     layer, expert = own.layer, own.expert
     lead = ((layer, model.layers),) if style.stacked and layer is not None else ()
     if expert is not None:
@@ -137,12 +138,6 @@ def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[Store
     return tuple(
         StoredPart(key=key, lead=lead, box=box) for key, box in zip(names, _boxes(own, len(names)), strict=True)
     )
-
-
-def _module_name(own: ModelTensor, model: Model, norms: Norms) -> str:
-    """Name in the state_dict of the run's modules."""
-    before_experts = ".pre_mlp_layernorm." in own.name and own.layer in model.expert_layers
-    return own.name if norms is Norms.APART or before_experts else model.family.styled(own.name, "te")
 
 
 def _boxes(own: ModelTensor, parts: int) -> tuple[Box, ...]:
@@ -170,16 +165,13 @@ def extra_state_keys(model: Model, style: KeyStyle) -> Iterator[str]:
         if not own.name.endswith(".weight") or own.name.startswith("embedding."):
             continue
         for part in stored_parts(own, model, style):
-            seen[_extra_key(_module_of(part.key), part.lead)] = None
+            head, _, last = part.key.rpartition(".")
+            module = head if last == "weight" or last.startswith("layer_norm") else head.removesuffix(".weight")
+            seen[_extra_key(module, part.lead)] = None
             if ".self_attention." in part.key:
                 core = f"{part.key.partition('.self_attention.')[0]}.self_attention.core_attention"
                 seen[_extra_key(core, part.lead)] = None
     yield from seen
-
-
-def _module_of(key: str) -> str:
-    head, _, last = key.rpartition(".")
-    return head if last == "weight" or last.startswith("layer_norm") else head.removesuffix(".weight")
 
 
 def _extra_key(module: str, lead: tuple[tuple[int, int], ...]) -> str:
@@ -205,8 +197,12 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
     """The files in `folder`. Raises FamilyError when a parameter has no name in torch_dist."""
     draft = DcpDraft(folder)
     style = key_style(own.arguments)
+    degrees = {"tp": own.topology.tp, "etp": own.topology.expert_tp}
     for tensor in own.model.tensors:
-        layout = _layout(tensor, own)
+        layout = _WHOLE
+        if any(degrees[axis] > 1 for axis in tensor.match.axes(degrees)):
+            layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
+            layout = Layout(known(layout, f"family {own.model.family.name}"))
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
                 chunks = list(_chunks(tensor, part, state, dtype, layout))
@@ -252,15 +248,6 @@ def _shared(box: Box, part: Box) -> RegionPair | None:
     return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
 
 
-def _layout(tensor: ModelTensor, own: TargetRun) -> Layout:
-    """How a tensor lies over the tensor-parallel ranks of the run; without an axis where they are one."""
-    degrees = {"tp": own.topology.tp, "etp": own.topology.expert_tp}
-    if all(degrees[axis] == 1 for axis in tensor.match.axes(degrees)):
-        return _WHOLE
-    layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-    return Layout(known(layout, f"family {own.model.family.name}"))
-
-
 @lru_cache(maxsize=1 << 12)
 def _boxes_of_ranks(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """Boxes of a tensor that ranks hold under a layout."""
@@ -274,17 +261,14 @@ def _common(own: TargetRun) -> dict[str, object]:
     if own.distributed and own.chain:
         content = {"distrib_optim_sharding_type": _SHARDING, **content}
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
-    every = [_optimizer(own, groups) for groups in own.chain]
+    every: list[dict[str, object]] = []  # their groups name no parameters: Megatron takes those of the run
+    for groups in own.chain:
+        if own.distributed:
+            inner: dict[str, object] = {"param_groups": [group.entry() for group in groups]}
+            every.append({"optimizer": inner, "param_state_sharding_type": _SHARDING, **own.scaler})
+            continue
+        step = next((group.step for group in groups if group.step is not None), None)
+        state = {} if step is None else {"common_step": step}
+        every.append({"optimizer": {"state": state, "param_groups": [dict(g.hyper) for g in groups]}, **own.scaler})
     optimizer = {"optimizer": every[0] if len(every) == 1 else dict(enumerate(every))} if every else {}
     return {"args": namespace(own.arguments), **own.common, **optimizer, "content_metadata": content}
-
-
-def _optimizer(own: TargetRun, groups: tuple[OptimizerGroup, ...]) -> dict[str, object]:
-    """One optimizer without its tensors. Its groups name no parameters: Megatron takes those of the run."""
-    if own.distributed:
-        entries = [group.entry() for group in groups]
-        return {"optimizer": {"param_groups": entries}, "param_state_sharding_type": _SHARDING, **own.scaler}
-    step = next((group.step for group in groups if group.step is not None), None)
-    state = {} if step is None else {"common_step": step}
-    entries = [dict(group.hyper) for group in groups]
-    return {"optimizer": {"state": state, "param_groups": entries}, **own.scaler}

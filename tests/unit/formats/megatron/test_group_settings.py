@@ -8,11 +8,9 @@ from __future__ import annotations
 import pytest
 from ucp_formats.megatron.groups import (
     SavedGroup,
-    agreed_step,
     deal,
     dealt_out,
     group_rule,
-    inferred,
 )
 from ucp_formats.megatron.modules import with_modules
 
@@ -189,14 +187,15 @@ def test_what_stays_open_is_named_with_the_reason(arguments, said):
 
 def test_what_was_inferred_says_by_which_arguments():
     asked = {**MUP, "apply_wd_to_qk_layernorm": True, "decoupled_lr": 5e-4}
-    note = inferred(group_rule(asked, [new(1.0)]))
+    note = deal([SavedGroup(chain=None, hyper=new(1.0))], {}, asked).note
     for word in ("biases", "apply_wd_to_qk_layernorm", "decoupled_lr", "use_mup, 3", "no_weight_decay_cond"):
         assert word in note
-    assert "embedding_init_method_std" in inferred(group_rule({"embedding_init_method_std": 0.1}, [old(1.0)]))
-    assert "were not saved" in inferred(group_rule({}, []))
+    groups = [SavedGroup(chain=None, hyper=old(1.0))]
+    assert "embedding_init_method_std" in deal(groups, {}, {"embedding_init_method_std": 0.1}).note
+    assert "were not saved" in deal([], {}, {}).note
 
 
 @pytest.mark.parametrize(("steps", "agreed"), [((3, 3, None), 3), ((3, 4), None), ((3, 3.0), None), ((None,), None)])
 def test_the_step_that_all_groups_have(steps, agreed):
     groups = [SavedGroup(chain=None, hyper={} if step is None else {"step": step}) for step in steps]
-    assert agreed_step(groups) == agreed
+    assert deal(groups, {}, {}).step == agreed
