@@ -20,9 +20,7 @@ from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, counted
-from ucp.io.destination.mark import MARK
-from ucp.io.destination.staging import PARTIAL
-from ucp.io.folder import absolute, names_of_folder, path_of
+from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
 from ucp.io.identity import source_file
 
 __all__ = [
@@ -140,13 +138,18 @@ def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str] = ())
     writes last, which are not in the plan.
     """
     taken = {*own, *(file.path.partition("/")[0] for file in plan.files)}
-    alien = _alien(index, plan)
+    before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
+    alien = (
+        f"of single ranks; there were {counted(before, 'rank')}, and will be {now:,}"
+        if now
+        else (f"of single ranks, of {counted(before, 'rank')}; what is written is for any number of them")
+    )
     carried: list[Companion] = []
     left: dict[str, list[str]] = {}
     for found in companions_of(index):
         if found.name in taken:
             left.setdefault("the target writes what has that name itself", []).append(found.name)
-        elif alien and found.rank is not None:
+        elif found.rank is not None and now != before:
             left.setdefault(alien, []).append(found.name)
         else:
             carried.append(found)
@@ -159,15 +162,6 @@ def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str] = ())
         notes=(*plan.notes, note) if carried else plan.notes,
         dropped=(*plan.dropped, *(left_text(names, reason) for reason, names in left.items())),
     )
-
-
-def _alien(index: Index, plan: TargetPlan) -> str:
-    """Why files of single ranks are none of the run that loads what is written; empty where they are."""
-    before = counted(index.topology.ranks, "rank")
-    if plan.topology is None:
-        return f"of single ranks, of {before}; what is written is for any number of them"
-    now = plan.topology.ranks
-    return "" if now == index.topology.ranks else f"of single ranks; there were {before}, and will be {now:,}"
 
 
 def is_adapter(name: str) -> bool:

@@ -58,7 +58,7 @@ def check_named(
 def check_fits(folder: Path, paths: Iterable[str]) -> None:
     """Raise DestinationError for files whose path below `folder` is too long for the file system there."""
     parent = folder
-    while not _is_there(parent):
+    while not os.path.exists(parent):  # False also for a name that is too long
         parent = parent.parent
     most_component, most_path = _limit(parent, "PC_NAME_MAX"), _limit(parent, "PC_PATH_MAX") - 1
     own = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
@@ -137,13 +137,6 @@ def _limit(folder: Path, name: str) -> int:
     except (OSError, ValueError):
         return _NO_LIMIT
     return limit if limit > 0 else _NO_LIMIT
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that is too long
-        return False
 
 
 def shorter(name: str) -> str:

@@ -290,18 +290,15 @@ def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[F
     if not _is_below(path, evidence):
         return
     others = [own for own in formats if own is not fmt]
-    beside = [folder for folder in _folders(path) if folder != evidence.root and _is_one(folder, others)]
+    folders = [folder for folder in _folders(path) if folder != evidence.root]
+    seen = ((folder, other.detect(folder)) for folder in folders for other in others)
+    beside = dict.fromkeys(folder for folder, found in seen if found is not None and found.root == folder)
     if beside:
         lines = listed(map(str, sorted([evidence.root, *beside])))
         raise UnknownFormatError(
             f"{path} holds {len(beside) + 1} checkpoints, of several formats, and nothing says which is meant; pass "
             f"one of them:\n{lines}"
         )
-
-
-def _is_one(path: Path, formats: Iterable[Format]) -> bool:
-    """Whether `path` itself, not a folder in it, is a checkpoint of one of `formats`."""
-    return any(found is not None and found.root == path for found in (own.detect(path) for own in formats))
 
 
 def _folders(path: Path) -> list[Path]:

@@ -17,8 +17,9 @@ from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.destination.mark import MARK, dump_mark
+from ucp.io.destination.mark import dump_mark
 from ucp.io.destination.write import is_memory
+from ucp.io.folder import MARK
 from ucp.io.identity import check_unchanged, is_remote, producer
 from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches

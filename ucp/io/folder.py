@@ -18,6 +18,8 @@ from ucp.io.remote.path import RemotePath, names_of
 from ucp.io.remote.url import as_url, check_url, scheme_of
 
 __all__ = [
+    "MARK",
+    "PARTIAL",
     "absolute",
     "files_below",
     "given",
@@ -31,6 +33,12 @@ __all__ = [
     "short_text",
     "url_scheme",
 ]
+
+MARK = "ucp-conversion.json"
+"""File that says which conversion made a destination; only destinations that have it may be overwritten."""
+
+PARTIAL = ".ucp-partial"
+"""Suffix of the folder in which a destination grows."""
 
 
 def url_scheme(path: Path) -> str:

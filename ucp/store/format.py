@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import Evidence, Format
 from ucp.core.index import Index
-from ucp.io.destination.mark import MARK
+from ucp.io.folder import MARK
 from ucp.store.manifest import MANIFEST
 
 __all__ = ["StoreFormat"]

@@ -76,15 +76,6 @@ class Shards:
             strides=tuple(strides),
         )
 
-    def expanded(self, array: NDArray[Any], shape: tuple[int, ...], *, file: str = "shard.bin") -> TensorRef:
-        """Append `array` and refer to it as if broadcast to `shape`: dims of stride 0."""
-        ref = self.put(array, file=file)
-        missing = len(shape) - array.ndim
-        strides = (0,) * missing + tuple(
-            s if own == wanted else 0 for s, own, wanted in zip(ref.strides, array.shape, shape[missing:], strict=True)
-        )
-        return TensorRef(path=ref.path, offset=ref.offset, dtype=ref.dtype, shape=shape, strides=strides)
-
     def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
         """Append `array` and describe it as a state of one piece."""
         return StateIndex.whole(self.put(array, file=file))

@@ -1,4 +1,6 @@
-"""Keys of the state dict that a training script saved: what `--to dcp --set style=source` writes again.
+"""What the parts of a state dict are to an index: kinds, numbers, and the keys that were saved.
+
+`--to dcp --set style=source` writes under these keys again.
 
 >>> from ucp_formats.torch.state_dict import Leaf
 >>> step = Leaf(("app", "opt", "state", "0", "step"), ())
@@ -14,16 +16,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ucp.core.index import ParamGroup
-from ucp.core.names import OptimizerKeys, StateDictKeys
+from ucp.core.index import AtomIndex, Kind, ParamGroup, StateIndex
+from ucp.core.names import WEIGHT, OptimizerKeys, StateDictKeys
+from ucp.core.tensor import TensorRef
+from ucp.core.union import scalar_state
+from ucp.errors import UnsupportedError, listed
+from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path
-from ucp_formats.torch.state_dict import Parts
+from ucp_formats.torch.state_dict import Leaf, Parts, optimizer_root, show_path
 
-__all__ = ["find_keys"]
+__all__ = ["find_keys", "kind_of", "number_of", "untrained_notes"]
 
-_GROUPS, _STATE = "param_groups", "state"
+_STATE = "state"
+
+
+def kind_of(name: str, parts: Parts) -> Kind | None:
+    """What a tensor of the model is to the optimizer; None where it is in no group.
+
+    What has no states where others have theirs was not stepped: a frozen parameter, which `AdamW(model.parameters())`
+    lists too.
+    """
+    return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
+
+
+def untrained_notes(atoms: Mapping[str, AtomIndex], parts: Parts) -> Iterator[str]:
+    """What tensors in no group are taken for, where nothing tells parameters from buffers."""
+    frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in parts.frozen]
+    if frozen:
+        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+    buffers = (atom for atom in atoms.values() if atom.kind is Kind.BUFFER and not atom.global_shape)
+    scalars = [atom.name for atom in buffers if atom.states[WEIGHT].dtype.is_floating]
+    if scalars:
+        yield (
+            "scalars in no group of the optimizer, taken for buffers (--set frozen=NAME for one that is a frozen "
+            f"parameter):\n{listed(scalars)}"
+        )
+
+
+def number_of(leaf: Leaf) -> StateIndex:
+    """A state that is no tensor, such as a `step` of older torch. Raises UnsupportedError for what is no number."""
+    number = None if isinstance(leaf.value, TensorRef) else scalar_state(leaf.value)
+    if number is None:
+        raise UnsupportedError(
+            f"expected tensors and numbers as states of the optimizer; {show_path(leaf.path)} is "
+            f"{described(leaf.value)}. Save without it"
+        )
+    return number
 
 
 def find_keys(paths: Iterable[Path], parts: Parts) -> StateDictKeys | None:
@@ -31,7 +71,8 @@ def find_keys(paths: Iterable[Path], parts: Parts) -> StateDictKeys | None:
 
     `paths`: of all entries. `parts`: what they are.
     """
-    roots = sorted({root for path in paths if (root := _root(path)) is not None}, key=len)
+    opened = ((*path, 0) if path[-1] == "param_groups" else path for path in paths)  # one object, until torch 2.3
+    roots = sorted({root for path in opened if (root := optimizer_root(path)) is not None}, key=len)
     owners = [_owner(group, parts, roots) for group in parts.groups]
     optimizers = []
     for root in roots:
@@ -39,20 +80,12 @@ def find_keys(paths: Iterable[Path], parts: Parts) -> StateDictKeys | None:
         if keys is None:
             return None
         optimizers.append(keys)
-    params = {name: key for name, leaf in parts.model.items() if (key := _joined(leaf.path[len(parts.root) :])) != name}
+    params = {
+        name: key
+        for name, leaf in parts.model.items()
+        if (key := ".".join(map(str, leaf.path[len(parts.root) :]))) != name
+    }
     return StateDictKeys(model=parts.root, params=params, optimizers=tuple(optimizers))
-
-
-def _joined(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _root(path: Path) -> Path | None:
-    """Keys to the optimizer that an entry of a group is of; None for another entry."""
-    for at, item in enumerate(path):
-        if item == _GROUPS or (at + 1 == len(path) and str(item).startswith(f"{_GROUPS}.")):
-            return path[:at]
-    return None
 
 
 def _owner(group: ParamGroup, parts: Parts, roots: Sequence[Path]) -> Path:
@@ -70,7 +103,8 @@ def _optimizer_keys(root: Path, groups: Sequence[int], parts: Parts) -> Optimize
     for name in names:
         for state, leaf in parts.states.get(name, {}).items():
             is_flat = len(leaf.path) == len(root) + 1
-            keys[name] = _key_of(leaf.path[len(root) :], state)
+            path = leaf.path[len(root) :]  # of one key, the parts are joined
+            keys[name] = str(path[0])[len(_STATE) + 1 : -len(state) - 1] if is_flat else str(path[1])
     others = {name: key for name, key in keys.items() if key != name}
     if not any(key.isdecimal() for key in others.values()):
         return OptimizerKeys(root=root, is_flat=is_flat, groups=tuple(groups), params=others)
@@ -78,8 +112,3 @@ def _optimizer_keys(root: Path, groups: Sequence[int], parts: Parts) -> Optimize
     if any(key != str(numbers[name]) for name, key in keys.items()):
         return None
     return OptimizerKeys(root=root, groups=tuple(groups), params=numbers)
-
-
-def _key_of(path: Path, state: str) -> str:
-    """What an optimizer calls the parameter of a state; `path`: below the optimizer."""
-    return str(path[0])[len(_STATE) + 1 : -len(state) - 1] if len(path) == 1 else str(path[1])

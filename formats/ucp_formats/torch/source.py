@@ -30,7 +30,7 @@ from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
-from ucp_formats.torch.keys import find_keys
+from ucp_formats.torch.keys import find_keys, kind_of, number_of, untrained_notes
 from ucp_formats.torch.locate import (
     STEP_KEYS,
     TRAIN_STATE,
@@ -42,7 +42,7 @@ from ucp_formats.torch.locate import (
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
 from ucp_formats.torch.numbered import order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, untrained_notes
+from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
 
 __all__ = ["DcpFormat"]
 

@@ -23,12 +23,9 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
-from ucp.core.index import AtomIndex, Kind, Loss, ParamGroup, StateIndex, UnnamedStates
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import TensorRef
-from ucp.core.union import scalar_state
+from ucp.core.index import Loss, ParamGroup, UnnamedStates
+from ucp.core.names import STEP
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import (
     Path,
     Wanted,
@@ -44,7 +41,7 @@ from ucp_formats.torch.model_dict import (
 )
 from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "kind_of", "number_of", "sorted_out", "unnamed_states", "untrained_notes"]
+__all__ = ["Leaf", "Parts", "optimizer_root", "show_path", "sorted_out", "unnamed_states"]
 
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
@@ -134,15 +131,18 @@ def sorted_out(
     an order that does not fit, IdleOptionError for one that is not needed.
     """
     leaves = [own for leaf in leaves for own in _opened(leaf)]
-    roots = sorted({root for leaf in leaves if (root := _optimizer_root(leaf.path)) is not None}, key=len)
+    roots = sorted({root for leaf in leaves if (root := optimizer_root(leaf.path)) is not None}, key=len)
     inside: list[_Optimizer] = [_Optimizer(root) for root in roots]
     outside = [leaf for leaf in leaves if not any(own.take(leaf) for own in inside)]
-    dicts = _dicts_of(outside)
+    dicts: dict[Path, dict[str, tuple[int, ...]]] = {}
+    for leaf in outside:
+        if leaf.shape is not None and isinstance(leaf.path[-1], str):
+            dicts.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.shape
     root = model_path(dicts, reduce(or_, (own.wanted for own in inside), Wanted()), where)
     parts = Parts(root=root, unnamed=unnamed, is_numbered=unnamed is not None)
     aside = [path for path, own in dicts.items() if root and path[: len(root)] != root and len(own) > 1]
     if aside:
-        parts.notes.append(aside_text(_shown(path) or "." for path in aside))
+        parts.notes.append(aside_text(show_path(path) or "." for path in aside))
     saved = [name for leaf in outside if leaf.shape is not None and (name := name_below(leaf.path, root)) is not None]
     naming = model_naming(saved)
     if has_ddp(saved):
@@ -153,14 +153,15 @@ def sorted_out(
         elif leaf.shape is None or (name := name_below(leaf.path, root)) is None:
             _nest(parts.others, leaf)
         elif parts.model.setdefault(name := naming(name), leaf) is not leaf:
-            raise MalformedError(f"{where} holds {name} twice: {_shown(parts.model[name].path)}, {_shown(leaf.path)}")
+            raise MalformedError(
+                f"{where} holds {name} twice: {show_path(parts.model[name].path)}, {show_path(leaf.path)}"
+            )
     for own in inside:
         own.give(parts, where, in_order=in_order, order=order)
     if order is not None and not parts.is_numbered:
         raise IdleOptionError(f"no optimizer in {where} numbers its parameters: drop --param-order")
     _leave_out_absent(parts)
-    _check_known(parts, where)
-    _check_shapes(parts, where)
+    _check(parts, where)
     _set_trained(parts)
     unstepped = sorted(parts.trained - parts.states.keys() - parts.lost.keys())
     if parts.states and unstepped:
@@ -171,40 +172,6 @@ def sorted_out(
             f"--set frozen=none. If neither holds, their states are missing from the file:\n{listed(unstepped)}"
         )
     return parts
-
-
-def kind_of(name: str, parts: Parts) -> Kind | None:
-    """What a tensor of the model is to the optimizer; None where it is in no group.
-
-    What has no states where others have theirs was not stepped: a frozen parameter, which `AdamW(model.parameters())`
-    lists too.
-    """
-    return Kind.FROZEN if name in parts.frozen else Kind.PARAMETER if name in parts.trained else None
-
-
-def untrained_notes(atoms: Mapping[str, AtomIndex], parts: Parts) -> Iterator[str]:
-    """What tensors in no group are taken for, where nothing tells parameters from buffers."""
-    frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in parts.frozen]
-    if frozen:
-        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
-    buffers = (atom for atom in atoms.values() if atom.kind is Kind.BUFFER and not atom.global_shape)
-    scalars = [atom.name for atom in buffers if atom.states[WEIGHT].dtype.is_floating]
-    if scalars:
-        yield (
-            "scalars in no group of the optimizer, taken for buffers (--set frozen=NAME for one that is a frozen "
-            f"parameter):\n{listed(scalars)}"
-        )
-
-
-def number_of(leaf: Leaf) -> StateIndex:
-    """A state that is no tensor, such as a `step` of older torch. Raises UnsupportedError for what is no number."""
-    number = None if isinstance(leaf.value, TensorRef) else scalar_state(leaf.value)
-    if number is None:
-        raise UnsupportedError(
-            f"expected tensors and numbers as states of the optimizer; {_shown(leaf.path)} is {described(leaf.value)}. "
-            "Save without it"
-        )
-    return number
 
 
 def _opened(leaf: Leaf) -> Iterator[Leaf]:
@@ -222,12 +189,11 @@ def _opened(leaf: Leaf) -> Iterator[Leaf]:
             yield from _opened(Leaf((*leaf.path, key), None, own))
 
 
-def _optimizer_root(path: Path) -> Path | None:
-    """Path of the optimizer that an entry is of, as far as the entry tells: of a group of parameters."""
+def optimizer_root(path: Path) -> Path | None:
+    """Keys to the optimizer that an entry is of, as far as the entry tells: of a group of parameters."""
     for at, item in enumerate(path):
-        if (item == _GROUPS and at + 1 < len(path)) or (
-            at + 1 == len(path) and isinstance(item, str) and item.startswith(f"{_GROUPS}.")
-        ):
+        is_last = at + 1 == len(path)
+        if (item == _GROUPS and not is_last) or (is_last and str(item).startswith(f"{_GROUPS}.")):
             return path[:at]
     return None
 
@@ -251,7 +217,7 @@ class _Optimizer:
             case ("state", _, str(), *_):
                 self._states.append((leaf.path[depth + 1 :], leaf))
             case ("state", _, _, *_):
-                raise UnsupportedError(f"expected states of the optimizer under names; got {_shown(leaf.path)}")
+                raise UnsupportedError(f"expected states of the optimizer under names; got {show_path(leaf.path)}")
             case ("param_groups", int() | str() as number, str(key)):
                 group = self._groups.setdefault(int(number), {})
                 group[key] = _setting(leaf)
@@ -278,7 +244,12 @@ class _Optimizer:
         if not self._groups:
             return
         params = {number: self._params(group, where) for number, group in sorted(self._groups.items())}
-        naming = self._said_names(params, parts.model)
+        # names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)
+        naming: dict[str | int, str] = {}
+        for number, own in params.items():
+            names = self._groups[number].get(_NAMES)
+            said = names if isinstance(names, list) and len(names) == len(own) else own
+            naming |= {key: name_in(parts.model.__contains__, str(name)) for key, name in zip(own, said, strict=True)}
         if any(isinstance(name, int) for name in naming) and not any(
             _NAMES in group for group in self._groups.values()
         ):
@@ -294,7 +265,7 @@ class _Optimizer:
         for path, leaf in self._states:
             name = by_text.get(str(path[0]))
             if name is None:
-                raise MalformedError(f"{where}: {_shown(leaf.path)} is of a parameter that is in no group")
+                raise MalformedError(f"{where}: {show_path(leaf.path)} is of a parameter that is in no group")
             if leaf.shape is not None or leaf.value is not None:
                 parts.states.setdefault(name, {})[".".join(map(str, path[1:]))] = leaf
         parts.groups += tuple(
@@ -311,7 +282,11 @@ class _Optimizer:
         """Names for the numbers of its groups. Raises UnnamedError, UsageError for an `order` that does not fit."""
         by_dims = sorted(self._states, key=lambda item: len(item[1].shape or ()))  # those of the parameter's shape last
         states = {str(path[0]): leaf.form for path, leaf in by_dims if leaf.shape is not None and path[-1] != STEP}
-        forms = _distinct(model)
+        # each tensor under the first of its names: of two that are only equal one may be frozen
+        leaves = reversed(list(model.items()))
+        firsts = {leaf.content if leaf.is_place and _is_matrix(leaf) else name: name for name, leaf in leaves}
+        chosen = set(firsts.values())
+        forms = {name: leaf.form for name, leaf in model.items() if name in chosen}
         if order is not None:
             sized = {str(path[0]): leaf.shape for path, leaf in self._states if leaf.shape}
             sized |= {name: leaf.shape or () for name, leaf in model.items()}
@@ -319,20 +294,11 @@ class _Optimizer:
         shapes = {name: model[name].shape or () for name in forms}
         return name_params(groups, states, forms, shapes=shapes, in_order=in_order)
 
-    def _said_names(self, params: Mapping[int, Sequence[str | int]], model: Mapping[str, Leaf]) -> dict[str | int, str]:
-        """Names as the groups have them: of numbers, those beside them (torch 2.6 and later, of named parameters)."""
-        naming: dict[str | int, str] = {}
-        for number, own in params.items():
-            names = self._groups[number].get(_NAMES)
-            said = names if isinstance(names, list) and len(names) == len(own) else own
-            naming |= {key: name_in(model.__contains__, str(name)) for key, name in zip(own, said, strict=True)}
-        return naming
-
     def _params(self, group: Mapping[str, object], where: str) -> Sequence[str | int]:
         params = group.get(_PARAMS)
         if not isinstance(params, list | tuple) or not all(isinstance(own, str | int) for own in params):
             raise MalformedError(
-                f"{where}: expected the parameters of every group under {_shown((*self._root, _GROUPS))}: a list of "
+                f"{where}: expected the parameters of every group under {show_path((*self._root, _GROUPS))}: a list of "
                 f"names or numbers; got {type(params).__name__}"
             )
         return params
@@ -368,34 +334,19 @@ class _Optimizer:
                 "settings of parameters that the model lacks, and that have no states, left out (frozen, where "
                 f"get_state_dict was told to ignore such):\n{listed(settings)}"
             )
-        parts.groups += tuple(_grouped({name: hyper[name] for name in parts.model if name in hyper}))
+        groups: dict[str, list[str]] = {}  # of equal settings, which is all that a flattened optimizer says of them
+        for name in (name for name in parts.model if name in hyper):
+            groups.setdefault(repr(sorted(hyper[name].items())), []).append(name)
+        parts.groups += tuple(ParamGroup(params=tuple(own), hyper=dict(hyper[own[0]])) for own in groups.values())
 
 
 def _setting(leaf: Leaf) -> object:
     if leaf.shape is not None:
         raise UnsupportedError(
-            f"expected settings of the optimizer that are no tensors; {_shown(leaf.path)} is one of shape "
+            f"expected settings of the optimizer that are no tensors; {show_path(leaf.path)} is one of shape "
             f"{list(leaf.shape)}. Save it as a number (group['lr'] = group['lr'].item())"
         )
     return leaf.value
-
-
-def _grouped(hyper: Mapping[str, Mapping[str, object]]) -> Iterable[ParamGroup]:
-    """Parameters with equal settings, which is all that a flattened optimizer says of groups."""
-    groups: dict[str, list[str]] = {}
-    for name, own in hyper.items():
-        groups.setdefault(repr(sorted(own.items())), []).append(name)
-    for names in groups.values():
-        yield ParamGroup(params=tuple(names), hyper=dict(hyper[names[0]]))
-
-
-def _distinct(model: Mapping[str, Leaf]) -> dict[str, Hashable]:
-    """Forms of the model's tensors, each under the first of its names: of two that are only equal one may be frozen."""
-    firsts = {
-        leaf.content if leaf.is_place and _is_matrix(leaf) else name: name
-        for name, leaf in reversed(list(model.items()))
-    }
-    return {name: leaf.form for name, leaf in model.items() if name in set(firsts.values())}
 
 
 def _is_matrix(leaf: Leaf) -> bool:
@@ -417,15 +368,6 @@ def _set_trained(parts: Parts) -> None:
             parts.tied[name] = trained[leaf.content]
 
 
-def _dicts_of(leaves: Iterable[Leaf]) -> dict[Path, dict[str, tuple[int, ...]]]:
-    """Every dict of tensors, with their shapes."""
-    found: dict[Path, dict[str, tuple[int, ...]]] = {}
-    for leaf in leaves:
-        if leaf.shape is not None and isinstance(leaf.path[-1], str):
-            found.setdefault(leaf.path[:-1], {})[leaf.path[-1]] = leaf.shape
-    return found
-
-
 def _nest(others: dict[str, object], leaf: Leaf) -> None:
     """Put an entry where it stood. Numbers of lists become keys: a list of which items were saved apart."""
     place: dict[object, object] = others  # type: ignore[assignment]  # keys below the first may be numbers
@@ -435,23 +377,6 @@ def _nest(others: dict[str, object], leaf: Leaf) -> None:
             return
         place = below
     place[leaf.path[-1]] = leaf.value
-
-
-def _check_shapes(parts: Parts, where: str) -> None:
-    """Raise MalformedError where names of parameters were exchanged: moments have the shapes of one another's."""
-    own: dict[str, tuple[int, ...] | None] = {}
-    moments: dict[str, tuple[int, ...] | None] = {}
-    for name, states in parts.states.items():
-        moment = next((states[key] for key in _MOMENTS if key in states), None)
-        if moment is not None and moment.shape != parts.model[name].shape:
-            own[name], moments[name] = parts.model[name].shape, moment.shape
-    if own and Counter(own.values()) == Counter(moments.values()):
-        lines = (f"{name}: {own[name]}, its moments {moments[name]}" for name in own)
-        raise MalformedError(
-            f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
-            f"had their names in another order:\n{listed(lines)}\nSave both with "
-            "torch.distributed.checkpoint.state_dict.get_state_dict, which gives them the same names"
-        )
 
 
 def _leave_out_absent(parts: Parts) -> None:
@@ -472,7 +397,11 @@ def _leave_out_absent(parts: Parts) -> None:
         )
 
 
-def _check_known(parts: Parts, where: str) -> None:
+def _check(parts: Parts, where: str) -> None:
+    """Raise UnsupportedError for what the model lacks or several optimizers train, MalformedError for exchanged names.
+
+    Names of parameters were exchanged where moments have the shapes of one another's.
+    """
     unknown = sorted({*parts.states, *(own for group in parts.groups for own in group.params)} - parts.model.keys())
     if unknown:
         raise UnsupportedError(
@@ -487,7 +416,21 @@ def _check_known(parts: Parts, where: str) -> None:
             f"{where}: expected one optimizer of each parameter; more than one trains\n{listed(twice)}\nThey are of "
             "several models: save each model with its optimizer in a file of its own"
         )
+    own: dict[str, tuple[int, ...] | None] = {}
+    moments: dict[str, tuple[int, ...] | None] = {}
+    for name, states in parts.states.items():
+        moment = next((states[key] for key in _MOMENTS if key in states), None)
+        if moment is not None and moment.shape != parts.model[name].shape:
+            own[name], moments[name] = parts.model[name].shape, moment.shape
+    if own and Counter(own.values()) == Counter(moments.values()):
+        lines = (f"{name}: {own[name]}, its moments {moments[name]}" for name in own)
+        raise MalformedError(
+            f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
+            f"had their names in another order:\n{listed(lines)}\nSave both with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, which gives them the same names"
+        )
 
 
-def _shown(path: Path) -> str:
+def show_path(path: Path) -> str:
+    """Keys to an entry, for messages."""
     return "/".join(map(str, path))

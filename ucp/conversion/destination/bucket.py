@@ -34,8 +34,8 @@ from ucp.io.destination.goal import (
     check_foreign,
     check_goal,
 )
-from ucp.io.destination.mark import MARK, is_complete, read_mark
-from ucp.io.folder import path_of
+from ucp.io.destination.mark import is_complete, read_mark
+from ucp.io.folder import MARK, path_of
 from ucp.io.remote.link import link_of, preview
 from ucp.io.remote.listing import forget
 from ucp.io.remote.unfinished import FOLDER, Unfinished

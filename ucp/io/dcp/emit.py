@@ -103,7 +103,7 @@ class DcpDraft:
         """The same value under each of `keys`, an item of each."""
         moved: dict[NewStorage, TensorRef] = {}
         layout = layout_torch_zip(grafted(value, moved))
-        item, chunk = _Item.of(layout, None), NewChunk(offsets=(0,), sizes=(0,), rank=rank)
+        item, chunk = _Item(layout, 0), NewChunk(offsets=(0,), sizes=(0,), rank=rank)
         for key in keys:
             self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
             start = self._place(key, None, item, chunk)
@@ -143,7 +143,7 @@ class DcpDraft:
         index: dict[object, object] = {"fqn": key}
         if offsets is not None:
             index["offset"] = offsets
-        where = {"relative_path": file.name, "offset": start, "length": item.nbytes}
+        where = {"relative_path": file.name, "offset": start, "length": item.layout.nbytes}
         self._stored[_object("MetadataIndex", {**index, "index": None})] = Stub(
             _STORAGE_INFO, state=where, has_state=True
         )
@@ -158,7 +158,8 @@ class DcpDraft:
         if (dtype, sizes) not in self._templates:
             storage = NewStorage(dtype, prod(sizes))
             tensor = NewTensor(storage=storage, shape=sizes, strides=contiguous_strides(sizes))
-            self._templates[dtype, sizes] = _Item.of(layout_torch_zip(tensor), storage)
+            layout = layout_torch_zip(tensor)
+            self._templates[dtype, sizes] = _Item(layout, layout.storages[storage])
         return self._templates[dtype, sizes]
 
     def _typed(self, dtype: DType) -> Stub:
@@ -176,22 +177,12 @@ def _object(name: str, state: object) -> Stub:
 
 
 class _Item(NamedTuple):
-    """Bytes of an item around its elements."""
+    """An item, which is a file of torch.save, around its elements."""
 
-    nbytes: int
-    """Bytes of the item."""
-    literals: tuple[Literal, ...]
-    """Known bytes."""
-    crcs: tuple[CrcField, ...]
-    """Checksums to fill in."""
+    layout: TorchZip
+    """All but its elements."""
     elements: int
     """Byte of the first element; 0 where there is none."""
-
-    @classmethod
-    def of(cls, layout: TorchZip, storage: NewStorage | None) -> _Item:
-        """The item that is a file of torch.save."""
-        elements = 0 if storage is None else layout.storages[storage]
-        return cls(layout.nbytes, layout.literals, layout.crcs, elements)
 
 
 class _File:
@@ -212,12 +203,12 @@ class _File:
         """Add an item; its first byte."""
         start = self.nbytes + -self.nbytes % ALIGNMENT
         self._known.add(self.nbytes, bytes(start - self.nbytes))
-        known_bytes = [*item.literals, Literal(item.elements, chunk.data)] if chunk.data else item.literals
-        for known in sorted(known_bytes, key=attrgetter("offset")):
+        elements = [Literal(item.elements, chunk.data)] if chunk.data else []
+        for known in sorted([*item.layout.literals, *elements], key=attrgetter("offset")):
             self._known.add(start + known.offset, known.data)
         self._crcs += [
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
-            for crc in item.crcs
+            for crc in item.layout.crcs
         ]
         self.layouts |= layouts_of(chunk.parts)
         for part in chunk.parts:
@@ -225,7 +216,7 @@ class _File:
             self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
         if chunk.ref is not None:
             self.raw.append(RawCopy(src=chunk.ref, path=self.path, offset=start + item.elements))
-        self.nbytes = start + item.nbytes
+        self.nbytes = start + item.layout.nbytes
         return start
 
     def finish(self) -> Drafted:

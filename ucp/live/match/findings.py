@@ -29,27 +29,22 @@ class Findings:
 
     def check(self, path: str) -> None:
         """Raise one LoadError that lists everything that does not fit."""
-        found = self._told()
-        if found:
+        if text := self._text():
             cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
-            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{found}\n{cure}")
+            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{text}\n{cure}")
 
     def nothing(self, path: str) -> LoadError:
         """The error for a checkpoint of which not one tensor goes into the model."""
         what = "fits the model" if self.problems else "has a name of the model"
         cure = self.hints or ["`ucp inspect` lists the names and shapes there"]
-        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._told()}\n{'; '.join(cure)}")
+        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._text()}\n{'; '.join(cure)}")
 
-    def _told(self) -> str:
+    def _text(self) -> str:
         """Everything that does not fit, kind by kind."""
-        lists = {
-            ("tensor of the model is not", "tensors of the model are not", "in the checkpoint"): self.missing,
-            ("tensor of the checkpoint is not", "tensors of the checkpoint are not", "in the model"): self.unexpected,
-            ("thing does not fit", "things do not fit", ""): self.problems,
-        }
-        found = [
-            f"{counted(len(lines), one, several)} {where}".rstrip() + f":\n{listed(lines)}"
-            for (one, several, where), lines in lists.items()
-            if lines
-        ]
-        return "\n".join(found)
+        kinds = (
+            ("tensor of the model is not", "tensors of the model are not", " in the checkpoint", self.missing),
+            ("tensor of the checkpoint is not", "tensors of the checkpoint are not", " in the model", self.unexpected),
+            ("thing does not fit", "things do not fit", "", self.problems),
+        )
+        every = (f"{counted(len(n), one, many)}{where}:\n{listed(n)}" for one, many, where, n in kinds if n)
+        return "\n".join(every)

@@ -46,10 +46,16 @@ def match_groups(
     owner = {name: number for number, group in enumerate(saved) for name in group.params}
     restored = []
     for number, group in enumerate(groups):
-        sources = sorted({owner[name] for name in group.params if name in owner})
-        wanted = [_taken(number, group, saved[source].hyper, findings) for source in sources]
+        firsts = {owner[name]: name for name in reversed(group.params) if name in owner}
+        wanted = [_select_hyper(number, group, saved[source].hyper, findings) for source in sorted(firsts)]
         if any(one != wanted[0] for one in wanted[1:]):
-            findings.problems.append(_mixed(number, group, owner, wanted))
+            keys = dict.fromkeys(key for one in wanted for key in one)
+            differing = [key for key in keys if any(one.get(key) != wanted[0].get(key) for one in wanted)]
+            several = ", ".join(f"{name} of group {source}" for source, name in sorted(firsts.items()))
+            findings.problems.append(
+                f"group {number} of the optimizer holds {several} of the checkpoint, whose {', '.join(differing)} "
+                "differ. Make the groups as they were"
+            )
             wanted = []
         restored.append(wanted[0] if wanted else {})
         findings.notes.extend(_changes(number, group, restored[-1]))
@@ -58,15 +64,15 @@ def match_groups(
     return restored
 
 
-def _taken(number: int, group: LiveGroup, hyper: Mapping[str, object], findings: Findings) -> dict[str, object]:
-    found: dict[str, object] = {}
+def _select_hyper(number: int, group: LiveGroup, hyper: Mapping[str, object], findings: Findings) -> dict[str, object]:
+    selected: dict[str, object] = {}
     unknown = []
     for key, value in hyper.items():
         if key in OWN:
             continue
         if key == INITIAL_LR or key in group.hyper:
             try:
-                found[key] = _like(group.hyper.get(key), value)
+                selected[key] = _like(group.hyper.get(key), value)
             except TypeError as error:
                 findings.problems.append(f"group {number} of the optimizer: {key}: {error}")
         else:
@@ -74,7 +80,7 @@ def _taken(number: int, group: LiveGroup, hyper: Mapping[str, object], findings:
     if unknown:
         note = f"group {number}: the optimizer has no {', '.join(unknown)}"
         findings.notes.extend([note] if note not in findings.notes else [])
-    return found
+    return selected
 
 
 def _like(live: object, stored: object) -> object:
@@ -91,20 +97,6 @@ def _like(live: object, stored: object) -> object:
         case str(), str():
             return stored
     raise TypeError(f"expected a value like {live!r}; got {shown(stored)}")
-
-
-def _mixed(number: int, group: LiveGroup, owner: Mapping[str, int], wanted: Sequence[Mapping[str, object]]) -> str:
-    first: dict[int, str] = {}
-    for name in group.params:
-        if name in owner:
-            first.setdefault(owner[name], name)
-    keys = dict.fromkeys(key for one in wanted for key in one)
-    differing = [key for key in keys if any(one.get(key) != wanted[0].get(key) for one in wanted)]
-    held = ", ".join(f"{name} of group {source}" for source, name in sorted(first.items()))
-    return (
-        f"group {number} of the optimizer holds {held} of the checkpoint, whose {', '.join(differing)} differ. "
-        "Make the groups as they were"
-    )
 
 
 def _changes(number: int, group: LiveGroup, restored: Mapping[str, object]) -> list[str]:

@@ -74,9 +74,18 @@ def under_live_names(
 
     Raises FamilyError, UnsupportedError, UsageError.
     """
-    index = together(ranks, lambda: _as_said(index, asked))
+    index = together(ranks, lambda: _rename_as_asked(index, asked))
     held = [own for own in tensors if 0 not in own.part.local_shape]
-    fits = together(ranks, lambda: _fit(index, held, asked))
+
+    def fit() -> tuple[bool, bool]:
+        """Whether the checkpoint has the names of this rank, and whether it has its shapes under them."""
+        if not all(_is_in(asked.called(own), index.shapes, index.aliases) for own in held):
+            return False, False
+        shapes = index.shapes
+        known = {**{alias: shapes[name] for alias, name in index.aliases.items() if name in shapes}, **shapes}
+        return True, all(_is_shaped(own, asked, known) for own in held)
+
+    fits = together(ranks, fit)
     same_names, same_shapes = (all(each) for each in zip(*ranks.share(fits), strict=True))
     if asked.naming != Naming() or same_shapes:
         return index, ()
@@ -88,7 +97,7 @@ def under_live_names(
     return together(ranks, lambda: under_style(index, family, ways[0])), ()
 
 
-def _as_said(index: Index, asked: NamesAsked) -> Index:
+def _rename_as_asked(index: Index, asked: NamesAsked) -> Index:
     if asked.naming.rules is not None:
         index = by_rules(index, asked.naming.rules)
     if not asked.naming.style:
@@ -165,14 +174,6 @@ def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _
     return _Styles(family=family, named=named, shaped=frozenset(shaped), failures=failures)
 
 
-def _fit(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> tuple[bool, bool]:
-    """Whether the checkpoint has the names of this rank, and whether it has its shapes under them."""
-    if not all(_is_in(asked.called(own), index.shapes, index.aliases) for own in tensors):
-        return False, False
-    shapes = _shapes(index)
-    return True, all(_is_shaped(own, asked, shapes) for own in tensors)
-
-
 def _is_in(names: Sequence[str], held: Collection[str], aliases: Collection[str] = ()) -> bool:
     return any(name in held or name in aliases for name in names)
 
@@ -182,12 +183,6 @@ def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
         return any(family.ignores(name) or family.read(name, style) is not None for name in names)
     except FamilyError:  # a name that can be two parameters
         return False
-
-
-def _shapes(index: Index) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of all tensors of the checkpoint, under second names too."""
-    shapes = index.shapes
-    return {**{alias: shapes[name] for alias, name in index.aliases.items() if name in shapes}, **shapes}
 
 
 def _is_shaped(own: LiveTensor, asked: NamesAsked, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -206,10 +201,18 @@ def in_live_order(index: Index, run: LiveRun, asked: LoadAsked, ranks: Ranks) ->
     """
     if not index.is_numbered or asked.names.source.param_order is not None or run.optimizer is None:
         return index
-    order = _order_of(run, asked)
+    rename = asked.options.rename or str
+    order: ParamOrder = tuple(tuple(map(rename, group.params)) for group in run.optimizer.groups())
     if any(other != order for other in ranks.share(order)):
         return index  # ranks step parameters of their own: no number means the same on all
-    live = together(ranks, lambda: _read(order, asked))
+
+    def read() -> Index | None:
+        try:
+            return index_of(asked.path, source=replace(asked.names.source.without_family(), param_order=order))
+        except UsageError:  # it does not fit
+            return None
+
+    live = together(ranks, read)
     if live is None or index.unnamed is not None:
         return live or index
     if [group.params for group in live.groups] == [group.params for group in index.groups]:
@@ -225,18 +228,3 @@ def in_live_order(index: Index, run: LiveRun, asked: LoadAsked, ranks: Ranks) ->
         f"states of one are of {name}, and that of the optimizer that is loaded into, in which they are of {other}. "
         "Say which holds: param_order=[[names of each group], ...]"
     )
-
-
-def _order_of(run: LiveRun, asked: LoadAsked) -> ParamOrder:
-    """Parameters of each group of the live optimizer, by the names of the checkpoint."""
-    rename = asked.options.rename
-    groups = [] if run.optimizer is None else run.optimizer.groups()
-    return tuple(tuple(rename(name) if rename else name for name in group.params) for group in groups)
-
-
-def _read(order: ParamOrder, asked: LoadAsked) -> Index | None:
-    """The checkpoint with that order; None where it does not fit."""
-    try:
-        return index_of(asked.path, source=replace(asked.names.source.without_family(), param_order=order))
-    except UsageError:
-        return None

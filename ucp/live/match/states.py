@@ -29,7 +29,7 @@ def match_states(
     brought in the type it is stored in, whatever number the optimizer then makes of it.
     """
     known = {name for group in index.groups for name in group.params}
-    has_optimizer = bool(known) or index.unnamed is not None or any(map(_held, index.atoms.values()))
+    has_optimizer = bool(known) or index.unnamed is not None or any(map(_states_of, index.atoms.values()))
     lost = [matched[own.name] for own in params if own.name in matched]
     findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
     findings.problems.extend([] if index.unnamed is None else [index.unnamed.why])
@@ -42,7 +42,7 @@ def match_states(
         if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also where the checkpoint has no more than the weight
             note_cast(atom, WEIGHT, dtype, findings)
             wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
-        if not _held(atom):
+        if not _states_of(atom):
             is_new = index.unnamed is None and has_optimizer and atom.name not in known
             if is_new and not param.is_frozen and 0 not in atom.global_shape:
                 findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
@@ -61,7 +61,12 @@ def match_states(
         findings.problems.append(
             "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
         )
-    _check_left_over(stepped, matched, index, findings)
+    present = set(matched.values())
+    for atom in index.atoms.values():
+        if atom.name in present and atom.name not in stepped and _states_of(atom) and 0 not in atom.global_shape:
+            findings.problems.append(
+                f"{atom.name}: the checkpoint has {', '.join(_states_of(atom))}, and the optimizer does not step it"
+            )
     return wanted, fresh
 
 
@@ -76,22 +81,23 @@ def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findi
         )
 
 
-def _held(atom: AtomIndex) -> list[str]:
+def _states_of(atom: AtomIndex) -> list[str]:
     return [state for state in atom.states if state != WEIGHT]
 
 
 def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Findings) -> list[LoadItem]:
-    held = _held(atom)
-    keeps = dict.fromkeys(held) if param.keeps is None else {**param.keeps}
+    saved = _states_of(atom)
+    keeps = dict.fromkeys(saved) if param.keeps is None else {**param.keeps}
     keeps.pop(WEIGHT, None)
-    lacking = [state for state in keeps if state not in held]
-    surplus = [state for state in held if state not in keeps and state != STEP]
+    lacking = [state for state in keeps if state not in saved]
+    surplus = [state for state in saved if state not in keeps and state != STEP]
     if lacking or surplus:
         findings.problems.append(
-            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; the checkpoint has {', '.join(held)}"
+            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; the checkpoint has "
+            f"{', '.join(saved)}"
         )
         return []
-    if STEP not in keeps and STEP in held:
+    if STEP not in keeps and STEP in saved:
         note = "step counts are left out: the optimizer keeps none"
         findings.notes.extend([note] if note not in findings.notes else [])
     wanted = []
@@ -104,13 +110,3 @@ def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Finding
         else:
             findings.problems.append(f"{param.name}/{state} is {taken} in the optimizer, {stored} in the checkpoint")
     return wanted
-
-
-def _check_left_over(stepped: Collection[str], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
-    """Find states that no parameter of the optimizer takes, on any rank."""
-    present = set(matched.values())
-    for atom in index.atoms.values():
-        if atom.name in present and atom.name not in stepped and _held(atom) and 0 not in atom.global_shape:
-            findings.problems.append(
-                f"{atom.name}: the checkpoint has {', '.join(_held(atom))}, and the optimizer does not step it"
-            )

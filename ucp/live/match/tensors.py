@@ -55,7 +55,10 @@ def match_tensors(
             findings.notes.append(f"{own.name} has no elements, and is not in the checkpoint")
             continue
         if not held:
-            findings.missing.append(_told(own, rename))
+            whole = own.whole_names[0]
+            renamed = rename(whole) if rename else whole
+            in_whole = f" ({whole} in the whole model)" if whole != own.name else ""
+            findings.missing.append(own.name + in_whole + (f" (renamed {renamed})" if renamed != whole else ""))
             continue
         if len(held) > 1:
             findings.problems.append(
@@ -79,40 +82,31 @@ def fitting(
 def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index: Index, findings: Findings) -> None:
     """Find atoms that no rank has in its model, and the ways to rename that would cure it. `used`: by all ranks."""
     findings.unexpected.extend(name for name in index.atoms if name not in used)
-    if findings.missing and findings.unexpected:
-        _hint_names([own.whole_names[0] for own in tensors], index, findings, is_any_held=bool(used))
+    if not findings.missing or not findings.unexpected:
+        return
+    names = [own.whole_names[0] for own in tensors]
+    stored = {*index.atoms, *index.aliases}
+    first = names[0]
+    longer = sorted(name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
+    shorter = sorted(first.removesuffix(name) for name in stored if first.endswith(f".{name}"))
+    ways = [
+        *(f"rename=lambda name: {own!r} + name" for own in longer if all(f"{own}{name}" in stored for name in names)),
+        *(
+            f"rename=lambda name: name.removeprefix({own!r})"
+            for own in shorter
+            if all(name.startswith(own) and name.removeprefix(own) in stored for name in names)
+        ),
+    ]
+    if not ways and not used:
+        ways.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
+    if ways:
+        findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
 def atoms_of(own: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
     """Atoms of its names; several where the model ties what the checkpoint does not."""
     names = (rename(name) if rename else name for name in own.whole_names)
     return [name for name in dict.fromkeys(index.aliases.get(name, name) for name in names) if name in index.atoms]
-
-
-def _told(own: LiveTensor, rename: Callable[[str], str] | None) -> str:
-    whole = own.whole_names[0]
-    called = rename(whole) if rename else whole
-    in_whole = f" ({whole} in the whole model)" if whole != own.name else ""
-    return own.name + in_whole + (f" (renamed {called})" if called != whole else "")
-
-
-def _hint_names(names: Sequence[str], index: Index, findings: Findings, *, is_any_held: bool) -> None:
-    """Name the prefixes by which all names may differ, if there are any; else say how to map them where none agrees."""
-    held = {*index.atoms, *index.aliases}
-    ways: list[str] = []
-    first = names[0]
-    longer = [name.removesuffix(first) for name in held if name.endswith(f".{first}")]
-    for prefix in sorted(longer):
-        if all(f"{prefix}{name}" in held for name in names):
-            ways.append(f"rename=lambda name: {prefix!r} + name")
-    shorter = [first.removesuffix(name) for name in held if first.endswith(f".{name}")]
-    for prefix in sorted(shorter):
-        if all(name.startswith(prefix) and name.removeprefix(prefix) in held for name in names):
-            ways.append(f"rename=lambda name: name.removeprefix({prefix!r})")
-    if not ways and not is_any_held:
-        ways.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
-    if ways:
-        findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
 def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings) -> None:
@@ -142,19 +136,18 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
     if own.part.left_out:
         findings.unexpected.append(f"{atom.name}: {own.part.left_out}")
     if own.part.global_shape not in (None, atom.global_shape):
-        findings.notes.append(_padded(own, atom.global_shape[0]))
-    stored = atom.states[WEIGHT].dtype
-    if not castable(stored, own.dtype):
-        findings.problems.append(f"{own.name} is {own.dtype} in the model and {stored} in the checkpoint")
+        stored, rows = atom.global_shape[0], (own.part.global_shape or (0,))[0]
+        extra = (
+            f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are left out"
+        )
+        findings.notes.append(
+            f"{own.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {extra}, in every state"
+        )
+    dtype = atom.states[WEIGHT].dtype
+    if not castable(dtype, own.dtype):
+        findings.problems.append(f"{own.name} is {own.dtype} in the model and {dtype} in the checkpoint")
         return False
     return True
-
-
-def _padded(own: LiveTensor, stored: int) -> str:
-    """What becomes of rows that only one of both has."""
-    rows = (own.part.global_shape or (0,))[0]
-    what = f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are left out"
-    return f"{own.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {what}, in every state"
 
 
 def want_weights(

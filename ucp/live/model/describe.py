@@ -15,8 +15,7 @@ from ucp.live.model.meta import give_memory, lacks_memory, place_of
 from ucp.live.model.module import describe_modules, torch_type
 from ucp.live.model.wrappers import FlatUnit, flat_units
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
-from ucp.live.optimizer.masters import describe_masters
-from ucp.live.optimizer.torch_optimizer import describe_zero_redundancy
+from ucp.live.optimizer.torch_optimizer import describe_masters, describe_zero_redundancy
 from ucp.live.parts import LiveTensor
 
 if TYPE_CHECKING:
@@ -65,17 +64,30 @@ def _prepared(
     brought: Collection[str],
 ) -> LiveModel:
     """The model with memory for what has none."""
+    from torch import nn
+
     if model.place is None:
         return model
-    params, before = _params(modules), describe_modules(modules, units, dtype=dtype)
+
+    def params() -> dict[str, nn.Parameter]:
+        every = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        return dict(every.named_parameters(remove_duplicate=False))
+
+    def shown(own: LiveTensor) -> str:
+        tied = f", tied as {', '.join(own.names)}" if len(own.names) > 1 else ""
+        return f"{own.dtype} {list(own.part.local_shape)}{tied}"
+
+    params_before, before = params(), describe_modules(modules, units, dtype=dtype)
     give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, dtype)
-    now, after = _params(modules), describe_modules(modules, units)
-    replaced = [f"{name}: is another Parameter" for name, own in params.items() if now.get(name) is not own]
+    params_after, after = params(), describe_modules(modules, units)
+    replaced = [
+        f"{name}: is another Parameter" for name, own in params_before.items() if params_after.get(name) is not own
+    ]
     made = {own.name: own for own in after.tensors}
     for own in before.tensors:
         if own.name in brought and own != (new := made.get(own.name)):
-            is_now = _said(new) if new else "no tensor of its own"
-            replaced.append(f"{own.name}: is {is_now}, and was {_said(own)}")
+            is_now = shown(new) if new else "no tensor of its own"
+            replaced.append(f"{own.name}: is {is_now}, and was {shown(own)}")
     if replaced:
         raise LoadError(
             "expected reset_parameters and init_weights to fill what the model has in place; these were replaced\n"
@@ -87,18 +99,6 @@ def _prepared(
         if name in after.handles
     }
     return replace(model, handles=handles)
-
-
-def _params(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    from torch import nn
-
-    held = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    return dict(held.named_parameters(remove_duplicate=False))
-
-
-def _said(own: LiveTensor) -> str:
-    tied = f", tied as {', '.join(own.names)}" if len(own.names) > 1 else ""
-    return f"{own.dtype} {list(own.part.local_shape)}{tied}"
 
 
 def _modules(model: object) -> list[nn.Module]:

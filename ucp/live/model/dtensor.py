@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from ucp.contract.axes import Placement, axes_of
 from ucp.core.layout import Layout
@@ -54,7 +54,16 @@ def dtensor_part(tensor: DTensor, name: str) -> LivePart:
         raise UnsupportedError(
             f"{name}: expected a dim that the axes of the mesh cut in their own order; got {order}. Redistribute it"
         )
-    known = [_placement(own, tensor.ndim, name) for own in placements]
+    known = []
+    for placement in placements:
+        kind, dim = type(placement).__name__, getattr(placement, "dim", 0)
+        if kind not in ("Shard", "_StridedShard", "Replicate"):
+            raise UnsupportedError(
+                f"{name}: expected placements Shard and Replicate; got {placement}, of which a rank holds no part of "
+                "the whole. Redistribute it before it is loaded into"
+            )
+        factor = getattr(placement, "split_factor", 0)
+        known.append(Placement(kind, dim % tensor.ndim if tensor.ndim else 0, factor))
     return LivePart(
         local_shape=tuple(local_of(tensor).shape),
         layout=Layout(axes_of(names, tuple(mesh.shape), known, "placements of the parameter")),
@@ -88,14 +97,3 @@ def _is_other(degrees: Mapping[str, int], topology: Topology) -> Iterator[bool]:
     data = [parts for axis, parts in degrees.items() if axis not in ("tp", "pp", "ep", "cp", "etp")]
     if data and "ep" not in degrees and not any(axis.startswith(UNNAMED) for axis in degrees):
         yield prod(data) not in (topology.dp, topology.dp * topology.cp)
-
-
-def _placement(placement: Any, ndim: int, name: str) -> Placement:
-    kind = type(placement).__name__
-    if kind not in ("Shard", "_StridedShard", "Replicate"):
-        raise UnsupportedError(
-            f"{name}: expected placements Shard and Replicate; got {placement}, of which a rank holds no part of the "
-            "whole. Redistribute it before it is loaded into"
-        )
-    dim = getattr(placement, "dim", 0)
-    return Placement(kind, dim % ndim if ndim else 0, getattr(placement, "split_factor", 0))

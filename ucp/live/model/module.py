@@ -29,7 +29,18 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     memory yet.
     """
     hidden = hidden_in(model)
-    persistent = [plain_name(name, hidden) for name in _persistent(model, is_flat=bool(units))]
+    persistent = (
+        list(model.state_dict(keep_vars=True))
+        if not units
+        else [
+            # without what modules keep beside tensors, as the state dict of FSDP1 would gather it all
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, _ in module.named_buffers(recurse=False)
+            if name not in getattr(module, "_non_persistent_buffers_set", ())
+        ]
+    )
+    persistent = [plain_name(name, hidden) for name in persistent]
     flattened = frozenset(own for unit in units for own in unit.members)
     params = model.named_parameters(remove_duplicate=False)
     named: list[tuple[str, torch.Tensor]]
@@ -43,7 +54,13 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     for name, own in named:
         names.setdefault(_place(own), []).append(name)
         handles.setdefault(_place(own), own)
-    _check_apart({names[key][0]: local_of(own) for key, own in handles.items()})
+    pairs = list(overlapping({names[key][0]: local_of(own) for key, own in handles.items()}))
+    if pairs:
+        raise LoadError(
+            f"expected every tensor in memory of its own; these share some\n{listed(pairs)}\nand are not the same "
+            "elements in the same order, as tied ones are. Give each its own before load_into "
+            "(param.data = param.data.clone())"
+        )
     memory = {names[key][0]: _memory(own, dtype) for key, own in handles.items()}
     tensors = [
         LiveTensor(names=tuple(names[key]), dtype=dtype_of(memory[names[key][0]]), part=_part_of(own, names[key][0]))
@@ -58,25 +75,15 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
         owners |= {id(own): unit.names[at][0] for at, own in enumerate(unit.originals)}
     odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
+    # paths of modules that say their layer's number, as Megatron's do
+    layers = {plain_name(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
     return LiveModel(
         tensors=tuple(tensors),
         handles=memory,
         owners=owners,
         notes=notes,
-        layer_numbers=_layer_numbers(model, hidden),
+        layer_numbers={path: number for path, number in layers.items() if isinstance(number, int)},
     )
-
-
-def _persistent(model: nn.Module, *, is_flat: bool) -> list[str]:
-    """Names in the state dict; without what modules keep beside tensors where that of FSDP1 would gather it all."""
-    if not is_flat:
-        return list(model.state_dict(keep_vars=True))
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in getattr(module, "_non_persistent_buffers_set", ())
-    ]
 
 
 def describe_modules(
@@ -101,12 +108,6 @@ def torch_type(dtype: DType) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, dtype.value)
     return found
-
-
-def _layer_numbers(model: nn.Module, hidden: frozenset[str]) -> dict[str, int]:
-    """Path of every module that says its layer's number, as Megatron's do."""
-    said = {plain_name(path, hidden): getattr(own, "layer_number", None) for path, own in model.named_modules()}
-    return {path: number for path, number in said.items() if isinstance(number, int)}
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -147,15 +148,6 @@ def _check(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     absent = [f"{name}: {why}" for name, own in named for why in _absence(own)]
     if absent:
         raise LoadError(f"expected parameters that have memory to load into; got\n{listed(absent)}")
-
-
-def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    if pairs := list(overlapping(tensors)):
-        raise LoadError(
-            f"expected every tensor in memory of its own; these share some\n{listed(pairs)}\nand are not the same "
-            "elements in the same order, as tied ones are. Give each its own before load_into "
-            "(param.data = param.data.clone())"
-        )
 
 
 def _absence(tensor: torch.Tensor) -> Iterator[str]:

@@ -3,18 +3,22 @@
 Which states an optimizer keeps, and as what (a tensor of which type, on which device, a Python number), is asked of
 the optimizer itself: one step of a copy of it on a one-element parameter shows it for the classes of `torch.optim`,
 in whatever version is installed. For other classes it is what the optimizer already holds, if anything.
+
+An optimizer may step masters of the parameters in another precision: they are brought, and the weights cast from them.
+Which is whose is what the user says (`masters=`), or what nobody can doubt: masters in the order of the parameters,
+with their shapes, whose values are those of the weights.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp.core.dtypes import DType
 from ucp.core.names import WEIGHT
-from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, UsageError, counted, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import is_dtensor, local_of
@@ -23,21 +27,19 @@ from ucp.live.parts import LiveParam
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
 
-__all__ = ["TorchOptimizer", "describe_optimizer", "describe_zero_redundancy", "unwrap_optimizer"]
+__all__ = ["TorchOptimizer", "describe_masters", "describe_optimizer", "describe_zero_redundancy", "unwrap_optimizer"]
 
-_WRAPPERS = {
-    "AcceleratedOptimizer": "optimizer",
-    "DeepSpeedOptimizerWrapper": "optimizer",
-    "LightningOptimizer": "optimizer",
-}
-"""Class of an optimizer that hands everything to another one, to the attribute that holds it: of accelerate and
-Lightning."""
+_WRAPPERS = ("AcceleratedOptimizer", "DeepSpeedOptimizerWrapper", "LightningOptimizer")
+"""Classes of accelerate and Lightning that hand everything to the optimizer in their attribute `optimizer`."""
 
 Forms: TypeAlias = Mapping[str, State]
 """State name to a value of the same form: type and device count, the value does not."""
+_Kind: TypeAlias = "tuple[int, torch.dtype, torch.device]"
+"""What the form of a state follows from: dims of the parameter, type, device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,13 @@ class TorchOptimizer:
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
+        import torch
+
+        def plain(value: object) -> object:
+            return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
         return [
-            LiveGroup(params=names, hyper={key: _plain(value) for key, value in group.items() if key != "params"})
+            LiveGroup(params=names, hyper={key: plain(value) for key, value in group.items() if key != "params"})
             for names, group in zip(self.wrapped_names or self.names, self.handle.param_groups, strict=True)
         ]
 
@@ -87,12 +94,18 @@ class TorchOptimizer:
 
         if state == WEIGHT:
             return local_of(self.live[name]).detach()
-        taken: torch.dtype = getattr(torch, dtype.value)
+        wanted: torch.dtype = getattr(torch, dtype.value)
         if counts:
-            return torch.empty(shape, dtype=taken)
-        beside, held = self.live[name], self.held(name).get(state)
-        if not isinstance(held, torch.Tensor) or not _is_alike(held, beside, taken, shape):
-            held = _new(beside, taken, shape)
+            return torch.empty(shape, dtype=wanted)
+        param, held = self.live[name], self.held(name).get(state)
+        local = local_of(param)
+        if (
+            not isinstance(held, torch.Tensor)
+            or (local_of(held).dtype, local_of(held).device, local_of(held).shape) != (wanted, local.device, shape)
+            or _mesh_of(held) != _mesh_of(param)
+        ):  # a new one: cut over the ranks as the parameter is where it has its shape, else whole on each
+            held = torch.empty_like(param, dtype=wanted, requires_grad=False) if local.shape == shape else None
+            held = param.new_empty(shape, dtype=wanted, requires_grad=False) if held is None else held
         self.made[name, state] = held
         return local_of(held)
 
@@ -112,10 +125,16 @@ class TorchOptimizer:
                 self.handle.state.pop(param, None)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters of every group, in this optimizer and in one that wraps it."""
-        _set_hyper(self.handle.param_groups, hyper)
-        if self.wrapper:
-            _set_hyper(self.wrapper, hyper)
+        """Set hyper-parameters of every group, in this optimizer and in one that wraps it; a tensor in place."""
+        import torch
+
+        for groups in (self.handle.param_groups, *([self.wrapper] if self.wrapper else [])):
+            for group, restored in zip(groups, hyper, strict=True):
+                for key, value in restored.items():
+                    if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
+                        group[key].fill_(value)
+                    else:
+                        group[key] = value
 
     def cast_weights(self) -> None:
         """Make the weights from their masters."""
@@ -129,58 +148,29 @@ class TorchOptimizer:
 
     def _types(self, name: str) -> dict[str, DType | None] | None:
         """The states that are kept of a parameter, with their types; None where that is not known."""
+        import torch
+
         forms = self.forms.get(name)
         if forms is None and name in self.weights:
             raise LoadError(
                 f"{name}: nothing says which states {type(self.handle).__name__} keeps beside masters. Let it step "
                 "once before load_into"
             )
-        types = None if forms is None else {state: _dtype(value) for state, value in forms.items()}
-        return types if name not in self.weights else {WEIGHT: dtype_of(local_of(self.live[name])), **(types or {})}
+        types: dict[str, DType | None] = {WEIGHT: dtype_of(local_of(self.live[name]))} if name in self.weights else {}
+        for state, value in (forms or {}).items():
+            types[state] = dtype_of(value) if isinstance(value, torch.Tensor) else None
+        return types if types or forms is not None else None
 
 
-def _set_hyper(groups: Sequence[dict[str, Any]], hyper: Sequence[Mapping[str, object]]) -> None:
-    """Set hyper-parameters; one that is a tensor is filled in place."""
-    import torch
-
-    for group, restored in zip(groups, hyper, strict=True):
-        for key, value in restored.items():
-            if isinstance(group.get(key), torch.Tensor) and isinstance(value, int | float):
-                group[key].fill_(value)
-            else:
-                group[key] = value
-
-
-def _is_alike(held: torch.Tensor, beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a state has that type and shape on this rank, and lies over the ranks as its parameter does."""
-    own, near = local_of(held), local_of(beside)
-    is_as_cut = (
-        (held.device_mesh, held.placements) == (beside.device_mesh, beside.placements)
-        if (is_dtensor(held) and is_dtensor(beside))
-        else is_dtensor(held) == is_dtensor(beside)
-    )
-    return is_as_cut and (own.dtype, own.device, own.shape) == (dtype, near.device, shape)
-
-
-def _new(beside: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Memory for a state: cut over the ranks as the parameter is where it has its shape, else whole on each."""
-    import torch
-
-    if local_of(beside).shape == shape:
-        return torch.empty_like(beside, dtype=dtype, requires_grad=False)
-    return beside.new_empty(shape, dtype=dtype, requires_grad=False)
-
-
-def _plain(value: object) -> object:
-    import torch
-
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def _mesh_of(tensor: torch.Tensor) -> object:
+    """How a tensor lies over the ranks; None for one that they do not share."""
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def unwrap_optimizer(optimizer: object) -> object:
     """The optimizer that steps, beneath the wrappers of clients."""
     while type(optimizer).__name__ in _WRAPPERS:
-        optimizer = getattr(optimizer, _WRAPPERS[type(optimizer).__name__])
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # which these classes have
     return optimizer
 
 
@@ -229,42 +219,24 @@ def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> di
 
     `hyper`: what each group is going to be given; a momentum may make a state.
     """
-    base = _torch_class(live.handle)
-    found: dict[str, Forms] = {}
+    modules = (base for base in type(live.handle).__mro__ if base.__module__ != "torch.optim.optimizer")
+    base = next((own for own in modules if own.__module__.startswith("torch.optim.")), None)
+    known: dict[str, Forms] = {}
     for number, names in enumerate(live.names):
         group = {**live.handle.param_groups[number], **hyper[number]}
         held = next((state for name in names if (state := live.held(name))), None)
         probed: dict[_Kind, Forms | None] = {}
         for name in names:
-            kind = _kind(live, name)
+            like = live.memory.get(name, live.live[name])
+            device = live.place if like.is_meta and live.place else like.device
+            kind = live.live[name].ndim, like.dtype, device
             if kind not in probed:
                 probed[kind] = None if base is None else _probed(live.handle, base, group, kind)
             forms = probed[kind]
             forms = forms if forms is not None else live.held(name) or held
             if forms is not None:
-                found[name] = forms
-    return found
-
-
-class _Kind(NamedTuple):
-    """What the form of a state follows from."""
-
-    ndim: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _kind(live: TorchOptimizer, name: str) -> _Kind:
-    like = live.memory.get(name, live.live[name])
-    return _Kind(live.live[name].ndim, like.dtype, live.place if like.is_meta and live.place else like.device)
-
-
-def _torch_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of `torch.optim` that the optimizer is of."""
-    for base in type(optimizer).__mro__:
-        if base.__module__.startswith("torch.optim.") and base.__module__ != "torch.optim.optimizer":
-            return base
-    return None
+                known[name] = forms
+    return known
 
 
 def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], kind: _Kind) -> Forms | None:
@@ -274,7 +246,8 @@ def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, obj
     """
     import torch
 
-    tiny = torch.zeros((1,) * kind.ndim, dtype=kind.dtype, device=kind.device, requires_grad=True)
+    ndim, dtype, device = kind
+    tiny = torch.zeros((1,) * ndim, dtype=dtype, device=device, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)
     probe = base.__new__(base)
     groups = [{**group, "params": [tiny]}]
@@ -287,12 +260,6 @@ def _probed(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, obj
     return dict(probe.state[tiny])
 
 
-def _dtype(value: State) -> DType | None:
-    import torch
-
-    return dtype_of(value) if isinstance(value, torch.Tensor) else None
-
-
 def _formed(value: torch.Tensor, form: State) -> State:
     """A count in the form that the optimizer keeps it in; as it is, where that is not known."""
     import torch
@@ -303,3 +270,81 @@ def _formed(value: torch.Tensor, form: State) -> State:
         case bool() | int() | float():
             return type(form)(value.item())
     return value
+
+
+def describe_masters(
+    optimizer: Optimizer, model: LiveModel, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
+) -> tuple[LiveModel, TorchOptimizer]:
+    """The optimizer by names, and the model without the weights that are cast from masters.
+
+    Raises LoadError for parameters of the optimizer that are neither the model's nor surely masters, UsageError for
+    `masters` that are of no such optimizer.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [param for param in params if id(param) not in model.owners]
+    if not strangers and not masters:
+        return model, describe_optimizer(optimizer, model)
+    own = {name: param for module in modules for param in module.parameters() if (name := model.owners.get(id(param)))}
+    found = _match_in_order(strangers, own, params) if masters is None else _check_masters(masters, own, strangers)
+    whose = {id(master): name for name, master in found.items()}
+    live = describe_optimizer(optimizer, replace(model, owners={**model.owners, **whose}))
+    memory = {**live.memory, **{name: local_of(master) for name, master in found.items()}}
+    weights = {name: own[name] for name in found}
+    note = f"{counted(len(found), 'weight is', 'weights are')} cast from masters that the optimizer steps"
+    doubts = _note_equal_weights(weights) if masters is None else ()
+    model = replace(model, derived=model.derived | found.keys(), notes=(*model.notes, note, *doubts))
+    return model, replace(live, memory=memory, weights=weights)
+
+
+def _match_in_order(
+    strangers: Sequence[torch.Tensor], own: Mapping[str, torch.Tensor], params: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Masters by name where order, shapes and values agree; none where they do not all."""
+    import torch
+
+    direct = set(map(id, params))
+    others = {name: param for name, param in own.items() if param.requires_grad and id(param) not in direct}
+    if len(others) != len(strangers):
+        return {}
+    for weight, master in zip(others.values(), strangers, strict=True):
+        if weight.shape != master.shape or weight.is_meta or master.is_meta:
+            return {}
+        values, wanted = local_of(weight).detach(), local_of(master).detach()
+        if values.shape != wanted.shape or not torch.equal(values, wanted.to(values.dtype).to(values.device)):
+            return {}
+    return dict(zip(others, strangers, strict=True))
+
+
+def _note_equal_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """A note where weights are equal, so that their values do not say whose a master is."""
+    import torch
+
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, weight in weights.items():
+        values = local_of(weight).detach()
+        alike.setdefault((tuple(weight.shape), float(values.sum(dtype=torch.float64))), []).append(name)
+    names = [name for own in alike.values() if len(own) > 1 for name in own]
+    if names:
+        few = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        yield (
+            f"{len(names)} of these masters were told apart by order alone, as their weights are equal ({few}): pass "
+            "masters={name of the parameter: master} if the optimizer has them in another order than the model"
+        )
+
+
+def _check_masters(
+    masters: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    stepped = set(map(id, strangers))
+    wrong = [f"{name}: the model has no such parameter" for name in masters if name not in own]
+    for name in masters.keys() & own.keys():
+        master, weight = masters[name], own[name]
+        if id(master) not in stepped:
+            wrong.append(f"{name}: the optimizer does not step it, or it is the model's own")
+        elif master.shape != weight.shape or local_of(master).shape != local_of(weight).shape:
+            wrong.append(f"{name}: has shape {list(master.shape)}, and its weight {list(weight.shape)}")
+    if wrong:
+        raise UsageError(
+            f"expected masters by the names of parameters, as the optimizer steps them; got\n{listed(wrong)}"
+        )
+    return dict(masters)

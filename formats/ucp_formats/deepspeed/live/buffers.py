@@ -56,19 +56,15 @@ def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
         yield Buffer(group=group, tensor=tensor, params=own, apart=whole)
 
 
-def bf16_buffers(optimizer: Any) -> Iterator[Buffer]:
-    """Those of BF16_Optimizer, which neither reorders nor aligns."""
-    for group, (params, tensor) in enumerate(
-        zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
-    ):
-        own = _shares(params, _packed(params), tensor, optimizer.real_dp_process_group[group])
-        yield Buffer(group=group, tensor=tensor, params=own)
-
-
-def fp16_buffers(optimizer: Any) -> Iterator[Buffer]:
-    """Those of FP16_Optimizer: every rank holds all."""
-    for group, (params, tensor) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, None))
+def packed_buffers(
+    groups: Sequence[Sequence[nn.Parameter]],
+    tensors: Sequence[torch.Tensor],
+    process_groups: Sequence[ProcessGroup] | None = None,
+) -> Iterator[Buffer]:
+    """Those of BF16_Optimizer, which neither reorders nor aligns, and of FP16_Optimizer, where every rank holds all."""
+    for group, (params, tensor) in enumerate(zip(groups, tensors, strict=True)):
+        ranks = None if process_groups is None else process_groups[group]
+        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, ranks))
 
 
 def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:

@@ -19,8 +19,7 @@ from ucp_formats.deepspeed.experts import Numbered, is_expert, renumbered
 from ucp_formats.deepspeed.live.buffers import (
     MOMENTUM,
     Buffer,
-    bf16_buffers,
-    fp16_buffers,
+    packed_buffers,
     single_buffers,
     stage3_buffers,
     zero_buffers,
@@ -193,16 +192,23 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
         case "DeepSpeedZeroOptimizer":
             return _buffered(inner, zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
         case "BF16_Optimizer":
-            return _buffered(inner, bf16_buffers(optimizer), named, finish=optimizer.update_lp_params)
+            return _buffered(
+                inner,
+                packed_buffers(
+                    optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group
+                ),
+                named,
+                finish=optimizer.update_lp_params,
+            )
         case "FP16_Optimizer":
-            return _copied(_buffered(inner, fp16_buffers(optimizer), named))
+            return _copied(_buffered(inner, packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named))
         case "FP16_UnfusedOptimizer":
             pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
             return _copied(_buffered(inner, single_buffers(pairs), named))
         case "DeepSpeedZeroOptimizer_Stage3":
             return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
         case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
-            return Wrapped(finish=partial(_gather_anew, optimizer))
+            return Wrapped(finish=partial(_update_chunks, optimizer))
     if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit"):
         members = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
         return _buffered(optimizer, single_buffers(members), named)
@@ -238,14 +244,9 @@ def _copied(own: Wrapped) -> Wrapped:
 
 
 def _update_chunks(optimizer: Any) -> None:
-    """Make the chunks of weights from those of masters; the weights that are kept whole are gathered again."""
+    """Make the chunks of weights from those of masters, where there are; what is kept whole is gathered again."""
     optimizer.checkpoint_event_prologue()
-    chunks = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
-    for weights, masters in chunks:
-        weights.data.copy_(masters.data)
-    optimizer.checkpoint_event_epilogue()
-
-
-def _gather_anew(optimizer: Any) -> None:
-    optimizer.checkpoint_event_prologue()
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
+    for weights, master in zip(getattr(optimizer, "fp16_partitioned_groups_flat", ()), masters, strict=True):
+        weights.data.copy_(master.data)
     optimizer.checkpoint_event_epilogue()

@@ -67,10 +67,9 @@ class SavedFile:
 def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
     """Every file of the grammar that can be read. Raises UnsupportedError for layouts that are not read."""
     files = []
-    for read, found in read_side_by_side(partial(_try_apart, folder.path), list(folder.files)):
-        problems.add(found)
-        if read is not None:
-            files.append(read)
+    for file, wrong in read_side_by_side(partial(try_read, folder.path), list(folder.files)):
+        problems.add(wrong)
+        files += [file] if file is not None else []
     refused: dict[str, str] = {}
     for file in files:
         for seen, why in _refusals(file.root):
@@ -80,14 +79,9 @@ def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
     return files
 
 
-def _try_apart(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
-    """The file of that name, or None, and what is wrong with it."""
+def try_read(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
+    """The file of that name in `folder`, or None, and what is wrong with it."""
     problems = Problems()
-    return try_read(folder, name, problems), problems
-
-
-def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | None:
-    """The file of that name in `folder`, or None and a problem."""
     try:
         archive = read_archive(str(folder / name.name))
         if not isinstance(archive.root, dict):
@@ -100,8 +94,9 @@ def try_read(folder: Path, name: FileName, problems: Problems) -> SavedFile | No
     except (SourceError, CorruptError) as error:
         _note(name, str(error).replace(f"{folder / name.name}: ", "").replace(f"{folder}/", ""), error, problems)
     else:
-        return SavedFile(name=name, path=str(folder / name.name), root=archive.root, records=archive.records)
-    return None
+        path = str(folder / name.name)
+        return SavedFile(name=name, path=path, root=archive.root, records=archive.records), problems
+    return None, problems
 
 
 def parsed(files: Iterable[SavedFile], parse: Callable[[SavedFile], _T], problems: Problems) -> list[_T]:

@@ -330,12 +330,20 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
     for rank in range(ranks):
         if rank and name not in chunks.spans(rank):
             break
-        if rank in models:
-            stored.append(Stored({"dp": rank}, _frozen_chunk(name, models[rank], dtype, length)))
-        else:
+        if rank not in models:
             file = f"zero_pp_rank_{rank}_mp_rank_{models[0].name.mp:02d}_model_states.pt"
             first = rank * length
             missing.append(f"{file}: elements {first}:{min(first + length, numel)} of {name}")
+            continue
+        where, flat = f"frozen_param_fragments of {models[rank].file.path}", models[rank].fragments.get(name)
+        if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
+            raise UnsupportedError(
+                f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale "
+                "is not saved: its values are lost. Save again without that option"
+            )
+        if flat is None or flat.shape != (length,) or not flat.is_contiguous:
+            raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
+        stored.append(Stored({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
@@ -343,16 +351,3 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
         )
     laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
     return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
-
-
-def _frozen_chunk(name: str, model: ModelStates, dtype: DType, length: int) -> TensorRef:
-    where = f"frozen_param_fragments of {model.file.path}"
-    flat = model.fragments.get(name)
-    if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
-        raise UnsupportedError(
-            f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale is "
-            "not saved: its values are lost. Save again without that option"
-        )
-    if flat is None or flat.shape != (length,) or not flat.is_contiguous:
-        raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
-    return flat

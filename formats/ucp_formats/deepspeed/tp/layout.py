@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
+from typing import NamedTuple
 
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
@@ -100,14 +101,9 @@ class TensorLayout:
         """What pieces of several terms mean."""
         return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
 
-    @property
-    def axis(self) -> AxisLayout:
-        """The pattern along its axis."""
-        return AxisLayout("tp", self.parts, self.pattern)
-
     def local_shape(self, index: int) -> Shape:
         """Shape of the tensor that rank `index` holds."""
-        return local_shape(Layout((self.axis,)), self.global_shape, {"tp": index})
+        return local_shape(Layout((AxisLayout("tp", self.parts, self.pattern),)), self.global_shape, {"tp": index})
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
         """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.
@@ -258,13 +254,12 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
     return list(_stretches(sizes, sides[0], sides[1]))
 
 
-class _Side:
+class _Side(NamedTuple):
     """One side of a block: the whole, or the rank's tensor."""
 
-    def __init__(self, offset: int, strides: Shape, shape: Shape) -> None:
-        self.offset = offset
-        self.strides = strides
-        self.shape = shape
+    offset: int
+    strides: Shape
+    shape: Shape
 
     def box(self, sizes: Shape) -> Box | None:
         """The block as a box; None where its strides are not those of the tensor's dims."""

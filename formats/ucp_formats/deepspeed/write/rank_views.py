@@ -41,11 +41,15 @@ def rank_views(
     for stage in range(wanted.pp):
         names = facts.index.atoms if stages is None else stages[stage]
         for rank in range(wanted.tp):
-            atoms = {
-                name: _local(atom, layouts[name].local_shape(rank)) if name in layouts else atom
-                for name, atom in facts.index.atoms.items()
-                if name in names
-            }
+            atoms = {name: atom for name, atom in facts.index.atoms.items() if name in names}
+            for name, atom in atoms.items():
+                if name in layouts:  # with the shape that a rank has; its states refer to the whole still
+                    shape, whole = layouts[name].local_shape(rank), atom.global_shape
+                    states = {
+                        key: replace(state, global_shape=shape) if state.global_shape == whole else state
+                        for key, state in atom.states.items()
+                    }
+                    atoms[name] = replace(atom, global_shape=shape, states=states)
             index = narrowed(facts.index, atoms)
             if stages is not None:  # by places; the engine removes groups without parameters (`_configure_optimizer`)
                 order = stages[stage].__getitem__
@@ -60,15 +64,6 @@ def narrowed(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:
     groups = tuple(replace(group, params=tuple(p for p in group.params if p in atoms)) for group in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     return replace(index, atoms=dict(atoms), groups=groups, aliases=aliases)
-
-
-def _local(atom: AtomIndex, shape: tuple[int, ...]) -> AtomIndex:
-    """An atom with the shape that a rank has; its states refer to the whole still."""
-    states = {
-        name: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
-        for name, state in atom.states.items()
-    }
-    return replace(atom, global_shape=shape, states=states)
 
 
 _SAY = (

@@ -29,7 +29,7 @@ from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, Target
 from ucp.core.tensor import InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
-from ucp.io.destination.mark import MARK
+from ucp.io.folder import MARK
 from ucp.io.torch_file.draft import FileDraft, Part
 from ucp.io.torch_file.layout import NewTensor
 from ucp.transfer.probe import Prober

@@ -15,7 +15,7 @@ hyper-parameters of every group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ucp.contract.axes import along
@@ -26,7 +26,6 @@ from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.torch_file.draft import Drafted, target_plan
-from ucp_formats.deepspeed.experts import Numbered
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
     filled_with_zeros,
@@ -34,9 +33,9 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     optimizer_groups,
     without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.states import is_flat
+from ucp_formats.deepspeed.write.optimizer.states import Wrapper, wrapper
 from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, StageSettings, stage_settings, stages_of
+from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, Stages, StageSettings, stage_settings, stages_of
 from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import EngineTarget, RunFacts, run_facts
@@ -68,7 +67,8 @@ class DeepSpeedTarget(EngineTarget):
                 f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
                 "(load_universal in the configuration of the run)"
             )
-        flat = is_flat(facts, groups, stage)
+        # all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then
+        flat = stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
         drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
         note_step_casts(facts, groups)
@@ -114,46 +114,32 @@ def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list
     pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
     numbered = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
+    if pipeline is None and said.partitions:
+        raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
+    drafted, layers = list[Drafted](), list[Drafted]()
     if pipeline is None:
-        if said.partitions:
-            raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
-        drafted, notes = _rank_files(rank_views(facts, wanted), numbered, wanted, is_stage=False)
-        return drafted, notes, _axes_of(facts, wanted, numbered, (), "")
-    whole = rank_views(facts, replace(wanted, pp=1))
-    stages = stages_of(whole[0], pipeline, said, wanted.pp)
-    views = rank_views(facts, wanted, stages.places)
-    drafted, notes = _rank_files(views, numbered, wanted, is_stage=True)
-    for own in whole:
-        drafted += layer_files(own, pipeline)
-    known_from = "--set" if said.partitions else "the stages of the source"
-    return drafted, (*stages.notes, *notes), _axes_of(facts, wanted, numbered, stages.places, known_from)
+        stages, views = Stages(()), rank_views(facts, wanted)
+    else:
+        whole = rank_views(facts, replace(wanted, pp=1))
+        stages = stages_of(whole[0], pipeline, said, wanted.pp)
+        views = rank_views(facts, wanted, stages.places)
+        layers = [file for view in whole for file in layer_files(view, pipeline)]
+    notes = [*stages.notes]
+    stages_from = "--set" if said.partitions else "the stages of the source"
+    for view in views:
+        files, remarks = RankFiles(view, numbered, wanted.ep, is_stage=pipeline is not None).drafted()
+        drafted += files
+        notes += remarks
 
-
-def _axes_of(
-    facts: RunFacts, wanted: Topology, numbered: Numbered, stages: Sequence[Mapping[str, int]], stages_known_from: str
-) -> _AxesOf:
-    """Axes of the run; what ZeRO and tensor parallelism do not cut, all their ranks hold."""
-
-    def axes(param: str) -> tuple[AxisLayout, ...]:
+    def axes_of(param: str) -> tuple[AxisLayout, ...]:
+        """Axes of the run; what ZeRO and tensor parallelism do not cut, all their ranks hold."""
         owner = numbered.owner(param, wanted.ep)
         ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
         return (
-            *along("pp", wanted.pp, stages_known_from, [at for at, names in enumerate(stages) if param in names]),
+            *along("pp", wanted.pp, stages_from, [at for at, names in enumerate(stages.places) if param in names]),
             *(() if owner is None else along("ep", wanted.ep, "the numbers of the experts", (owner,))),
             *along("tp", wanted.tp, facts.tp_known_from),
             *along("dp", ranks, f"ZeRO-{wanted.zero}"),
         )
 
-    return axes
-
-
-def _rank_files(
-    views: Sequence[RunFacts], numbered: Numbered, wanted: Topology, *, is_stage: bool
-) -> tuple[list[Drafted], tuple[str, ...]]:
-    drafted: list[Drafted] = []
-    notes: list[str] = []
-    for own in views:
-        files, told = RankFiles(own, numbered, wanted.ep, is_stage=is_stage).drafted()
-        drafted += files
-        notes += told
-    return drafted, tuple(notes)
+    return [*drafted, *layers], tuple(notes), axes_of

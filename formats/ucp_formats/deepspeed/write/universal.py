@@ -151,7 +151,8 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
     kept = _shared_by_all(entries)
-    if _scheduled(facts) and "lr" in entries[0]:
+    if facts.extras.get("lr_scheduler") is not None and "lr" in entries[0]:
+        # a scheduler sets the rates anew after the first step; until then the first group's is the nearest
         kept["lr"] = entries[0]["lr"]
     counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
@@ -166,11 +167,6 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
         "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
     }
     return draft.finish(root)
-
-
-def _scheduled(facts: RunFacts) -> bool:
-    """Whether a scheduler sets the rates anew after the first step; until then the first group's is the nearest."""
-    return facts.extras.get("lr_scheduler") is not None
 
 
 def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
@@ -248,13 +244,14 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     """For what stage 3 loads: `load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8."""
     if not all({*_STAGE3_STATES} <= {*group.elementwise, *group.counts} for group in groups):
         return  # it does not load at all
+    is_scheduled = facts.extras.get("lr_scheduler") is not None
     entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
         yield (
             f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
             f"({', '.join(differing)}): there each group keeps what the engine was configured with"
-            f"{'; for the first step all take the lr of the first group' if _scheduled(facts) else ''}"
+            f"{'; for the first step all take the lr of the first group' if is_scheduled else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     if others:

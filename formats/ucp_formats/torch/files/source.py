@@ -33,11 +33,12 @@ from ucp_formats.torch.files.joined import Joined
 from ucp_formats.torch.files.leaves import Tree, leaves_of, pickled_objects
 from ucp_formats.torch.files.locate import Item, SavedFiles, is_of_the_format, item_of_rank, locate, the_files
 from ucp_formats.torch.files.weights import Weights, read_weights, shapes_from
+from ucp_formats.torch.keys import kind_of, number_of, untrained_notes
 from ucp_formats.torch.locate import STEP_KEYS, step_in
 from ucp_formats.torch.model_dict import Path as TreePath
 from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.numbered import UnnamedError, order_of
-from ucp_formats.torch.state_dict import Leaf, Parts, kind_of, number_of, sorted_out, unnamed_states, untrained_notes
+from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out, unnamed_states
 
 __all__ = ["TorchFormat"]
 

@@ -10,8 +10,8 @@ import pytest
 import ucp
 from ucp.errors import BusyError, DestinationError, IncompleteError
 from ucp.io.destination.goal import Making
-from ucp.io.destination.mark import MARK
 from ucp.io.destination.staging import Staging, refuse_partial
+from ucp.io.folder import MARK
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 

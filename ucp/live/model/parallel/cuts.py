@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from ucp.contract.model import recorded_arguments
@@ -76,9 +77,7 @@ class Finder:
         self._index, self._mesh, self._rename, self._experts = index, mesh, rename, experts
         self._options, self._count = options, count
         self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp")}
-        self._rules: Rules | None = None
         self._why_none = ""
-        self._is_asked = False
 
     def ways(self, model: LiveModel) -> dict[str, Ways]:
         """By own name, for tensors that the checkpoint has and that are no parts already, but for a flat cut of these.
@@ -88,27 +87,23 @@ class Finder:
         found: dict[str, Ways] = {}
         wrong: list[str] = []
         for own in model.tensors:
-            held = atoms_of(own, self._index, self._rename)
-            if held and not own.part.layout.axes:
-                atom = self._index.atoms[held[0]]
+            atoms = atoms_of(own, self._index, self._rename)
+            if atoms and not own.part.layout.axes:
+                atom = self._index.atoms[atoms[0]]
                 said = Attributes.of(model.marked.get(own.name, model.handles[own.name]))
-                wrong.extend(self._wrong(own, atom, said))
+                dims, dim = len(own.part.local_shape), said.dim
+                if dim is not None and not 0 <= dim < dims and self._degrees[_cut_axis(own, said)] > 1:
+                    wrong.append(f"{own.name}: partition_dim={dim}, expected one from {-dims} to {dims - 1}")
+                beyond, _ = self._differing(own, atom)
+                if beyond:
+                    numbers, last = ", ".join(map(str, beyond)), atom.global_shape[0] - 1
+                    wrong.append(f"{own.name}: experts={{{numbers}: ...}}, expected 0 to {last}")
                 is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
-                if own.part.local_shape != atom.global_shape or said.dim is not None or is_dealt:
-                    found[own.name] = self._found(own, atom, said)
+                if own.part.local_shape != atom.global_shape or dim is not None or is_dealt:
+                    found[own.name] = self._ways_of(own, atom, said)
         if wrong:
             raise UsageError(f"expected marks on parameters and experts that the tensors have; got\n{listed(wrong)}")
         return found
-
-    def _wrong(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Iterator[str]:
-        """What is said of a tensor and can be of none of its shape."""
-        dims, dim = len(own.part.local_shape), said.dim
-        if dim is not None and not 0 <= dim < dims and self._degrees[_cut_axis(own, said)] > 1:
-            yield f"{own.name}: partition_dim={dim}, expected one from {-dims} to {dims - 1}"
-        beyond, _ = self._differing(own, atom)
-        if beyond:
-            numbers = ", ".join(map(str, beyond))
-            yield f"{own.name}: experts={{{numbers}: ...}}, expected 0 to {atom.global_shape[0] - 1}"
 
     def _differing(self, own: LiveTensor, atom: AtomIndex) -> tuple[list[int], list[int]]:
         """Experts that the user's map names and a tensor of all experts lacks, and the other way round."""
@@ -117,41 +112,32 @@ class Finder:
             return [], []
         return self._experts.differing(atom.global_shape[0], layer=_layer_number(name))
 
-    def _found(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Ways:
-        local = own.part.local_shape
-        if len(local) != len(atom.global_shape):
+    def _ways_of(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Ways:
+        local, shape = own.part.local_shape, atom.global_shape
+        if len(local) != len(shape):
             return Ways(layouts=())
         ruled = self._ruled(atom, local)
         ways = list(dict.fromkeys(self._tried(own, atom, said, ruled)))
-        fitting = tuple(way for way in ways if self._fits(way, atom.global_shape, local))
+        fitting = tuple(way for way in ways if self._fits(way, shape, local))
         padded = None
-        if not fitting and ruled is not None and ruled.padded == 0:
-            padded = self._padded(atom.global_shape, local)
-        if padded is not None:
+        if not fitting and ruled is not None and ruled.padded == 0 and self._is_padding(shape, local):
+            padded = (local[0] * self._degrees["tp"], *shape[1:])
             fitting = (Layout(self._axis("tp", pattern("shard", dim=0))),)
         _, left = self._differing(own, atom)
+        marked, hint = Layout(), ""
+        if said.dim is not None and 0 <= said.dim < len(local):
+            # the cut along the dim that a parameter says, whether or not its blocks can be cut
+            marked = Layout(self._axis(_cut_axis(own, said), pattern("shard", dim=said.dim)))
+            if shape[said.dim] % said.blocks:
+                hint = f"partition_stride={said.blocks} does not divide dim {said.dim} there: correct it"
         return Ways(
             layouts=fitting,
             is_open=len(ways) > 1,
             padded=padded,
-            refused=next(iter(ways), self._marked(own, said)),
+            refused=next(iter(ways), marked),
             left_out=f"experts {', '.join(map(str, left))} go nowhere, as experts= says" if left else "",
-            hint="" if fitting else self._marked_hint(atom, said) or self._hint(ways),
+            hint="" if fitting else hint or self._hint(ways),
         )
-
-    def _marked(self, own: LiveTensor, said: Attributes) -> Layout:
-        """The cut along the dim that a parameter says, whether or not its blocks can be cut."""
-        if said.dim is None or not 0 <= said.dim < len(own.part.local_shape):
-            return Layout()
-        return Layout(self._axis(_cut_axis(own, said), pattern("shard", dim=said.dim)))
-
-    def _marked_hint(self, atom: AtomIndex, said: Attributes) -> str:
-        """What to do about marks on a parameter that do not give its shape."""
-        if said.dim is None or not 0 <= said.dim < len(atom.global_shape):
-            return ""
-        if atom.global_shape[said.dim] % said.blocks:
-            return f"partition_stride={said.blocks} does not divide dim {said.dim} there: correct it"
-        return ""
 
     def _fits(self, way: Layout, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
         try:
@@ -162,19 +148,20 @@ class Finder:
 
     def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
         """Layouts by evidence, whatever shape they leave."""
-        name = own.whole_names[0]
-        axis = _cut_axis(own, said)
-        outer = self._stacked(name, atom.global_shape) if axis == "etp" else ()
+        shape, axis = atom.global_shape, _cut_axis(own, said)
+        outer = self._stacked(own.whole_names[0], shape) if axis == "etp" else ()
         by_rule = () if ruled is None else ruled.layouts
         if said.dim is not None:
             dims = (said.dim, None)  # copies of all of it on neighbours divide nothing
-            same = [way for way in by_rule if said.blocks == 1 and _divided(way, axis, atom.global_shape) in dims]
-            yield from (self._dealt(way, outer) for way in same)
-            yield from self._over(axis, outer, self._attributed(axis, atom.global_shape, own.part.local_shape, said))
-        elif by_rule:
-            yield from (self._dealt(way, outer) for way in by_rule)
-        else:
-            yield from self._over(axis, outer, self._recorded(axis, atom, own.part.local_shape))
+            by_rule = tuple(way for way in by_rule if said.blocks == 1 and _divided(way, axis, shape) in dims)
+        for way in by_rule:  # with experts dealt out as the user says
+            yield Layout((*outer, *(each for each in way.axes if each.axis != "ep"))) if outer else way
+        if said.dim is not None:
+            patterns = self._attributed(axis, shape, own.part.local_shape, said)
+            yield from (Layout((*outer, *self._axis(axis, each))) for each in patterns)
+        elif not by_rule:
+            patterns = self._recorded(axis, atom, own.part.local_shape)
+            yield from (Layout((*outer, *self._axis(axis, each))) for each in patterns)
             if outer:
                 yield Layout(outer)
 
@@ -202,10 +189,6 @@ class Finder:
             if len(recorded.pattern.regions(shape, recorded.parts, 0)) == 1:  # the dim is one block
                 yield from cuts(dim, parts, shape, local)
 
-    def _over(self, axis: str, outer: tuple[AxisLayout, ...], patterns: Iterator[Pattern]) -> Iterator[Layout]:
-        for own in patterns:
-            yield Layout((*outer, *self._axis(axis, own)))
-
     def _axis(self, axis: str, own: Pattern) -> tuple[AxisLayout, ...]:
         parts = self._degrees[axis]
         return (AxisLayout(axis, parts, own),) if parts > 1 else ()
@@ -220,33 +203,25 @@ class Finder:
             return () if parts == 1 else (AxisLayout("ep", parts, pattern("shard", dim=0)),)
         return (AxisLayout("ep", parts, dealt),)
 
-    def _dealt(self, way: Layout, outer: tuple[AxisLayout, ...]) -> Layout:
-        """A way of the family, with experts dealt out as the user says."""
-        rest = tuple(own for own in way.axes if own.axis != "ep")
-        return Layout((*outer, *rest)) if outer else way
-
-    def _padded(self, shape: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of a vocabulary that this run has longer, by what runs pad it to; None where it is no such."""
-        rows, whole = shape[0], local[0] * self._degrees["tp"]
-        is_padding = local[1:] == shape[1:] and whole > rows and self._is_padding(rows, whole, self._degrees["tp"])
-        return (whole, *shape[1:]) if is_padding else None
-
-    def _is_padding(self, rows: int, whole: int, parts: int) -> bool:
-        recorded = recorded_arguments(self._index).get(_MULTIPLE)
+    def _is_padding(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
+        """Whether this run has a vocabulary that is longer by what runs pad it to."""
+        rows, parts, recorded = shape[0], self._degrees["tp"], recorded_arguments(self._index).get(_MULTIPLE)
+        full = local[0] * parts
         multiples = (*_MULTIPLES, recorded) if isinstance(recorded, int) and recorded > 0 else _MULTIPLES
-        return any(whole == -(-rows // (own * parts)) * own * parts for own in multiples)
+        is_longer = local[1:] == shape[1:] and full > rows
+        return is_longer and any(full == -(-rows // (own * parts)) * own * parts for own in multiples)
 
     def _ruled(self, atom: AtomIndex, local: tuple[int, ...]) -> Ruled | None:
-        if not self._is_asked:
-            self._rules = self._chosen()
+        rules = self._rules
         try:
-            return None if self._rules is None else self._rules.of(atom.name, atom.global_shape, local)
+            return None if rules is None else rules.of(atom.name, atom.global_shape, local)
         except FamilyError as error:
             self._why_none = str(error)
             return None
 
-    def _chosen(self) -> Rules | None:
-        self._is_asked = True
+    @cached_property
+    def _rules(self) -> Rules | None:
+        """Those of the model's family; None, and why, where none fits. Raises FamilyError."""
         index = self._index
         try:
             family, why = choose_family(
@@ -288,7 +263,8 @@ def placed(
         if found is None:
             tensors.append(own)
             continue
-        layout = _agreed(found, [keys[name] for keys in told if (name := own.whole_names[0]) in keys])
+        votes = [keys[name] for keys in told if (name := own.whole_names[0]) in keys]
+        layout = next((way for way in found.layouts if all(_key(way) in keys for keys in votes)), None)
         coords = {**mesh.coords, **own.part.coords}
         if layout is None:
             hint = "ranks hold shapes of it that no one cut gives" if found.layouts else found.hint
@@ -309,10 +285,6 @@ def placed(
 def expert_layers(names: Iterable[str]) -> set[int | None]:
     """Layers that have experts; None where a name has no number of one."""
     return {_layer_number(name) for name in names if _EXPERTS.search(name)}
-
-
-def _agreed(found: Ways, told: Sequence[frozenset[str]]) -> Layout | None:
-    return next((way for way in found.layouts if all(_key(way) in keys for keys in told)), None)
 
 
 def _cut_axis(own: LiveTensor, said: Attributes) -> str:

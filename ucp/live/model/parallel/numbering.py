@@ -105,8 +105,12 @@ class Numbering:
         `rename`: from a name in the whole model to one of `stored`. Raises LoadError where the numbers of stages or
         expert-parallel ranks make no row, UsageError where chunks are not those of the topology.
         """
-        _check_chunks(model.chunks, self.mesh)
-        topology = self.mesh.topology
+        topology, chunks = self.mesh.topology, model.chunks
+        vpp, pp = (1, 1) if topology is None else (topology.vpp, topology.pp)
+        if (vpp > 1 and chunks != vpp) or (chunks > 1 and pp == 1):
+            wanted = f"{vpp} modules, as vpp={vpp} says"
+            wanted = "a topology with pp above 1 for a list of modules" if vpp == 1 else wanted
+            raise UsageError(f"expected {wanted}; got {chunks} and {topology or 'no topology'}")
         if topology is None or (topology.pp == topology.ep == 1 and not self.experts.layers):
             return model
         counts = _Counts(stored, rename or str, model)
@@ -172,13 +176,6 @@ def _of_chunk(name: str, chunks: int) -> tuple[int, str]:
     return int(chunk), path
 
 
-def _check_chunks(chunks: int, mesh: RunMesh) -> None:
-    vpp, pp = (1, 1) if mesh.topology is None else (mesh.topology.vpp, mesh.topology.pp)
-    if (vpp > 1 and chunks != vpp) or (chunks > 1 and pp == 1):
-        wanted = "a topology with pp above 1 for a list of modules" if vpp == 1 else f"{vpp} modules, as vpp={vpp} says"
-        raise UsageError(f"expected {wanted}; got {chunks} and {mesh.topology or 'no topology'}")
-
-
 class _Counts:
     """How many layers or experts a checkpoint has, where its names tell."""
 
@@ -213,34 +210,32 @@ def _numbers(names: Iterable[str], number_in: Callable[[str], tuple[str, int] | 
 
 def _layers(run: Numbering, counts: _Counts) -> Numbers:
     """The numbers of this rank's layers in the whole model."""
-    found: dict[tuple[int, str], Mapping[int, int]] = {}
+    layers: dict[tuple[int, str], Mapping[int, int]] = {}
     wrong: dict[str, None] = {}
+    every = range(len(run.told))
     for (chunk, path), numbers in run.told[run.rank].layers.items():
         try:
-            whole = _layer_numbers(run, counts, chunk, path)
-            found[chunk, path] = dict(zip(numbers, whole, strict=True))
+            local = run.held("pp", lambda own: own.layers, path, every)
+            said = run.held("pp", lambda own: own.said, path, every)
         except ValueError as error:
             wrong[f"{path}N: {error}"] = None
+            continue
+        place, known, is_said = (chunk, run.mesh.coords["pp"]), counts.layers(path), said.keys() == local.keys()
+        places = said if is_said else local
+        added = _added(places, known, is_final=is_said)
+        if added is None:
+            wrong[f"{path}N: {_listing('stage', places)}; the checkpoint has {known or 'none of that name'}"] = None
+        else:
+            layers[chunk, path] = {
+                number: own + added[place] for number, own in zip(numbers, places[place], strict=True)
+            }
     if wrong:
         raise LoadError(
             "expected layers that stages number through from 0 to the last, or each from 0; got\n"
             f"{listed(list(wrong))}\nsay the number of each layer's module as Megatron does (layer_number, from 1), "
             "the same on stages that hold the same layers"
         )
-    return found
-
-
-def _layer_numbers(run: Numbering, counts: _Counts, chunk: int, path: str) -> list[int]:
-    every = range(len(run.told))
-    held = run.held("pp", lambda own: own.layers, path, every)
-    said = run.held("pp", lambda own: own.said, path, every)
-    place, known = (chunk, run.mesh.coords["pp"]), counts.layers(path)
-    is_said = said.keys() == held.keys()
-    added = _added(said if is_said else held, known, is_final=is_said)
-    if added is None:
-        numbers = _listing("stage", said if is_said else held)
-        raise ValueError(f"{numbers}; the checkpoint has {known or 'none of that name'}")
-    return [*said[place]] if is_said else [number + added[place] for number in held[place]]
+    return layers
 
 
 def _experts(run: Numbering, counts: _Counts, layers: Numbers) -> Numbers:

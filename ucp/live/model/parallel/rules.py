@@ -50,19 +50,14 @@ class Rules:
             ways = [tuple(self._patterns(own, named, shape, local_shape)) for own in axes]
         except (ExpressionError, ValueError) as error:
             raise FamilyError(f"{name}, shape {list(shape)}: {error}, by its rule {rule}") from error
-        stacked = self._stacked(named)
-        layouts = [stacked]
+        layouts: list[tuple[AxisLayout, ...]] = [()]
+        if "expert" in named.stacked and (parts := self.degrees.get("ep", 1)) > 1:  # experts that one tensor holds
+            layouts = [(AxisLayout("ep", parts, pattern("shard", dim=named.stacked.index("expert"))),)]
         for own, patterns in zip(axes, ways, strict=True):
             parts = self.degrees[own.axis]
             layouts = [(*outer, AxisLayout(own.axis, parts, each)) for outer in layouts for each in patterns]
         padded = None if rule.padded is None else _stored_dim(named, rule.padded)
         return Ruled(layouts=tuple(map(Layout, layouts)), padded=padded)
-
-    def _stacked(self, named: Named) -> tuple[AxisLayout, ...]:
-        """The axis over experts that one tensor holds."""
-        if "expert" not in named.stacked or self.degrees.get("ep", 1) == 1:
-            return ()
-        return (AxisLayout("ep", self.degrees["ep"], pattern("shard", dim=named.stacked.index("expert"))),)
 
     def _patterns(
         self, own: AxisRule, named: Named, shape: tuple[int, ...], local_shape: tuple[int, ...]

@@ -50,12 +50,16 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
             f"got\n{listed(wrong)}\nThe files are of different runs"
         )
     if run.stage == 3:
-        add_sub_groups(part, run, checksums, problems)
+        for number, shapes in enumerate(run.model.groups):
+            chunks = Chunks({name: prod(shape) for name, shape in shapes.items()}, run.ranks)
+            shards = tuple(_shard(file, rank, number, number) for rank, file in run.optimizers.items())
+            group = FlatGroupStates(label=f"sub-group {number}", shapes=shapes, layouts=(chunks,), shards=shards)
+            add_flat_group(part, group, checksums, problems)
         members = sub_group_params(groups, run.model.groups, f"param_groups of {next(iter(files))}")
     else:
         members = add_groups(part, run, checksums, problems)
     problems.raise_any(run.folder, f"ZeRO-{run.stage} over {run.ranks} ranks")
-    part.groups = [ParamGroup(params=own, hyper=group.hyper) for group, own in zip(groups, members, strict=True)]
+    part.groups = [ParamGroup(params=names, hyper=own.hyper) for own, names in zip(groups, members, strict=True)]
     part.take_group_steps()
     part.extras += optimizer_extras(run, checksums)
     return part
@@ -208,18 +212,6 @@ def _displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> list[
         if is_view and ref.offset - storage.offset != start * ref.dtype.itemsize:
             found.append(name)
     return sorted(found)
-
-
-def add_sub_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problems: Problems) -> None:
-    """Add the states of every sub-group."""
-    for number, own in enumerate(run.model.groups):
-        group = FlatGroupStates(
-            label=f"sub-group {number}",
-            shapes=own,
-            layouts=(Chunks({name: prod(shape) for name, shape in own.items()}, run.ranks),),
-            shards=tuple(_shard(file, rank, number, number) for rank, file in run.optimizers.items()),
-        )
-        add_flat_group(part, group, checksums, problems)
 
 
 def sub_group_params(

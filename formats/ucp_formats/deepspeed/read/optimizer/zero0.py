@@ -210,18 +210,18 @@ def slots_of(optimizer: UnshardedOptimizer) -> list[SlotGroup]:
     if optimizer.masters:
         return [Slots(tuple(ref.shape for ref in own)) for own in optimizer.masters]
     state, groups = optimizer.torch.state, optimizer.torch.groups
-    shown = [[_shape_of(state.get(slot, {})) for slot in group.slots] for group in groups]
+    shown: list[list[Shape | None]] = []
+    for group in groups:  # the shape that the states of each show; None where they show none, or several
+        shown.append([])
+        for slot in group.slots:
+            tensors = (value for name, value in state.get(slot, {}).items() if name != STEP)
+            shapes = {value.shape for value in tensors if isinstance(value, TensorRef)}
+            if len(shapes) > 1:  # counts beside others aside
+                shapes = {shape for shape in shapes if prod(shape) != 1}
+            shown[-1].append(shapes.pop() if len(shapes) == 1 else None)
     if all(shape is None or prod(shape) == 1 for own in shown for shape in own):  # counts, which are of no shape
         shown = [[None] * len(own) for own in shown]
     return [Slots(tuple(own)) for own in shown]
-
-
-def _shape_of(state: Mapping[str, object]) -> Shape | None:
-    """Shape that the states of a parameter show, counts beside others aside; None where they do not, or differ."""
-    shapes = {value.shape for name, value in state.items() if isinstance(value, TensorRef) and name != STEP}
-    if len(shapes) > 1:
-        shapes = {shape for shape in shapes if prod(shape) != 1}
-    return shapes.pop() if len(shapes) == 1 else None
 
 
 def _add_slots(

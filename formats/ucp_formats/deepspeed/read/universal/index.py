@@ -201,7 +201,8 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     ranks = universal_ranks(models, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
-    shared = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS), problems)
+    shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
+    problems.add(wrong)
     every = parsed([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
     (states_of_all,) = every

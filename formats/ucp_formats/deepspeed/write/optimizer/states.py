@@ -239,11 +239,6 @@ def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     return Wrapper.FUSED if fused else Wrapper.UNFUSED
 
 
-def is_flat(facts: RunFacts, groups: Sequence[Group], stage: int) -> bool:
-    """Whether all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then."""
-    return stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
-
-
 def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: Wrapper) -> dict[str, object]:
     """`optimizer` of the model-states file."""
     if kind is Wrapper.PLAIN:
