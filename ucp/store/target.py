@@ -69,7 +69,7 @@ class StoreTarget(Target):
             for dtype in (atom.dtype_of(name, options.dtypes),)
             if dtype is not state.dtype or not is_inline(state)
         ]
-        files, placements = _LAID_OUT[layout if not options.compress else "compressed"](slices)
+        files, placements = _compressed(slices) if options.compress else _safetensors(slices, layout=layout)
         extras = list(_laid(index.extras))
         return TargetPlan(
             files=(*files, *(file for _, file, _ in extras)),
@@ -137,35 +137,34 @@ def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
         yield sorted(pack, key=lambda own: (-own.dtype.itemsize, order[own.state]))
 
 
-def _packed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
-    twice = [name for name, count in Counter(f"{own.param}/{own.state}" for own in slices).items() if count > 1]
-    if twice:
-        raise DestinationError(
-            "expected parameters and states whose names differ when they are joined by '/', as tensors of packs are "
-            f"named; got {counted(len(twice), 'name')} for several:\n{listed(map(repr, twice))}\n"
-            "rename them in the model, or use --layout per-parameter or --compress, which keep them apart"
+def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFile], list[Placement]]:
+    """Packs, or a file for each state."""
+    if layout == "per-parameter":
+        paths = [f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors" for own in slices]
+        check_named(
+            zip((own.param for own in slices), paths, strict=True),
+            expected="names that can be those of files (atoms/<parameter>/<state>.safetensors, characters but letters, "
+            "digits and _.-~ as %XX)",
+            remedy="keep them in packs, which have no such bound: drop --layout per-parameter",
         )
+        parts = [[own] for own in slices]
+    else:
+        twice = [name for name, count in Counter(f"{own.param}/{own.state}" for own in slices).items() if count > 1]
+        if twice:
+            raise DestinationError(
+                "expected parameters and states whose names differ when they are joined by '/', as tensors of packs "
+                f"are named; got {counted(len(twice), 'name')} for several:\n{listed(map(repr, twice))}\n"
+                "rename them in the model, or use --layout per-parameter or --compress, which keep them apart"
+            )
+        parts = list(_packs(slices, PACK))
+        paths = [f"packs/{number:05d}.safetensors" for number in range(len(parts))]
     files, placements = [], []
-    for number, pack in enumerate(_packs(slices, PACK)):
-        file, own = _safetensors(f"packs/{number:05d}.safetensors", pack)
-        files.append(file)
-        placements.extend(own)
-    return files, placements
-
-
-def _per_parameter(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placement]]:
-    paths = [f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors" for own in slices]
-    check_named(
-        zip((own.param for own in slices), paths, strict=True),
-        expected="names that can be those of files (atoms/<parameter>/<state>.safetensors, characters but letters, "
-        "digits and _.-~ as %XX)",
-        remedy="keep them in packs, which have no such bound: drop --layout per-parameter",
-    )
-    files, placements = [], []
-    for own, path in zip(slices, paths, strict=True):
-        file, placed = _safetensors(path, [own])
-        files.append(file)
-        placements.extend(placed)
+    for path, part in zip(paths, parts, strict=True):
+        entries = [(f"{own.param}/{own.state}", own.dtype, own.local_shape) for own in part]
+        header = layout_safetensors(entries, metadata={"format": "pt", "producer": producer()})
+        files.append(OutputFile(path=path, nbytes=header.nbytes, literals=(Literal(0, header.header),)))
+        offsets = header.offsets.values()
+        placements += [Placement(slice=own, path=path, offset=at) for own, at in zip(part, offsets, strict=True)]
     return files, placements
 
 
@@ -183,19 +182,6 @@ def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placeme
             Placement(slice=own, path=files[-1].path, offset=at) for own, at in zip(pack, starts, strict=False)
         ]
     return files, placements
-
-
-_LAID_OUT = {"packed": _packed, "virtual": _packed, "per-parameter": _per_parameter, "compressed": _compressed}
-
-
-def _safetensors(path: str, slices: Sequence[Slice]) -> tuple[OutputFile, list[Placement]]:
-    entries = [(f"{own.param}/{own.state}", own.dtype, own.local_shape) for own in slices]
-    layout = layout_safetensors(entries, metadata={"format": "pt", "producer": producer()})
-    placements = [
-        Placement(slice=own, path=path, offset=layout.offsets[name])
-        for own, (name, _, _) in zip(slices, entries, strict=True)
-    ]
-    return OutputFile(path=path, nbytes=layout.nbytes, literals=(Literal(0, layout.header),)), placements
 
 
 def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:

@@ -4,9 +4,6 @@
 `ucp.io.pickle.unpickle`: classes are told by name alone, so that those of frameworks built on torch
 (and those that moved between versions of torch) are the same to us. Plans of the writer (`all_local_plans`) are not
 read.
-
->>> ItemPlace(file="__0_0.distcp", offset=0, nbytes=1513).stop
-1513
 """
 
 from __future__ import annotations
@@ -41,11 +38,6 @@ class ItemPlace(NamedTuple):
     """First byte."""
     nbytes: int
     """Bytes."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last byte."""
-        return self.offset + self.nbytes
 
 
 class Chunk(NamedTuple):

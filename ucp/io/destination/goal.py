@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,11 @@ class Making:
             "files of the source: not those that were read then, or changed since; or those of --rename, --patterns, "
             "--shapes-from or --set config"
         )
-        return list(self._apart(recorded)) or [files]
-
-    def _apart(self, there: Mapping[str, Any]) -> Iterator[str]:
-        for name in dict.fromkeys((*self.facts, *there)):
-            own, other = self.facts.get(name), there.get(name)
-            if own != other:
-                yield f"{name}: {other or 'by default'} then, {own or 'by default'} now"
+        return [
+            f"{name}: {recorded.get(name) or 'by default'} then, {self.facts.get(name) or 'by default'} now"
+            for name in dict.fromkeys((*self.facts, *recorded))
+            if self.facts.get(name) != recorded.get(name)
+        ] or [files]
 
 
 def this_process() -> dict[str, str | int]:
@@ -81,7 +79,11 @@ def check_destination(src: Path, dst: Path) -> None:
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if dst.exists() and not dst.is_dir():
         raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
-    if _holds_current_folder(goal):
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # removed by somebody
+        here = Path("/")
+    if goal == here or goal in here.parents:
         raise DestinationError(f"{dst} is, or holds, the current folder, which a rename would replace; go elsewhere")
     parent = goal.parent
     scheme = url_scheme(dst)
@@ -165,14 +167,6 @@ def begun_otherwise(
         f"{place} was begun from another source, another version of it, or with other options"
         f"{_told(making.differences(recorded.get('made')))}{advice}"
     )
-
-
-def _holds_current_folder(goal: Path) -> bool:
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:  # removed by somebody
-        return False
-    return goal == here or goal in here.parents
 
 
 def _told(lines: list[str]) -> str:

@@ -7,7 +7,7 @@ still there as it was written.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,7 @@ def find_damage(dst: Path, mark: Mark, *, measured: Collection[str] | None = Non
     `measured`: which files have their length compared, beside those with a CRC-32; all, if not given. A file that the
     framework overwrites only has to be there.
     """
-    return [f"{path}: {what}" for path, what in _differences(dst, mark, measured)]
-
-
-def _differences(dst: Path, mark: Mark, measured: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    sums = mark.crc32
+    damage, sums = [], mark.crc32
     sizes = mark.files if isinstance(mark.files, dict) else dict.fromkeys(mark.files)
     for path, nbytes in sizes.items():
         if measured is not None and path not in measured and path not in sums:
@@ -114,13 +110,14 @@ def _differences(dst: Path, mark: Mark, measured: Collection[str] | None) -> Ite
         try:
             length = (dst / path).stat().st_size
             if nbytes is not None and length != nbytes:
-                yield path, f"expected {nbytes:,} bytes; got {length:,}"
+                damage.append(f"{path}: expected {nbytes:,} bytes; got {length:,}")
             elif path in sums and _crc32(dst / path) != sums[path]:
-                yield path, "its bytes are not those that were written (CRC-32 differs)"
+                damage.append(f"{path}: its bytes are not those that were written (CRC-32 differs)")
         except (FileNotFoundError, NotADirectoryError):
-            yield path, "missing"
+            damage.append(f"{path}: missing")
         except (OSError, SourceError) as error:
-            yield path, f"cannot be read ({error})"
+            damage.append(f"{path}: cannot be read ({error})")
+    return damage
 
 
 def _crc32(path: Path) -> int:

@@ -121,27 +121,23 @@ class Staging:
         self._take_lock(shared=True, waiting=waiting)
         try:
             check_goal(self.dst, making, resume=True, overwrite=overwrite)
-            return self._begin_together(making)
+            for folder in (self.data, self.parts):
+                folder.mkdir(exist_ok=True)
+            if self._has_parts() and not self._journal.exists():  # in this order: parts begin once it is there
+                raise self._damaged()
+            if not self._journal.exists():  # one of the parts writes the first line, and all read it
+                draft = self._new_journal(making)
+                with suppress(FileExistsError):  # another part was first
+                    os.link(draft, self._journal)
+                draft.unlink()
+            lines, _ = _whole_lines(self._journal.read_bytes())
+            if not lines:
+                raise self._damaged()
+            if lines[0].get("fingerprint") != making.fingerprint:
+                raise self._begun_otherwise(making, lines[0])
         except BaseException:
             self.release()
             raise
-
-    def _begin_together(self, making: Making) -> list[dict[str, object]]:
-        """`join`, once nobody is at work here but parts: one of them writes the first line, and all read it."""
-        for folder in (self.data, self.parts):
-            folder.mkdir(exist_ok=True)
-        if self._has_parts() and not self._journal.exists():  # in this order: parts begin once it is there
-            raise self._damaged()
-        if not self._journal.exists():
-            own = self._new_journal(making)
-            with suppress(FileExistsError):  # another part was first
-                os.link(own, self._journal)
-            own.unlink()
-        lines, _ = _whole_lines(self._journal.read_bytes())
-        if not lines:
-            raise self._damaged()
-        if lines[0].get("fingerprint") != making.fingerprint:
-            raise self._begun_otherwise(making, lines[0])
         return lines[1:]
 
     def _has_parts(self) -> bool:
@@ -177,7 +173,9 @@ class Staging:
         self._check_links()
         for left in self.folder.glob(f"{TEMPORARY}*"):
             left.unlink()
-        self._put_back()
+        for old in sorted(self.folder.glob("old-*")):  # of a commit that was cut off between its two renames
+            if not self.dst.exists():
+                os.rename(old, self.dst)
         check_goal(self.dst, making, resume=resume, overwrite=overwrite)
         lines = self._read_journal() if resume else []
         self._is_begun = bool(lines)
@@ -213,12 +211,6 @@ class Staging:
         finally:
             os.close(descriptor)
 
-    def _put_back(self) -> None:
-        """Undo the first half of a commit that was cut off between its two renames."""
-        for old in sorted(self.folder.glob("old-*")):
-            if not self.dst.exists():
-                os.rename(old, self.dst)
-
     def note(self, line: dict[str, object]) -> None:
         """Add a line to the journal."""
         self._is_begun = True
@@ -245,7 +237,9 @@ class Staging:
         """
         self._is_begun = True  # what is replaced lies in the folder between the renames
         if fsync:
-            _sync_tree(self.data)
+            for folder, _, names in os.walk(self.data):
+                for name in (*names, ""):
+                    sync(Path(folder, name))
         if self.dst.exists():
             os.rename(self.dst, self.folder / f"old-{time.time_ns()}")
         os.rename(self.data, self.dst)
@@ -283,7 +277,10 @@ class Staging:
         """Lock the place. Raises BusyError where it is still locked after `patience` seconds (`_PATIENCE`)."""
         if self._try_lock(shared=shared):
             return
-        holder = self._holder()
+        try:
+            holder = describe_process((self.folder / "lock").read_bytes())
+        except OSError:  # it has ended since
+            holder = describe_process(b"")
         deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
         with waiting(holder):
             while not self._try_lock(shared=shared):
@@ -293,13 +290,6 @@ class Staging:
                         "ended, or end it; or choose another folder"
                     )
                 time.sleep(0.05)
-
-    def _holder(self) -> str:
-        """Which process has the place to itself, for messages."""
-        try:
-            return describe_process((self.folder / "lock").read_bytes())
-        except OSError:  # it has ended since
-            return describe_process(b"")
 
     def _try_lock(self, *, shared: bool = False) -> bool:
         """Lock the place, unless it is locked, or was removed by who had it before."""
@@ -335,8 +325,11 @@ class Staging:
 def lines_of(texts: Iterable[bytes]) -> Iterator[dict[str, object]]:
     """Lines of a journal up to the first that cannot be read."""
     for text in texts:
-        line = _line(text)
-        if line is None:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            return
+        if not isinstance(line, dict) or not text.endswith(b"\n"):
             return
         yield line
 
@@ -346,22 +339,6 @@ def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
     texts = text.splitlines(keepends=True)
     lines = list(lines_of(texts))
     return lines, sum(map(len, texts[: len(lines)]))
-
-
-def _line(text: bytes) -> dict[str, object] | None:
-    """A line of the journal; None when it was cut short."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and text.endswith(b"\n") else None
-
-
-def _sync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            sync(Path(folder) / name)
-        sync(Path(folder))
 
 
 def sync(path: Path) -> None:

@@ -52,7 +52,8 @@ class RemotePath(PosixPath):
 
     def relative_to(self, *other: Any, **options: Any) -> Any:
         """What follows `other`, as a path of its own."""
-        return PurePosixPath(*PurePosixPath(*self.parts).relative_to(PurePosixPath(*_parts(*other))).parts)
+        above = PurePosixPath(*(part for path in other for part in type(self)(path).parts))
+        return PurePosixPath(*PurePosixPath(*self.parts).relative_to(above).parts)
 
     def exists(self, **_: bool) -> bool:
         """Whether an object, or a folder of some, is there."""
@@ -79,10 +80,6 @@ class RemotePath(PosixPath):
         seconds = found.mtime_ns // 10**9
         times = {"st_mtime_ns": found.mtime_ns, "st_atime_ns": found.mtime_ns, "st_ctime_ns": found.mtime_ns}
         return os.stat_result((mode | 0o444, 0, 0, 1, 0, 0, found.nbytes, seconds, seconds, seconds), times)
-
-    def lstat(self) -> os.stat_result:
-        """The same as `stat`."""
-        return self.stat()
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override]  # a generator of Python 3.13 is an iterator
         """What lies in the folder. Raises FileNotFoundError."""
@@ -131,7 +128,3 @@ def names_of(path: RemotePath) -> list[str]:
         number = errno.ENOTDIR if path.is_file() else errno.ENOENT
         raise OSError(number, os.strerror(number), str(path))
     return list(found)
-
-
-def _parts(*other: Any) -> tuple[str, ...]:
-    return tuple(part for own in other for part in RemotePath(own).parts)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from ucp.errors import UsageError
 
@@ -111,12 +110,7 @@ def redacted(text: str) -> str:
     'cannot connect to http://***@host/x?***'
     """
     text = _QUERY.sub("?***", _USER.sub("***@", text)) if "://" in text else text
-    for secret in _secrets():
-        text = text.replace(secret, "***")
-    return text
-
-
-def _secrets() -> Iterator[str]:
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name) and "FILE" not in name:
-            yield value
+            text = text.replace(value, "***")
+    return text

@@ -99,16 +99,11 @@ class ZipMember(NamedTuple):
     """General purpose flags; bit 3: a data descriptor follows the data."""
 
     @property
-    def is_zip64(self) -> bool:
-        """Whether torch writes 64-bit sizes around this member."""
-        return self.nbytes >= UINT32_MAX or self.header >= UINT32_MAX
-
-    @property
     def descriptor_nbytes(self) -> int:
         """Bytes of the data descriptor that torch writes after the data."""
         if not self.flags & 0x0008:
             return 0
-        return 24 if self.is_zip64 else 16
+        return 24 if max(self.nbytes, self.header) >= UINT32_MAX else 16
 
 
 def aligned_start(*, header: int, name_nbytes: int, nbytes: int = 0) -> int:
