@@ -191,15 +191,15 @@ def config_conflicts(
     yield from _general(config, shapes)
     yield from _of_family(config, shapes, family)
     yield from shape_conflicts(family.bind(arguments=config.values, shapes=shapes), shapes, _STYLES[0])
-    foreign = [name for name in distinct_shapes(shapes) if family.rules_of(name) and not _is_expected(family, name)]
+
+    def is_expected(name: str) -> bool:
+        """Whether transformers has it: on disk or in memory, with or without the prefix of a model with a head."""
+        full_names = [f"{prefix}{name}" for prefix in _PREFIXES]
+        return any(True for full in full_names for style in _STYLES for _ in family.readings(full, style))
+
+    foreign = [name for name in distinct_shapes(shapes) if family.rules_of(name) and not is_expected(name)]
     if foreign:
         yield f"names that transformers does not have for such a model: {', '.join(foreign[:4])}"
-
-
-def _is_expected(family: Family, name: str) -> bool:
-    """Whether transformers has the name: on disk or in memory, with or without the prefix of a model with a head."""
-    full_names = [f"{prefix}{name}" for prefix in _PREFIXES]
-    return any(True for full in full_names for style in _STYLES for _ in family.readings(full, style))
 
 
 def _general(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -311,17 +311,14 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
     if not isinstance(rows, int):
         note = f"how many tokens there are is not recorded: {', '.join(padded)} may have rows of padding at the end"
         return replace(index, notes=(*index.notes, note))
-    cut = {name: _cut(index.atoms[name], rows) for name in padded if 0 < rows < index.atoms[name].global_shape[0]}
+    cut: dict[str, AtomIndex] = {}
+    for name, atom in ((name, index.atoms[name]) for name in padded):
+        if 0 < rows < atom.global_shape[0]:
+            shape, state = (rows, *atom.global_shape[1:]), atom.states[WEIGHT]
+            weight = patched(state, Made.whole(name, shape), {name: state.fragments})
+            cut[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
     if not cut:
         return index
     left = counted(index.atoms[next(iter(cut))].global_shape[0] - rows, "row")
     note = f"{left} of padding left out after the {rows:,} of the vocabulary: {', '.join(cut)}"
     return replace(index, atoms={**index.atoms, **cut}, notes=(*index.notes, note))
-
-
-def _cut(atom: AtomIndex, rows: int) -> AtomIndex:
-    """The first `rows` rows of the weight."""
-    shape = (rows, *atom.global_shape[1:])
-    state = atom.states[WEIGHT]
-    weight = patched(state, Made.whole(atom.name, shape), {atom.name: state.fragments})
-    return replace(atom, global_shape=shape, states={WEIGHT: weight})

@@ -59,7 +59,10 @@ class HuggingFaceFormat(Format):
         config = config_in(absolute(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located.root, located.content)).index(self.name)
-        return index if located.content.is_lone else _beside(index)
+        if located.content.is_lone:
+            return index
+        folder = SaveFolder(path_of(index.path))
+        return with_companions(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -90,7 +93,8 @@ class _Reading:
         """The index."""
         root = absolute(self.located.root)
         tensors = self._untied()
-        order = self._order(tensors)
+        is_in_order = self.located.content.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep it
+        order = list(tensors) if is_in_order else in_model_order(tensors, self.config.get("model_type"))
         shapes = {name: own.shape for name, own in tensors.items()}
         family = find_family(shapes, self.config)
         buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
@@ -151,12 +155,6 @@ class _Reading:
         self.aliases[output] = embedding
         return tensors
 
-    def _order(self, tensors: Mapping[str, SavedTensor]) -> list[str] | None:
-        """Names in the order of the model, where that is known."""
-        if self.located.content.files[0].endswith((".bin", ".bin.index.json")):
-            return list(tensors)
-        return in_model_order(tensors, self.config.get("model_type"))
-
     def _producer(self) -> str:
         if self.located.content.form is Form.OF_RANKS:
             return "torch.distributed.checkpoint, HuggingFaceStorageWriter"
@@ -198,15 +196,6 @@ class _Reading:
         if self.located.content.others:
             first, others = self.located.content.files[0], ", ".join(self.located.content.others)
             yield f"{first} is preferred to other files with weights, which are not read: {others}"
-
-
-def _beside(index: Index) -> Index:
-    """`index` with what else lies in the folder."""
-
-    def is_own(path: Path) -> bool:
-        return is_weights(path.name) or path.name == CONFIG
-
-    return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_own)
 
 
 def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Family | None) -> set[str]:

@@ -7,31 +7,34 @@
     DST/tokenizer.json ...                   what is published with the model, where it is known
 
 Weights alone: the format has no place for the rest. They are of the type that the model computes with, where the
-source keeps masters of another.
+source keeps masters of another. The cut into files is greedy, in the order of the model (huggingface_hub 2.4,
+`serialization/_base.py`), and each file has the bytes that safetensors' own writer gives it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.contract.companions import companions_of, is_adapter, is_companion, left_text, place_companions
 from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
-from ucp.contract.output_names import check_text
+from ucp.contract.output_names import check_text, shorter
 from ucp.contract.protocols import Target
 from ucp.contract.registry import names_of, target_family
 from ucp.core.dtypes import DType
 from ucp.core.fragments import with_copies
 from ucp.core.index import AtomIndex, Index, Kind, check_weights
 from ucp.core.names import WEIGHT
-from ucp.core.slices import whole_slice
-from ucp.core.target import Literal, OutputFile, TargetOptions, TargetPlan, casts
+from ucp.core.slices import Slice, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, TargetOptions, TargetPlan, casts
 from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
+from ucp.io.safetensors import layout_safetensors
 from ucp_formats.huggingface.config import (
     NONE,
     ModelConfig,
@@ -44,11 +47,22 @@ from ucp_formats.huggingface.config import (
     without_padding,
 )
 from ucp_formats.huggingface.locate import CONFIG
-from ucp_formats.huggingface.shards import MAX_SHARD_SIZE, NewTensor, Shard, laid_out, nbytes_of_shard
 from ucp_formats.huggingface.source import buffers_of, find_family
 
-__all__ = ["HuggingFaceTarget"]
+__all__ = ["MAX_SHARD_SIZE", "HuggingFaceTarget", "NewTensor", "Shard", "laid_out", "nbytes_of_shard"]
 
+
+MAX_SHARD_SIZE = "5GB"
+"""Default of huggingface_hub; transformers 5 has 50GB."""
+
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]B)?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_ORDER = (
+    *(DType.BOOL, DType.UINT8, DType.INT8, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FNUZ),
+    *(DType.FLOAT8_E5M2FNUZ, DType.INT16, DType.UINT16, DType.FLOAT16, DType.BFLOAT16, DType.INT32, DType.UINT32),
+    *(DType.FLOAT32, DType.COMPLEX64, DType.FLOAT64, DType.INT64, DType.UINT64),
+)
+"""Types in the order of safetensors 0.8 (`Dtype` in tensor.rs), which writes the last of them first."""
 _TIES = "tie_word_embeddings"
 _INDEX = "model.safetensors.index.json"
 _SETTINGS = {
@@ -274,3 +288,84 @@ def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None
     plan = place_companions(written, plan)
     dropped = (left_text(left, "of the training, not of the model"),) if left else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTensor:
+    """A tensor to be written."""
+
+    name: str
+    """Name in the file."""
+    slice: Slice
+    """Its elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A file of tensors, laid out."""
+
+    path: str
+    """Its name."""
+    file: OutputFile
+    """Its size and header."""
+    placements: tuple[Placement, ...]
+    """What fills it, in increasing offset."""
+    names: tuple[str, ...]
+    """Tensors in it."""
+
+
+def nbytes_of_shard(size: str) -> int:
+    """Bytes of a size such as 5GB, of the units of huggingface_hub: powers of 1000. Raises UsageError.
+
+    >>> nbytes_of_shard("1.5 mb"), nbytes_of_shard("4096")
+    (1500000, 4096)
+    """
+    found = _SIZE.fullmatch(size.strip())
+    nbytes = int(float(found[1]) * _UNITS[(found[2] or "").upper()]) if found else 0
+    if nbytes < 1:
+        raise UsageError(
+            "expected --set max_shard_size= a size above 0, such as 5GB or 500MB (KB, MB, GB, TB are powers of 1000); "
+            f"got {shorter(size)!r}"
+        )
+    return nbytes
+
+
+def laid_out(tensors: Sequence[NewTensor], *, limit: int) -> list[Shard]:
+    """The files, of at most `limit` bytes of tensors each; a tensor that is larger has one of its own."""
+    lone: list[list[NewTensor]] = []
+    current: list[NewTensor] = []
+    room = limit
+    for own in tensors:
+        nbytes = own.slice.nbytes
+        if nbytes > limit:
+            lone.append([own])
+            continue
+        if nbytes > room:
+            lone.append(current)
+            current, room = [], limit
+        current.append(own)
+        room -= nbytes
+    parts = [*lone, current] if current or not lone else lone
+    count = len(parts)
+    names = (f"-{number:05d}-of-{count:05d}" if count > 1 else "" for number in range(1, count + 1))
+    shards = []
+    for suffix, part in zip(names, parts, strict=True):
+        path, ordered = (
+            f"model{suffix}.safetensors",
+            sorted(part, key=lambda own: (-_ORDER.index(own.slice.dtype), own.name)),
+        )
+        entries = [(own.name, own.slice.dtype, own.slice.local_shape) for own in ordered]
+        layout = layout_safetensors(entries, metadata={"format": "pt"}, alignment=8)
+        shards.append(
+            Shard(
+                path=path,
+                file=OutputFile(path=path, nbytes=layout.nbytes, literals=(Literal(0, layout.header),)),
+                placements=tuple(
+                    Placement(slice=own.slice, path=path, offset=layout.offsets[own.name])
+                    for own in ordered
+                    if own.slice.nbytes
+                ),
+                names=tuple(own.name for own in part),
+            )
+        )
+    return shards

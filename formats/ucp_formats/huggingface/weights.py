@@ -141,7 +141,10 @@ def _missing(files: Sequence[str]) -> Iterable[str]:
 def _try(path: str, name: str, problems: Problems) -> _File | None:
     """What a file holds, or None and a problem."""
     try:
-        return _read_bin(path) if name.endswith(BIN) else _read_safetensors(path)
+        if name.endswith(BIN):
+            return _read_bin(path)
+        header = read_header(path)
+        return _File(header.tensors, header.metadata)
     except MissingFileError as error:
         problems.missing.append(str(error))
     except UnsupportedError as error:
@@ -149,11 +152,6 @@ def _try(path: str, name: str, problems: Problems) -> _File | None:
     except (SourceError, CorruptError) as error:
         problems.wrong.append(str(error))
     return None
-
-
-def _read_safetensors(path: str) -> _File:
-    header = read_header(path)
-    return _File(header.tensors, header.metadata)
 
 
 def _read_bin(path: str) -> _File:

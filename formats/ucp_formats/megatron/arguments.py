@@ -165,7 +165,13 @@ def read_arguments(value: object, where: str) -> Arguments:
     for name, keys in _KEYS.items():
         key = next((key for key in keys if raw.get(key) is not None), None)
         if key is not None:
-            typed[name] = _typed(raw[key], f"{key} in the arguments of {where}", is_flag=name in _FLAGS)
+            number, is_flag = raw[key], name in _FLAGS
+            if not isinstance(number, int) or (isinstance(number, bool) and not is_flag):
+                wanted = "true or false" if is_flag else "a whole number"
+                raise MalformedError(
+                    f"expected {wanted} for {key} in the arguments of {where}; got {described(number)}"
+                )
+            typed[name] = bool(number) if is_flag else number
             is_too_many = name == "num_layers" and typed[name] > _MOST_LAYERS
             if is_too_many or (name in _SIZES and typed[name] < 0):
                 wrong.append(f"{key}: {raw[key]}")
@@ -175,14 +181,7 @@ def read_arguments(value: object, where: str) -> Arguments:
             "They are damaged or were edited: use another copy"
         )
     fitting = {field.name: typed[field.name] for field in fields(Arguments) if field.name in typed}
-    return Arguments(raw=raw, **fitting)  # type: ignore[arg-type]  # _typed gives bool for flags and int for the rest
-
-
-def _typed(value: object, where: str, *, is_flag: bool) -> int | bool:
-    if not isinstance(value, int) or (isinstance(value, bool) and not is_flag):
-        wanted = "true or false" if is_flag else "a whole number"
-        raise MalformedError(f"expected {wanted} for {where}; got {described(value)}")
-    return bool(value) if is_flag else value
+    return Arguments(raw=raw, **fitting)  # type: ignore[arg-type]  # bool for flags and int for the rest
 
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")

@@ -54,12 +54,9 @@ def read_native(
 
         merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
     run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
-    configured = run.config.zero_stage
-    stage_notes = []
-    if configured not in (None, run.stage):
-        stage_notes = [
-            f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}, which is what counts"
-        ]
+    if (configured := run.config.zero_stage) not in (None, run.stage):
+        stages = f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}"
+        module.notes.insert(0, f"{stages}, which is what counts")
     by_family = grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root
     return Index(
         path=str(folder.path),
@@ -75,13 +72,7 @@ def read_native(
         extras=joined(optimizer.extras, module.extras),
         files=tuple(source_files((file.path, file.name.label) for file in grid.files)),
         records=tuple(record for file in grid.files for record in file.records),
-        notes=(
-            *(note for rank in grid.runs.values() for note in rank.notes),
-            *stage_notes,
-            *module.notes,
-            *optimizer.notes,
-            *folder_notes(folder),
-        ),
+        notes=(*grid.notes, *module.notes, *optimizer.notes, *folder_notes(folder)),
         dropped=(*module.dropped, *optimizer.dropped),
         doubts=tuple(merged.doubts),
         lost=optimizer.lost,

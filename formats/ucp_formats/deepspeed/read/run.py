@@ -143,6 +143,11 @@ class SavedGrid:
         return self.runs[0]
 
     @property
+    def notes(self) -> Iterator[str]:
+        """What was tolerated."""
+        yield from (note for run in self.runs.values() for note in run.notes)
+
+    @property
     def is_pipeline(self) -> bool:
         """Whether the modules are in files of layers."""
         return any(run.model.module is None for run in self.runs.values())
@@ -161,11 +166,8 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     models = parsed(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
     optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
     is_pipeline = any(model.module is None for model in models)
-    layers = (
-        dict(parsed(by_role[Role.LAYER], lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
-        if is_pipeline
-        else {}
-    )
+    layer_files = by_role[Role.LAYER] if is_pipeline else ()
+    layers = dict(parsed(layer_files, lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
     size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
     least = len({name.mp for name in folder.files})
     runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}

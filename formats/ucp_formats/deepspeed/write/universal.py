@@ -97,14 +97,7 @@ class DeepSpeedUniversalTarget(EngineTarget):
         groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)
         check_flat(groups)
-        others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
-        if others:  # `load_hp_checkpoint_state` takes them for tensors and fails (0.19.8)
-            left_out = " ".join(f"--exclude '*/{name}'" for name in others)
-            raise UnsupportedError(
-                f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
-                f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it "
-                f"out ({left_out})"
-            )
+        _check_counts(groups)
         note_step_casts(facts, groups)
         check_places(
             tag(index), {atom.name: tuple(_stems(group).values()) for group in groups for atom in group.params}
@@ -116,6 +109,18 @@ class DeepSpeedUniversalTarget(EngineTarget):
         ]
         notes = (*group_notes(groups, flat=True), *_warnings(facts, groups))
         return self.finished(facts, target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
+
+
+def _check_counts(groups: Sequence[Group]) -> None:
+    """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
+    others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
+    if others:
+        left_out = " ".join(f"--exclude '*/{name}'" for name in others)
+        raise UnsupportedError(
+            f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
+            f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it out "
+            f"({left_out})"
+        )
 
 
 def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:

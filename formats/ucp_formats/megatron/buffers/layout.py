@@ -128,21 +128,15 @@ class _Ground:
         starts = list(self._starts(at))
         for follows in (False, True):
             found = [
-                step
+                _Step(place, number, place.segment, place.start + self.numels[number], begin)
                 for place, begin in starts
-                if (place.segment != at.segment) == follows
-                for step in self._placed(at, place, begin)
+                if (place.segment != at.segment) == follows and place.segment < len(self.segments)
+                for number in sorted((own for own in self.fitting(place) if own < at.number), reverse=True)
+                if place.start + self.numels[number] <= self.segments[place.segment]
             ]
             yield from reversed(found) if last else found
         if at.segment >= len(self.segments) - 1 and sum(self.segments[at.segment :]) - at.end <= self.slack:
             yield at._replace(place=None)
-
-    def _placed(self, at: _Step, place: Place, begin: int) -> Iterator[_Step]:
-        if place.segment < len(self.segments):
-            for number in sorted((own for own in self.fitting(place) if own < at.number), reverse=True):
-                stop = place.start + self.numels[number]
-                if stop <= self.segments[place.segment]:
-                    yield _Step(place, number, place.segment, stop, begin)
 
     def _starts(self, at: _Step) -> Iterator[tuple[Place, int]]:
         """Where the next parameter may start, and where its bucket begins.

@@ -170,20 +170,16 @@ def _placed(
         if found and only_first:
             break
     if len(found) > 1:
-        raise ambiguous(f"{buffer.where}: ", _differences(found, shown))
+        at: dict[Place, list[str]] = {}  # places that hold another parameter in one layout than in the next
+        for label, place in chain.from_iterable(own.items() for own in found):
+            at.setdefault(place, []).append(shown[label])
+        lines = [
+            f"element {place.start}: {', '.join(dict.fromkeys(names))}"
+            for place, names in sorted(at.items())
+            if len(names) < len(found) or len(set(names)) > 1
+        ]
+        raise ambiguous(f"{buffer.where}: ", lines)
     return found[0] if found else None
-
-
-def _differences(layouts: Sequence[Mapping[str, Place]], shown: Mapping[str, str]) -> list[str]:
-    """Places that hold another parameter in one layout than in the next, with what they may hold."""
-    at: dict[Place, list[str]] = {}
-    for label, place in chain.from_iterable(own.items() for own in layouts):
-        at.setdefault(place, []).append(shown[label])
-    return [
-        f"element {place.start}: {', '.join(dict.fromkeys(names))}"
-        for place, names in sorted(at.items())
-        if len(names) < len(layouts) or len(set(names)) > 1
-    ]
 
 
 def _by_contents(buffer: Buffer, matcher: FlatBufferMatcher) -> tuple[dict[str, Place], list[str]]:

@@ -201,8 +201,6 @@ _SAME_ARGUMENTS = (
     "padded_vocab_size",
 )
 """Arguments that all ranks of a run have in common, and two runs easily differ in."""
-_Roots = Mapping[str, Mapping[object, object]]
-"""Folder to what its model file says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +295,11 @@ def read_run(folder: Path) -> LegacyRun:
     if has_buffers:
         lacking = (f"{own.name}/{DISTRIBUTED_OPTIMIZER}" for own in folders if own.name not in read)
         problems.missing += [name for name in lacking if not (folder / name).is_file()]
-    _check_same_run(roots, saved, problems)
+    for key in ("iteration", "total_iters", "checkpoint_version"):
+        problems.agree(key, {name: root.get(key) for name, root in roots.items()})
+    for key in _SAME_ARGUMENTS:
+        problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
+    problems.agree("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
     if len(saved) == len(roots):
         numbers = {name: own.raw.get("rank") for name, own in saved.items()}
         problems.wrong += misplaced(grid, folders, arguments, numbers)
@@ -343,25 +345,22 @@ def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
 
 def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | None:
     """The model file of one rank, and that of its buffers, or None and a problem."""
-    model = _try_read(folder / MODEL, problems)
-    has_buffers = (folder / DISTRIBUTED_OPTIMIZER).is_file()
-    buffers = _try_read(folder / DISTRIBUTED_OPTIMIZER, problems) if has_buffers else None
+    archives: dict[str, Archive] = {}
+    for name in (MODEL, DISTRIBUTED_OPTIMIZER):
+        try:
+            if name == MODEL or (folder / name).is_file():
+                archives[name] = read_archive(str(folder / name))
+        except MissingFileError:
+            problems.missing.append(f"{folder.name}/{name}")
+        except UnsupportedError as error:
+            problems.unsupported.append(str(error))
+        except (SourceError, CorruptError) as error:
+            problems.wrong.append(str(error).replace(f"{folder.parent}/", ""))
+    model = archives.get(MODEL)
     if model is not None and not isinstance(model.root, dict):
         problems.unsupported.append(f"{model.path}: expected a dict at the top; got {described(model.root)}")
         return None
-    return None if model is None else (model, buffers)
-
-
-def _try_read(path: Path, problems: Problems) -> Archive | None:
-    try:
-        return read_archive(str(path))
-    except MissingFileError:
-        problems.missing.append(f"{path.parent.name}/{path.name}")
-    except UnsupportedError as error:
-        problems.unsupported.append(str(error))
-    except (SourceError, CorruptError) as error:
-        problems.wrong.append(str(error).replace(f"{path.parent.parent}/", ""))
-    return None
+    return None if model is None else (model, archives.get(DISTRIBUTED_OPTIMIZER))
 
 
 def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], files: tuple[str, ...], problems: Problems) -> None:
@@ -379,15 +378,6 @@ def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], files: tuple[str, .
     problems.wrong += [
         f"extra: {name} lies outside the grid of {grid}" for place, name in there.items() if not grid.contains(place)
     ]
-
-
-def _check_same_run(roots: _Roots, saved: Mapping[str, Arguments], problems: Problems) -> None:
-    for key in ("iteration", "total_iters", "checkpoint_version"):
-        problems.agree(key, {name: root.get(key) for name, root in roots.items()})
-    for key in _SAME_ARGUMENTS:
-        problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
-    has_optimizer = {name: "optimizer" in root for name, root in roots.items()}
-    problems.agree("whether it has an optimizer", has_optimizer)
 
 
 _OF_A_RANK = ("rank", "local_rank")
@@ -408,7 +398,16 @@ def run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[
             extras.append(Extra(name=name, value=next(iter(values.values()))))
         else:
             extras += ranks_extras(run, name, values, checksums)
-    return extras, _differing_arguments(run, checksums)
+    first = run.ranks[0]
+    raws = (rank.arguments.raw.items() for rank in run.ranks)
+    differing = sorted(
+        {key for raw in raws for key, value in raw if not checksums.same(value, first.arguments.raw.get(key))}
+        - {*_OF_A_RANK}
+    )
+    if not differing:
+        return extras, []
+    shown = ", ".join(differing[:8]) + (", ..." if len(differing) > 8 else "")
+    return extras, [f"args of ranks other than {first.name}, which differ in {shown}: the first rank's are kept"]
 
 
 def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
@@ -421,14 +420,3 @@ def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checks
         Extra(name=f"{name}/pp{at.pp}.tp{at.tp}" + (f".ep{at.ep}" if run.grid.ep > 1 else ""), value=own)
         for own, at in places
     ]
-
-
-def _differing_arguments(run: LegacyRun, checksums: Checksums) -> list[str]:
-    raws = {rank.name: rank.arguments.raw for rank in run.ranks}
-    first: Mapping[str, object] = raws[run.ranks[0].name]
-    keys = {key for raw in raws.values() for key, value in raw.items() if not checksums.same(value, first.get(key))}
-    differing = sorted(keys.difference(_OF_A_RANK))
-    if not differing:
-        return []
-    shown = ", ".join(differing[:8]) + (", ..." if len(differing) > 8 else "")
-    return [f"args of ranks other than {run.ranks[0].name}, which differ in {shown}: the first rank's are kept"]

@@ -72,8 +72,12 @@ def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> 
                     dp = data_parallel(run.arguments.topology(), expert=experts)
                     add_buffers(buffers, own, dp, states, prober)
                     _add_groups(own, states)
-                for name, value in _rest(own).items():
-                    rest.setdefault(name, {})[number] = value
+                prefix = "optimizer/" if own.chain is None else f"optimizer/{own.chain}/"
+                others = {key: value for key, value in own.saved.items() if value is not None}
+                if own.inner is not own.saved:
+                    others |= own.inner
+                for key in [key for key in others if key not in _KNOWN]:  # the loss scale, above all
+                    rest.setdefault(f"{prefix}{key}", {})[number] = others[key]
     for name, values in rest.items():
         states.extras += ranks_extras(run, name, values, checksums)
     states.notes = list(dict.fromkeys(states.notes))
@@ -143,15 +147,6 @@ def _add_groups(own: Optimizer, states: LegacyStates) -> None:
     states.notes.append(dealt.note)
     states.dropped += dealt.dropped
     states.lost |= dealt.lost
-
-
-def _rest(own: Optimizer) -> dict[str, object]:
-    """What an optimizer has besides states and groups: the scale of the loss, above all."""
-    chain = "" if own.chain is None else f"{own.chain}/"
-    rest = {str(key): value for key, value in own.saved.items() if key not in _KNOWN and value is not None}
-    if own.inner is not own.saved:
-        rest |= {str(key): value for key, value in own.inner.items() if key not in _KNOWN}
-    return {f"optimizer/{chain}{key}": value for key, value in rest.items()}
 
 
 def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -218,17 +218,14 @@ def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -
         ):
             problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
             continue
-        yield _fused(own)
-
-
-def _fused(parts: Sequence[Whole]) -> Whole:
-    lengths = tuple([part.shape[0] for part in parts])
-    first, before = parts[0], 0
-    pieces = []
-    for part, length in zip(parts, lengths, strict=True):
-        pieces += [Piece(_below(box, before), ref) for box, ref in part.pieces] if before else part.pieces
-        before += length
-    return Whole(name=first.name, shape=(before, *first.shape[1:]), dtype=first.dtype, pieces=pieces, parts=lengths)
+        lengths = tuple([part.shape[0] for part in own])
+        first, before = own[0], 0
+        pieces = []
+        for part, length in zip(own, lengths, strict=True):
+            pieces += [Piece(_below(box, before), ref) for box, ref in part.pieces] if before else part.pieces
+            before += length
+        shape = before, *first.shape[1:]
+        yield Whole(name=first.name, shape=shape, dtype=first.dtype, pieces=pieces, parts=lengths)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -207,12 +207,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     problems.raise_any(str(folder.path), "universal")
     (states_of_all,) = every
     trained = {param: shape for group in ranks.groups for param, shape in group.items()}
-    lost = [param for param, shape in trained.items() if prod(shape) and param not in found.states]
-    if lost:
-        raise MissingFileError(
-            f"expected a folder in {folder.path / UNIVERSAL} for every trained parameter of the model-states files; "
-            f"none is there for {counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
-        )
+    _check_folders(trained, found, str(folder.path / UNIVERSAL))
     model = ranks.first
     records = (*(record for file in (*files, states_of_all.file) for record in file.records), *found.records)
     merged = ranks.module(Checksums(records))
@@ -245,6 +240,15 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
         dropped=(*module.dropped, *dropped),
         recorded_in={"every axis": "folders of zero/: one per parameter, with tensors that are whole"},
     )
+
+
+def _check_folders(trained: Mapping[str, Shape], found: ParameterFolders, zero: str) -> None:
+    lost = [param for param, shape in trained.items() if prod(shape) and param not in found.states]
+    if lost:
+        raise MissingFileError(
+            f"expected a folder in {zero} for every trained parameter of the model-states files; none is there for "
+            f"{counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
+        )
 
 
 def _completed(

@@ -158,14 +158,19 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
         )
     bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
+    note = _note(facts, pipeline, settings, uses, bounds)
+    return Stages(_places(facts, uses, bounds), (note,) if count > 1 else ())
+
+
+def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Uses, bounds: Sequence[int]) -> str:
+    """What was done, and whether the source's stages are of the same partition."""
     note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
     if settings.partition:
         note += f" with partition={settings.partition} for {bounds[-1]} layers"
         before = len(pipeline.stages)
         if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages are not of this partition: check partition, layers and tied"
-    note += ". A run that partitions its layers otherwise fails to load its optimizer"
-    return Stages(_places(facts, uses, bounds), (note,) if count > 1 else ())
+    return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
 
 
 def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
