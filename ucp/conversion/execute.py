@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
-from ucp.conversion.destination.place import Begun, Destination
+from ucp.conversion.destination.place import Begun, Destination, Place
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
 from ucp.core.index import Index
@@ -25,23 +23,9 @@ from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import file_crc, gaps, mismatches
 from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import nbytes_of
-from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Sum
 
-__all__ = ["Place", "Written", "carry_out_tasks", "check_read", "execute"]
-
-
-class Place(Protocol):
-    """Where the files of a destination grow, and what is done there is noted; every `Destination` is one."""
-
-    root: Path
-    """Folder of a disk that tasks write below."""
-
-    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
-        """Tasks that may be carried out together, in turn; the files that they write are made."""
-
-    def note(self, done: Done) -> None:
-        """Remember that a task is done."""
+__all__ = ["Written", "carry_out_tasks", "check_read", "execute"]
 
 
 @dataclass(slots=True)

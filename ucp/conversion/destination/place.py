@@ -25,7 +25,7 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["Begun", "Destination", "waiting_for"]
+__all__ = ["Begun", "Destination", "Place", "waiting_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,22 @@ class Begun:
     """Bytes of what was done that were read back."""
 
 
-class Destination(Protocol):
-    """A place for the files of one conversion, begun, resumed or replaced as the options say."""
+class Place(Protocol):
+    """Where the files of a destination grow, and what is done there is noted."""
 
     root: Path
     """Folder of a disk that tasks write below."""
+
+    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
+        """Tasks that may be carried out together, in turn; the files that they write are made."""
+
+    def note(self, done: Done) -> None:
+        """Remember that a task is done."""
+
+
+class Destination(Place, Protocol):
+    """A place for the files of one conversion, begun, resumed or replaced as the options say."""
+
     beside_bytes: int
     """Memory that it takes beside the workers'."""
     scratch_bytes: int
@@ -68,12 +79,6 @@ class Destination(Protocol):
 
         Raises DestinationError when something is in the way.
         """
-
-    def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
-        """Tasks that may be carried out together, in turn; the files that they write are made."""
-
-    def note(self, done: Done) -> None:
-        """Remember that a task is done."""
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Complete all files that tasks write, with their checksum fields; what is known of them, and their bytes."""

@@ -38,8 +38,8 @@ class Mark(Struct, frozen=True, kw_only=True):
     """Name of the target that it was written for."""
     made: dict[str, str] = {}
     """What was made from what, and how."""
-    files: dict[str, Natural | None] | tuple[str, ...] = {}
-    """File to bytes, None for one that may change; names alone where lengths were not recorded."""
+    files: dict[str, Natural | None] = {}
+    """File to bytes, None for one that may change."""
     crc32: dict[str, Natural] = {}
     """CRC-32 of files that say what the others hold."""
 
@@ -103,8 +103,7 @@ def find_damage(dst: Path, mark: Mark, *, measured: Collection[str] | None = Non
     framework overwrites only has to be there.
     """
     damage, sums = [], mark.crc32
-    sizes = mark.files if isinstance(mark.files, dict) else dict.fromkeys(mark.files)
-    for path, nbytes in sizes.items():
+    for path, nbytes in mark.files.items():
         if measured is not None and path not in measured and path not in sums:
             continue
         try:

@@ -60,7 +60,9 @@ def reserve(descriptor: int, nbytes: int) -> None:
     the work begins. Not `os.posix_fallocate`: where the file system cannot reserve, glibc would write every block.
     """
     if nbytes >= _WORTH_RESERVING and sys.platform == "linux" and not is_memory(descriptor):
-        if not _fallocate(descriptor, 0, 0, nbytes):
+        fallocate = getattr(_libc(), "fallocate64", None) or _libc().fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        if not fallocate(descriptor, 0, 0, nbytes):
             return
         if ctypes.get_errno() == errno.ENOSPC:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -106,10 +108,3 @@ def is_memory(place: int | Path) -> bool:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _fallocate(descriptor: int, mode: int, offset: int, nbytes: int) -> int:
-    """0 when done; else `ctypes.get_errno()` says why not."""
-    function = getattr(_libc(), "fallocate64", None) or _libc().fallocate
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return int(function(descriptor, mode, offset, nbytes))

@@ -63,7 +63,7 @@ class Unfinished:
 
     def first(self) -> dict[str, Any]:
         """What is said of the conversion; empty where none was begun. Raises DestinationError."""
-        return self._document(_FIRST) if self.is_there() else {}
+        return self._document(_FIRST)
 
     def begin(self, first: dict[str, Any], *, anew: bool) -> bool:
         """Say which conversion it is, `anew`: in place of another; False where somebody else did it meanwhile."""
@@ -108,7 +108,7 @@ class Unfinished:
 
     def last(self) -> list[str]:
         """Names of files that are written last, as far as an earlier run came so far."""
-        return list(self._document(_LAST)["files"]) if stored(f"{self.url}/{_LAST}") else []
+        return list(self._document(_LAST).get("files", ()))
 
     def clear(self) -> None:
         """Remove all that is said; at the very end that there is an unfinished conversion."""
@@ -120,8 +120,9 @@ class Unfinished:
         remove(f"{self.url}/{name}" for name in stored_below(self.url) if name not in (_FIRST, _OWNER))
 
     def _document(self, name: str) -> dict[str, Any]:
+        text = read(f"{self.url}/{name}")
         try:
-            return cast("dict[str, Any]", json.loads(read(f"{self.url}/{name}")))
+            return cast("dict[str, Any]", json.loads(text)) if text else {}
         except ValueError as error:
             raise DestinationError(
                 f"{self.url}/{name} is damaged; discard the unfinished conversion with --overwrite, or remove it"
