@@ -139,6 +139,11 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
     """The report of a load that is done."""
     index, findings = decision.index, decision.findings
     states = dict.fromkeys(want.state for want in decision.wants if want.stepped)
+    # files in which an element does not carry a checksum of its own, as encoded blocks do
+    refs = (f.ref for want in decision.wants for f in want.source.fragments if f.replica == 0 and f.box.numel)
+    bare = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
+    others = sorted({state for _, state, _ in index.states()} - {WEIGHT}) if decision.run.optimizer is None else []
+    left = [f"optimizer states {', '.join(others)}: no optimizer was given"] if others else []
     return LoadReport(
         path=index.path,
         format=index.format,
@@ -161,21 +166,8 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),
-        unchecked=tuple(sorted(_bare(decision) - traffic.checked)),
+        unchecked=tuple(sorted(bare - traffic.checked)),
         extras=resume.ignored,
         notes=(*index.notes, *findings.notes),
-        dropped=(*index.dropped, *resume.dropped, *_left_out(decision)),
+        dropped=(*index.dropped, *resume.dropped, *left),
     )
-
-
-def _bare(decision: Decision) -> set[str]:
-    """Files read from in which an element does not carry a checksum of its own, as encoded blocks do."""
-    taken = (f for want in decision.wants for f in want.source.fragments if f.replica == 0 and f.box.numel)
-    return {f.ref.path for f in taken if isinstance(f.ref, TensorRef) and not f.ref.codec}
-
-
-def _left_out(decision: Decision) -> list[str]:
-    states = {state for _, state, _ in decision.index.states()} - {WEIGHT}
-    if decision.run.optimizer is not None or not states:
-        return []
-    return [f"optimizer states {', '.join(sorted(states))}: no optimizer was given"]

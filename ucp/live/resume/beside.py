@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ucp.contract.companions import is_companion
-from ucp.contract.run_extras import SchedulerState
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
@@ -69,7 +68,11 @@ def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects)
         if found is not None:
             steps.append(_loader(asked.scheduler, found.state))
             restored.append(f"scheduler {type(asked.scheduler).__name__}, from {found.key}")
-            used |= {own.name for own in index.extras if own.name == found.extra and _is_all_of(found, own)}
+            used |= {
+                own.name
+                for own in index.extras
+                if own.name == found.extra and (is_companion(own) or found.taken_out_of(own) is None)
+            }  # which hold nothing beside it
     if asked.scaler is not None:
         scale = scaler_state(index, asked.scaler, read, findings)
         if scale is not None:
@@ -97,11 +100,6 @@ def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects)
         dropped=(f"{', '.join(left)}: {why}",) if left else (),
         ignored=tuple(name for name in names if name not in used and name not in apart),
     )
-
-
-def _is_all_of(state: SchedulerState, extra: Extra) -> bool:
-    """Whether an extra holds nothing beside the state of a scheduler."""
-    return is_companion(extra) or state.taken_out_of(extra) is None
 
 
 def _loader(live: object, state: dict[str, object]) -> Callable[[], object]:

@@ -147,8 +147,15 @@ def scaler_state(
     if found is None:
         findings.problems.append("scaler: the checkpoint holds no scale of the loss that adapts itself")
         return None
-    said = {key: _number(getattr(found, own), read) for key, own in _FIELDS.items() if key in live}
-    told = {key: _like(live[key], own) for key, own in said.items() if own is not None}
+    import torch
+
+    told: dict[str, object] = {}
+    for key, own in ((key, own) for key, own in _FIELDS.items() if key in live):
+        value = read(Extra(name="scale", value=getattr(found, own)))  # a number, out of the tensor that it may be in
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(number, int | float):
+            mine = live[key]
+            told[key] = torch.full_like(mine, number) if isinstance(mine, torch.Tensor) else number
     kept = [key for key in live if key not in told]
     if kept:
         findings.notes.append(f"the scaler keeps its own {', '.join(kept)}, which the checkpoint does not say")
@@ -161,18 +168,3 @@ def _in_companion(index: Index, read: Callable[[Extra], object]) -> LossScale | 
         if isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys():
             return torch_state(extra.name, state)
     return None
-
-
-def _number(value: object, read: Callable[[Extra], object]) -> float | None:
-    """A number, out of the tensor that it may be in."""
-    import torch
-
-    live = read(Extra(name="scale", value=value))
-    found = live.item() if isinstance(live, torch.Tensor) and live.numel() == 1 else live
-    return found if isinstance(found, int | float) else None
-
-
-def _like(live: object, number: float) -> object:
-    import torch
-
-    return torch.full_like(live, number) if isinstance(live, torch.Tensor) else number

@@ -87,7 +87,12 @@ class LoadAsked:
         **shared: Unpack[LoadArguments],
     ) -> LoadAsked:
         """What a rank of a run of so many is asked; `shared`: as for a conversion. Raises UsageError."""
-        _check_mode()
+        import torch
+
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "expected a call outside torch.inference_mode: states that are made in it cannot be stepped"
+            )
         mesh, path = _find_checkpoint(topology, checkpoint, rank, ranks)
         function = _Rename(rename) if callable(rename) else None
         rules = None if rename is None or callable(rename) else path_of("rename, or a function")(rename)
@@ -155,13 +160,6 @@ class _Rename:
         if not isinstance(renamed, str):
             raise UsageError(f"expected rename({name!r}) to give a name; got {renamed!r}")
         return renamed
-
-
-def _check_mode() -> None:
-    import torch
-
-    if torch.is_inference_mode_enabled():
-        raise UsageError("expected a call outside torch.inference_mode: states that are made in it cannot be stepped")
 
 
 def _find_checkpoint(

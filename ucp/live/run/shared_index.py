@@ -38,7 +38,8 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
             index = read()
         except Exception as error:  # noqa: BLE001  # raised below, when the other ranks have tried too
             failure = error
-    received = _broadcast(ranks, b"" if index is None else _pack(index, path))
+    packed = b"" if index is None else zstandard.compress(pickle.dumps((str(path), index), protocol=5), 1)
+    received = _broadcast(ranks, packed)
 
     def result() -> Index:
         if failure is not None:
@@ -46,10 +47,6 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
         return index or _unpack(received, path) or read()
 
     return together(ranks, result)
-
-
-def _pack(index: Index, path: Path) -> bytes:
-    return zstandard.compress(pickle.dumps((str(path), index), protocol=5), 1)
 
 
 def _unpack(packed: bytes, path: Path) -> Index | None:
