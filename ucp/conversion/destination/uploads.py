@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from ucp.errors import UcpError, WorkerDiedError
 from ucp.io.files import let_go
 from ucp.io.remote.unfinished import Unfinished
-from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, is_of_this_process, put_file
+from ucp.io.remote.url import scheme_of
+from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, put_file
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
 __all__ = ["Upload", "Uploaded", "Uploads", "uploads_to"]
@@ -54,7 +55,7 @@ class Uploaded(NamedTuple):
 
 def uploads_to(unfinished: Unfinished) -> Uploads:
     """What uploads to the place of an unfinished conversion."""
-    return _Here(unfinished) if is_of_this_process(unfinished.dst) else Uploads(unfinished)
+    return _Here(unfinished) if scheme_of(unfinished.dst) == "memory" else Uploads(unfinished)
 
 
 def _carry_out(unfinished: Unfinished, upload: Upload) -> Uploaded:

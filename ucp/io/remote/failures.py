@@ -92,15 +92,11 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
         return DestinationError(f"cannot write {url}: there is no bucket {bucket_of(url)!r}. Create it first")
     if isinstance(error, FileNotFoundError):
         return MissingFileError(f"expected an object at {url}; nothing is there. Check the URL")
-    if isinstance(error, TimeoutError) or is_one(_TIMEOUTS):
+    is_late = isinstance(error, TimeoutError) or is_one(_TIMEOUTS)
+    if is_late or is_one(_BROKEN):
+        what = "the store did not answer in time, though" if is_late else "answers broke off before their end, though"
         return ConnectionLostError(
-            f"cannot {doing} {url}: the store did not answer in time, though asked several times. Try again; a "
-            "conversion goes on with --resume"
-        )
-    if is_one(_BROKEN):
-        return ConnectionLostError(
-            f"cannot {doing} {url}: answers broke off before their end, though asked for several times. Try again; a "
-            "conversion goes on with --resume"
+            f"cannot {doing} {url}: {what} asked several times. Try again; a conversion goes on with --resume"
         )
     lost = getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET)
     if lost and is_one(_UNREACHED) and not is_one(_ANSWERED):

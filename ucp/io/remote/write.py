@@ -27,7 +27,6 @@ __all__ = [
     "Stored",
     "check_writable",
     "create",
-    "is_of_this_process",
     "is_written",
     "put_file",
     "read",
@@ -72,11 +71,6 @@ def check_writable(url: str) -> None:
 def is_written(url: str) -> bool:
     """Whether a store is written to, not read alone."""
     return scheme_of(url) in _WRITTEN
-
-
-def is_of_this_process(url: str) -> bool:
-    """Whether other processes see nothing of what is written there."""
-    return scheme_of(url) == "memory"
 
 
 def put_file(url: str, path: str) -> Stored:
