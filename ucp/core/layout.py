@@ -294,7 +294,7 @@ def _composed(
     """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
     whole = Box.whole(shape)
     held = [Held(RegionPair(whole, whole), 0, 0)]
-    for axis in axes:
+    for number, axis in enumerate(axes):
         near = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
         if not near:
             return (), (0,) * len(shape)
@@ -302,7 +302,7 @@ def _composed(
         deeper = []
         for own in held:
             for inner in near:
-                pair = inner if own.pair.whole is whole and inner.whole.numel else inner.after(own.pair)
+                pair = inner if number == 0 and inner.whole.numel else inner.after(own.pair)
                 if pair is not None:
                     replica = own.replica * axis.parts + inner.copy if equal else own.replica
                     term = own.term * axis.parts + inner.copy if mean else own.term
