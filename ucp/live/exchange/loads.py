@@ -91,7 +91,7 @@ def _permuted(own: Load) -> Load:
             return own
         permuted = ref.strided(0, reorder(ref.shape), reorder(ref.strides))
         pieces.append(replace(fragment, box=permute(fragment.box), ref=permuted))
-    pairs = tuple(RegionPair(permute(pair.whole), permute(pair.local)) for pair in own.slice.pairs)
+    pairs = tuple(pair._replace(whole=permute(pair.whole), local=permute(pair.local)) for pair in own.slice.pairs)
     return replace(
         own,
         slice=replace(own.slice, pairs=pairs, local_shape=reorder(own.slice.local_shape)),
