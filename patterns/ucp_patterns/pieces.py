@@ -32,6 +32,14 @@ class Pieces(Pattern):
     overlap: Overlap = Overlap.EQUAL
     """Parts that hold the same box hold the same bits."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a pair of boxes of other sizes: pieces come out of manifests, too."""
+        for pair in (pair for pairs in self.held for pair in pairs):
+            if pair.dims is None and pair.whole.sizes != pair.local.sizes:
+                raise ValueError(
+                    f"expected the same sizes in the whole and in the part; got {pair.whole}, {pair.local}"
+                )
+
     @property
     def name(self) -> str:
         """Name as printed."""

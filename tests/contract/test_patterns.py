@@ -158,6 +158,10 @@ class TestPieces(PatternContract):
     def test_it_is_named_by_how_many_there_are(self):
         assert self.cases[0][0].name == "pieces(2+1)"
 
+    def test_a_pair_of_boxes_of_other_sizes_is_refused(self):
+        with pytest.raises(ValueError, match="expected the same sizes"):
+            Pieces(((RegionPair(Box((0,), (3,)), Box((0,), (2,))),),))
+
 
 class TestChunk(PatternContract):
     cases = tuple((Chunk(dim), shape, parts) for shape in SHAPES for parts in PARTS for dim in range(len(shape)))
