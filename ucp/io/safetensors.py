@@ -170,7 +170,7 @@ def _decode(text: bytes) -> dict[str, object] | None:
     try:
         entries = _DECODER.decode(b"{" + text[first.end() :] if first else text)
         metadata = {} if first is None else parsed(first[1], pairs=_unique)
-    except (ValueError, msgspec.MsgspecError):
+    except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
     is_unique = all(text.count(b'"%s"' % field) == len(entries) for field in (b"dtype", b"shape", b"data_offsets"))
     return {"__metadata__": metadata, **entries} if is_unique and "__metadata__" not in entries else None

@@ -131,7 +131,11 @@ def test_unknown_element_types_are_unsupported(tmp_path: Path) -> None:
         read_header(written(tmp_path / "x.safetensors", {"a": entry(0, 4, [8], "F4")}, b"1234"))
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * 9, b"\xff" * 100, (10**9).to_bytes(8, "little") + b"{}"])
+NESTED = (500_000).to_bytes(8, "little") + b'{"a":' * 100_000
+"""A header nested as deeply as no parser goes."""
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 9, b"\xff" * 100, (10**9).to_bytes(8, "little") + b"{}", NESTED])
 def test_other_files(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)

@@ -327,7 +327,7 @@ def lines_of(texts: Iterable[bytes]) -> Iterator[dict[str, object]]:
     for text in texts:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(line, dict) or not text.endswith(b"\n"):
             return
