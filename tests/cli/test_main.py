@@ -15,17 +15,7 @@ from ucp import api
 from ucp.errors import UcpError, UsageError
 from ucp_cli.verbs import SUMMARIES, cli
 
-LIGHT = (
-    "backend",
-    "extras",
-    "locate",
-    "names",
-    "read",
-    "read.source",
-    "read.universal",
-    "read.universal.source",
-    "source",
-)
+LIGHT = ("backend", "locate", "names", "read", "read.source", "read.universal", "read.universal.source", "source")
 """Modules of a format that tell whether a folder is of it."""
 HEAVY = ("torch", "numpy", "rich.progress", "deepspeed", "multiprocess")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,12 @@ from ucp.transfer.differences import Change, casts_between, compare, equal_casts
 __all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
 
 _ALL = NameFilter()
+
+_UNPROVED = (
+    "its files record no checksums: headers, sizes and shapes were checked, not the bytes of tensors. --against "
+    "compares these with another copy"
+)
+"""What to say where a flipped bit would not be seen."""
 
 _DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
 """What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
@@ -167,7 +173,8 @@ def prove(
         drift = find_drift(index, observer, threads)
         unnamed = _unnamed(index)
         problems += [*drift, *unnamed]
-        checked, notes = checked_bytes(index), (*index.unchecked, *_unproved(index))
+        checked = checked_bytes(index)
+        notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index) and names == _ALL
             a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
@@ -330,15 +337,6 @@ def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = state_gaps(index)
     return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
-
-
-def _unproved(index: Index) -> Iterator[str]:
-    """A note where no byte of a tensor can be checked: a flipped bit would not be seen."""
-    if index.nbytes and not checked_bytes(index):
-        yield (
-            "its files record no checksums: headers, sizes and shapes were checked, not the bytes of tensors. "
-            "--against compares these with another copy"
-        )
 
 
 def _unnamed(index: Index) -> tuple[str, ...]:

@@ -142,9 +142,9 @@ def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: s
     choices = listed(str(located.root / name) for name in located.choices)
     if located.dangling:
         text = short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
+        shown = "what cannot be read as text" if text is None else f"{text!r}, which names none"
         raise MalformedError(
-            f"expected {located.root / located.dangling} to name a checkpoint beside it; got "
-            f"{'what cannot be read as text' if text is None else f'{text!r}, which names none'}. Copy the missing "
+            f"expected {located.root / located.dangling} to name a checkpoint beside it; got {shown}. Copy the missing "
             f"folder, or pass one that is there:\n{choices}"
         )
     if located.choices:

@@ -20,6 +20,8 @@ __all__ = [
     "add",
     "assign",
     "differing",
+    "enlarge",
+    "fraction_of",
     "mean_dtype",
     "numpy_dtype",
     "strided",
@@ -78,12 +80,39 @@ def assign(target: NDArray[Any], values: NDArray[Any]) -> None:
         target[...] = values
 
 
-def add(sums: NDArray[Any], values: NDArray[Any]) -> None:
-    """Add `values` to `sums` in place and in their type; too large a sum is infinite."""
+def add(sums: NDArray[Any], values: NDArray[Any], *, fraction: float = 1.0) -> None:
+    """Add `values`, or that fraction of them, to `sums` in place and in their type; too large a sum is infinite."""
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        np.add(sums, values, out=sums, dtype=sums.dtype, casting="same_kind")
+        if fraction == 1.0:
+            np.add(sums, values, out=sums, dtype=sums.dtype, casting="same_kind")
+            return
+        rows = max(1, _WINDOW * len(values) // max(values.size, 1))
+        for low in range(0, len(values), rows):
+            part = values[low : low + rows].astype(sums.dtype) * fraction
+            sums[low : low + rows] += part
+
+
+def fraction_of(count: int) -> float:
+    """A power of two: the sum of so many finite numbers is finite when each counts for that part of itself.
+
+    >>> fraction_of(3), fraction_of(4)
+    (0.125, 0.0625)
+    """
+    return 0.5 ** (count.bit_length() + 1)
+
+
+def enlarge(values: NDArray[Any], *, by: float) -> None:
+    """Multiply floating-point values in place; what is finite stays so, at most the largest number of its type."""
+    import numpy as np
+
+    parts = values.view(values.real.dtype)  # of complex numbers both
+    most = np.finfo(parts.dtype).max / by
+    for low in range(0, parts.size, _WINDOW):
+        part = parts[low : low + _WINDOW]
+        np.clip(part, -most, most, out=part, where=np.isfinite(part))
+        part *= by
 
 
 def mean_dtype(dtypes: Iterable[DType]) -> DType:

@@ -24,7 +24,7 @@ from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
 from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides, starts_of
 from ucp.errors import CorruptError
 from ucp.io.codec import decode
-from ucp.io.elements import add, assign, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
 
 if TYPE_CHECKING:
@@ -170,16 +170,34 @@ class Gatherer:
                 offset += view.nbytes
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
-        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider."""
+        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
+
+        Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
+        """
         import numpy as np
 
         wide = mean_dtype(piece.ref.dtype for piece in pieces)
         total = np.zeros(buffer.nbytes // dtype.itemsize, dtype=numpy_dtype(wide))
+        self._add_terms(total, wide, pieces)
+        total /= terms
+        mean = viewed(buffer, dtype)
+        assign(mean, total)
+        too_large = ~np.isfinite(total)
+        if not too_large.any():
+            return
+        fraction = fraction_of(terms)
+        total[:] = 0
+        self._add_terms(total, wide, pieces, fraction=fraction)
+        total /= terms
+        enlarge(total, by=1 / fraction)
+        mean[too_large] = total[too_large]
+
+    def _add_terms(self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], *, fraction: float = 1.0) -> None:
+        """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
+        sums = total.data.cast("B")
         for piece in sorted(pieces, key=lambda piece: piece.term):
             for part, values in self.values(piece):
-                add(_scatter(total.data.cast("B"), wide, part), values)
-        total /= terms
-        assign(viewed(buffer, dtype), total)
+                add(_scatter(sums, dtype, part), values, fraction=fraction)
 
     def join_spans(self, apart: Container[tuple[str, int]]) -> None:
         """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""

@@ -28,11 +28,10 @@ from ucp.contract import locating
 from ucp.contract.companions import with_companions
 from ucp.contract.locating import Located, Pointer, the_checkpoint
 from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.run_extras import RunExtras
+from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import is_there, names_in, short_text
-from ucp_formats.megatron.extras import megatron_scale
 from ucp_formats.megatron.names import (
     COMMON,
     DCP_METADATA,
@@ -182,6 +181,12 @@ _REMEDIES = {
 }
 
 
+def _scale(index: Index) -> LossScale | None:
+    from ucp_formats.megatron.extras import megatron_scale  # of no use where a folder is only recognised
+
+    return megatron_scale(index)
+
+
 class MegatronFormat(Format):
     """Format `megatron`."""
 
@@ -203,7 +208,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         scheduler="opt_param_scheduler",
-        scale=megatron_scale,
+        scale=_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 

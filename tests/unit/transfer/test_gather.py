@@ -170,6 +170,24 @@ class TestMeans:
         total = arrays[0].astype(wide) + arrays[1].astype(wide)
         assert (read(gatherer, state) == (total / 2).astype(arrays[0].dtype)).all()
 
+    @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+    @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.FLOAT32, DType.BFLOAT16])
+    def test_of_finite_numbers_it_is_finite(self, shards, gatherer, dtype, count):
+        """The sum of two of the largest is not; what is infinite, or no number, in a term stays so."""
+        own = numpy_dtype(dtype)
+        bits = {DType.BFLOAT16: 8, DType.FLOAT32: 24}.get(dtype, 53)
+        most = (2 - 2.0 ** (1 - bits)) * 2.0 ** (127 if bits < 53 else 1023)
+        rows = [[most, -most, most / (term + 1), 2.0**term, np.inf, np.nan] for term in range(count)]
+        arrays = [np.array(row).astype(own) for row in rows]
+        assert np.isfinite(arrays[0][0])
+        state = state_of(*map(shards.put, arrays), shape=(6,), overlap=Overlap.MEAN, terms=True)
+        found = read(gatherer, state).astype("complex128").real
+        wanted = [most, -most, most * (sum(1 / (term + 1) for term in range(count)) / count), (2**count - 1) / count]
+        assert np.isfinite(found[:4]).all()
+        assert np.allclose(found[:4], wanted, rtol=count * 2.0**-bits, atol=0)
+        assert found[4] == np.inf
+        assert np.isnan(found[5])
+
     def test_one_term_is_taken_bit_for_bit(self, shards, gatherer):
         array = np.frombuffer(bytes(range(24)), dtype="float64").reshape(3, 1)
         state = state_of(shards.put(array), shape=(3, 1), overlap=Overlap.MEAN, terms=True)

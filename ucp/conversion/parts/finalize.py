@@ -6,7 +6,7 @@ A plain run does not read back what it wrote: no call of the system failed, and 
 that has come to its end, and synced its files before it said so, knows as much of what it wrote, and of what it read
 back because another had noted it. Its note of a task is believed if
 
-1. its journal is sealed: the last line says so, and was written once all above was on the disk;
+1. its journal is sealed: the last line says so, and its digest is that of all lines above;
 2. the folder is the one that it wrote to, and nobody but parts was at work there since (`Staging.identity`);
 3. every other run that may have touched the bytes is sealed, too, or was over before this one began and looked;
 4. the files are there in full length, and no run found that one was lost and made it again, or could not sync one;

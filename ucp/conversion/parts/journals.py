@@ -5,7 +5,7 @@ DST.ucp-partial/parts/K-of-N-<token>.jsonl
     lost    files that were gone which another run had found there, before they are made again; or could not be synced
     files   what it writes to: all there, in full length; before it writes to them
     task    one line per finished task
-    end     that all is done, and whether it is on the disk, with all lines above: the seal
+    end     that all is done, whether it was synced before, and the digest of all lines above: the seal
     It is locked while the run goes on, by its worker processes too.
 
 Parts that run twice, at the same time even, write the same bytes to the same places, each with its own journal.
@@ -22,6 +22,8 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from ucp.conversion.journal import Line, line_of
 from ucp.errors import DestinationError
@@ -50,6 +52,7 @@ class PartJournal:
         """
         self.root = staging.data
         self._dst = staging.dst
+        self._digest = xxhash.xxh3_64()
         self._path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
         self._file = self._path.open("xb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
@@ -76,9 +79,7 @@ class PartJournal:
 
     def end(self, *, fsync: bool) -> None:
         """Say that all is done. `fsync`: and that it is on the disk."""
-        if fsync:
-            self._sync()  # so that no crash leaves the end without what is above it
-        self._add({"end": True, "synced": fsync})
+        self._add(_seal(self._digest.hexdigest(), synced=fsync))
         if fsync:
             self._sync()
 
@@ -93,6 +94,7 @@ class PartJournal:
                 f"the folder in which {self._dst} grows was removed, or begun anew, while this part was running; run "
                 "it again if it is still wanted"
             )
+        self._digest.update(text)
         rest = memoryview(text)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -128,7 +130,7 @@ class PartRun:
     has_ended: bool = False
     """Whether it came to its end."""
     is_sealed: bool = False
-    """Whether all that it did was on the disk at its end."""
+    """Whether all that it did was on the disk at its end, and its journal is as it wrote it."""
 
     def vouches(self, identity: str) -> bool:
         """Whether it vouches for what it notes, in a folder of this identity."""
@@ -150,12 +152,13 @@ def runs_in(staging: Staging) -> Iterator[PartRun]:
 def _run(path: Path, share: Share) -> PartRun:
     """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
     text = _read(path)
+    *above, last = text or [b""]
     told: dict[str, object] = {}
     lost: list[str] = []
     for line in lines_of(own for own in text if not own.startswith(_TASK)):
         told |= line
         lost += _texts(line.get("lost"))
-    end = next(lines_of(text[-1:]), {})
+    end = next(lines_of([last]), {})
     return PartRun(
         share=share,
         where=f"{told['host']}, process {told.get('process')}" if "host" in told else "an unknown machine",
@@ -165,8 +168,13 @@ def _run(path: Path, share: Share) -> PartRun:
         lost=tuple(lost),
         files=_texts(told.get("files")),
         has_ended="end" in end,
-        is_sealed="end" in end and end.get("synced") is True,
+        is_sealed=end == _seal(xxhash.xxh3_64_hexdigest(b"".join(above)), synced=True),
     )
+
+
+def _seal(digest: str, *, synced: bool) -> Line:
+    """The last line: no line above can change, go or come without it."""
+    return {"end": True, "synced": synced, "digest": digest}
 
 
 def _texts(told: object) -> tuple[str, ...]:

@@ -214,7 +214,7 @@ class TestCutOff:
                 part(source, dst, number)
             done = run_until(step, source, dst, part="2/3")
             if done == 0 or any(run.is_sealed for run in runs_in(Staging(dst)) if run.share.number == 2):
-                break
+                break  # killed after its seal, it had come to its end
             killed += 1
             scribble(source, dst, 2)
             with pytest.raises(UnfinishedError):
@@ -227,9 +227,9 @@ class TestCutOff:
         assert killed > 5
 
 
-@pytest.mark.parametrize("edit", ["last line", "half", "missing", "added", "head", "all"])
+@pytest.mark.parametrize("edit", ["last line", "half", "changed", "missing", "added", "head", "all"])
 def test_a_journal_that_is_not_as_it_was_written_is_not_believed(source, dst, wanted, read, edit):
-    """As after a crash."""
+    """As after a crash: the seal is of all lines above it."""
     own = [part(source, dst, number) for number in (1, 2, 3)]
     path = journal_of(dst, 2)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -237,6 +237,7 @@ def test_a_journal_that_is_not_as_it_was_written_is_not_believed(source, dst, wa
         {
             "last line": b"".join(lines)[:-3],
             "half": b"".join([*lines[:3], lines[3][:9], *lines[4:]]),
+            "changed": b"".join([lines[0].replace(b'"host"', b'"hosts"'), *lines[1:]]),
             "missing": b"".join([*lines[:2], *lines[3:]]),
             "added": b"".join([*lines, lines[2]]),
             "head": b"".join(lines[1:]),

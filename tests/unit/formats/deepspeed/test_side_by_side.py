@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(item: int) -> tuple[int, int]:
+    time.sleep(0.002)  # so that no process does all
     return item, os.getpid()
 
 
@@ -29,6 +31,7 @@ def read(item: int) -> tuple[int, int]:
 def test_values_come_in_order_from_other_processes() -> None:
     found = list(read_side_by_side(read, range(100), least=1))
     assert [item for item, _ in found] == [*range(100)]
+    assert len({process for _, process in found}) == 2
     assert os.getpid() not in {process for _, process in found}
 
 

@@ -192,18 +192,31 @@ def chunked_state(
             stored, numel = draft.stored(sub.chunks, sub.chunks.axes(), rank), sub.chunks.lengths(0).start
             masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
             if group.state_names:
-                state[number] = {
-                    name: draft.flat(name, group.dtypes[name], numel, stored)
-                    if name in group.dtypes
-                    else write_count(draft, facts, sub.counters[name], name)
-                    for name in group.state_names
-                }
+                state[number] = _flat_states(draft, facts, group, stored, numel=numel, counters=sub.counters)
     return {
         "zero_stage": _stage(3),
         **common_keys(facts, rank),
         "partition_count": facts.ranks,
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_flat_groups": masters,
+    }
+
+
+def _flat_states(
+    draft: AtomDraft,
+    facts: RunFacts,
+    group: Group,
+    stored: Sequence[Stored],
+    *,
+    numel: int,
+    counters: Mapping[str, AtomIndex],
+) -> dict[str, object]:
+    """States beside a flat master of `numel` elements; `counters`: by state, the parameter whose count is written."""
+    return {
+        name: draft.flat(name, group.dtypes[name], numel, stored)
+        if name in group.dtypes
+        else write_count(draft, facts, counters[name], name)
+        for name in group.state_names
     }
 
 
@@ -261,12 +274,7 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
         stored = draft.stored(buffer, buffer.axes(), 0)
         flat_masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
         if group.state_names:
-            state[number] = {
-                name: draft.flat(name, group.dtypes[name], numel, stored)
-                if name in group.dtypes
-                else write_count(draft, facts, group.counters[name], name)
-                for name in group.state_names
-            }
+            state[number] = _flat_states(draft, facts, group, stored, numel=numel, counters=group.counters)
     entries = [group_entry(draft, facts, group, [number]) for number, (group, _) in enumerate(counted)]
     return {
         **(scale_numbers(scale) if is_scaled else {}),
