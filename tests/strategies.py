@@ -25,17 +25,6 @@ from ucp.testing.handmade import Shards, inline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "boxes_in",
-    "coordinates",
-    "cuts",
-    "random_array",
-    "shapes",
-    "slices_of",
-    "states_of",
-    "tilings",
-]
-
 FLOATS = tuple(dtype for dtype in DType if dtype.is_floating)
 """Types that may be cast into one another."""
 

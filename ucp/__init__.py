@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Atom, Checkpoint
-    from ucp.live.load import LoadReport, load_into
+    from ucp.live.load import load_into
+    from ucp.live.report import LoadReport
 
     __version__: str
 else:
@@ -42,7 +43,7 @@ else:
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
         "DiffReport": "ucp.checks.verify",
-        "LoadReport": "ucp.live.load",
+        "LoadReport": "ucp.live.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
     }

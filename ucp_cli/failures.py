@@ -12,8 +12,6 @@ from ucp.core.text.units import printable
 from ucp.errors import MemoryBudgetError, UcpError, UsageError
 from ucp_cli.stopping import Terminated
 
-__all__ = ["DIFFERENT", "FAILED", "Failure", "explained", "stopped"]
-
 FAILED = 1
 """It could not be done, and the message says why and what to do; or `verify` found damage."""
 

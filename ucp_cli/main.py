@@ -12,8 +12,6 @@ import sys
 
 from ucp_cli.stopping import heed_termination
 
-__all__ = ["main"]
-
 _OBJECTS_BETWEEN_COLLECTIONS = 10_000_000
 """An index is millions of objects without cycles: with Python's default threshold (700), or a collection right after
 planning, the search for them takes a tenth of the time."""

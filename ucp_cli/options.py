@@ -17,19 +17,6 @@ from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import given
 
-__all__ = [
-    "PATH",
-    "as_json",
-    "completed",
-    "count_of",
-    "example",
-    "memory_of",
-    "progress",
-    "setting",
-    "state_and_dtype",
-    "takes_options",
-]
-
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 

@@ -20,8 +20,6 @@ from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["Watch", "watch"]
-
 _EVERY = 0.1
 """Seconds between two drawings or events of a stage."""
 

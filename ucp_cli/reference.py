@@ -12,8 +12,6 @@ import click
 from ucp.contract import registry
 from ucp_cli.verbs import SUMMARIES, cli
 
-__all__ = ["page"]
-
 _WIDTH = 80
 """Columns of a help page."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-__all__ = ["Terminated", "heed_termination"]
-
 _HEEDED = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-__all__ = ["SUMMARIES", "cli"]
-
 SUMMARIES = {
     "inspect": "Show what a checkpoint holds.",
     "plan": "Show what a conversion would do.",

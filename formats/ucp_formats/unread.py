@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["remedy"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Kind:

@@ -12,8 +12,6 @@ from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import check_dim, chunk, regions_of
 
-__all__ = ["Chunk"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Pattern):

@@ -13,8 +13,6 @@ from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import check_dim, regions_of
 
-__all__ = ["Cut"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut(Pattern):

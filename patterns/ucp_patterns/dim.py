@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Stretch", "check_dim", "chunk", "chunks", "regions_of"]
-
 Stretch = tuple[int, int, int]
 """First element and one past the last, of the dim of the whole; and which copy of them it is."""
 

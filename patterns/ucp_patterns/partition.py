@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Partition"]
-
 
 @dataclass(frozen=True, slots=True)
 class Partition(Pattern):

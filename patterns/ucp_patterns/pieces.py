@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
 
-__all__ = ["Pieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pieces(Pattern):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Replicate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Pattern):

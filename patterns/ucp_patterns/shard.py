@@ -15,8 +15,6 @@ from ucp.core.layout import Overlap, Pattern, joined_shape
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import Stretch, check_dim, regions_of
 
-__all__ = ["Shard"]
-
 _MOST_BLOCKS = 8192
 """Gate and up of twice as many experts as any layer has; each block costs some 30 microseconds per rank."""
 

@@ -13,8 +13,6 @@ from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import check_dim, chunk, chunks, regions_of
 
-__all__ = ["Strided"]
-
 
 @dataclass(frozen=True, slots=True)
 class Strided(Pattern):

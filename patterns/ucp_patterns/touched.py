@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Touched"]
-
 
 @dataclass(frozen=True, slots=True)
 class Touched(Pattern):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import Box, RegionPair
 
-__all__ = ["Unique"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unique(Pattern):

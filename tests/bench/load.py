@@ -22,8 +22,6 @@ import numpy as np
 from ucp.live.exchange.traffic import Exchange
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
-__all__ = ["main"]
-
 RANKS = 4
 LAYERS, SHAPE = 16, (2048, 2048)
 RATE = 400e6

@@ -29,8 +29,6 @@ from ucp.live.exchange.stages import plan_stages
 from ucp.live.exchange.traffic import Exchange
 from ucp.live.parts import LivePart, LoadItem
 
-__all__ = ["main"]
-
 RANKS, TENSORS = 1024, 150_000
 EXPERTS, HIDDEN, FFN = 256, 7168, 2048
 STATES = ("weight", "exp_avg", "exp_avg_sq")

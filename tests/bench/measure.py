@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Sample", "run"]
-
 _PERIOD = 0.02
 """Seconds between two looks at memory."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from tests.integration.storage.proxy import Proxy
 from tests.integration.storage.servers import S3, running
 
-__all__ = ["main"]
-
 COUNT = 64
 """Tensors of 4 MiB."""
 LINKS = ((100e6, 0.03), (40e6, 0.1))

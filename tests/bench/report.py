@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["Row", "write_report"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tests.bench.scale.small_tensors import write_many_tensors
 
-__all__ = ["SOURCES", "Source"]
-
 RANKS = 4
 TENSORS = 150_000
 """Entries of the synthetic index, at least."""

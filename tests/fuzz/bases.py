@@ -8,8 +8,6 @@ from pathlib import Path
 
 import ucp
 
-__all__ = ["BASES", "Base", "Words"]
-
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 Words = tuple[str, ...]

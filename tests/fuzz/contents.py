@@ -14,8 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["edit_json", "edit_pickle", "flip", "flip_text", "is_summed"]
-
 Rewrite = Callable[[object, bytes, Random], bytes]
 
 _SIGNATURE = re.compile(rb"PK(?:\x01\x02|\x03\x04|\x05\x06|\x06\x06|\x07\x08)")

@@ -13,8 +13,6 @@ from random import Random
 
 from tests.fuzz.contents import edit_json, edit_pickle, flip, flip_text, is_summed
 
-__all__ = ["Kind", "Mutation", "Place", "copy_shard", "damage_output", "flip_name", "mutate", "stray"]
-
 
 class Kind(StrEnum):
     """What may be asked of who reads it."""

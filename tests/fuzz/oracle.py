@@ -19,8 +19,6 @@ import xxhash
 from tests.fuzz.bases import Base
 from tests.fuzz.mutations import Kind, Mutation
 
-__all__ = ["ALLOWED", "Attempt", "Contents", "Label", "Trial", "contents", "judge", "judge_resumed", "lines_of", "tree"]
-
 
 class Label(StrEnum):
     """Class of an outcome."""

@@ -23,8 +23,6 @@ from tests.fuzz.oracle import Attempt, Contents, Label, Trial, contents, judge, 
 from ucp.errors import UcpError
 from ucp_cli.verbs import cli
 
-__all__ = ["Case", "Fuzzer", "limit_memory"]
-
 CPU_SECONDS = 15.0
 """Of a verb, which takes tenths on these checkpoints."""
 WALL_SECONDS = 90.0

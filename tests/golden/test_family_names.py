@@ -22,7 +22,8 @@ from safetensors import safe_open
 from ucp.contract.registry import choose_family, families, family
 from ucp.core.region import Box, uncovered
 from ucp.errors import FamilyError
-from ucp.families.family import Family, Named
+from ucp.families.family import Family
+from ucp.families.naming import Named
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import Template
 

@@ -20,7 +20,8 @@ import pytest
 from ucp.contract.registry import choose_family, family
 from ucp.core.patches import Made
 from ucp.errors import FamilyError, UnsupportedError
-from ucp.families.family import CANONICAL, Family
+from ucp.families.family import Family
+from ucp.families.naming import CANONICAL
 from ucp.families.template import Template
 from ucp.families.translate import translated
 

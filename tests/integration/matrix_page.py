@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["write_section"]
-
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "megatron-matrix.md"
 _TITLE = """# Megatron and 3D parallelism: the matrix
 

@@ -21,9 +21,10 @@ from ucp.core.fragments import Fragment
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, flat_boxes
 from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.io.files import Sources
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 LAYOUTS = st.sampled_from([{}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=8)

@@ -28,8 +28,9 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
 from ucp.errors import CoverError
 from ucp.io.elements import numpy_dtype, viewed
+from ucp.io.files import Sources
 from ucp.testing.handmade import Shards
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.INT64, DType.BOOL, DType.COMPLEX128, DType.FLOAT8_E5M2])
 LIMITS = st.sampled_from([(8 << 20, 64 << 10), (32, 8), (64, 1 << 20), (16, 1)])

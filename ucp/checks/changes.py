@@ -12,8 +12,6 @@ from ucp.core.text.units import count_text, ranges_text
 from ucp.errors import counted
 from ucp.transfer.differences import Change
 
-__all__ = ["change_tables"]
-
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """A part of a name that is a number: the 12 of layers.12.mlp.weight."""
 

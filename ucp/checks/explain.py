@@ -14,11 +14,10 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
 from ucp.errors import FamilyError, UnknownFamilyError
-from ucp.families.family import Family, Named
+from ucp.families.family import Family
+from ucp.families.naming import Named
 from ucp.families.rule import Rule
 from ucp.families.template import kind
-
-__all__ = ["NO_RULE", "Explained", "FamilyReport", "explain", "explain_index"]
 
 NO_RULE = "no rule"
 """The problem of a name that falls under none."""

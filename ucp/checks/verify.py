@@ -36,8 +36,6 @@ from ucp.source.read import index_of
 from ucp.transfer.compare import checked_bytes
 from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras, shared_states
 
-__all__ = ["DiffReport", "VerifyReport", "differences", "prove"]
-
 _ALL = NameFilter()
 
 _UNPROVED = (

@@ -26,8 +26,6 @@ from math import prod
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Pattern
 
-__all__ = ["Placement", "along", "axes_of"]
-
 _WHOLE = {"Replicate": "replicate", "Partial": "partial"}
 
 

@@ -23,21 +23,6 @@ from ucp.errors import MalformedError, counted
 from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
 from ucp.io.identity import source_file
 
-__all__ = [
-    "MOST_SMALL",
-    "Companion",
-    "Companions",
-    "SaveFolder",
-    "chosen_companions",
-    "companion_extra",
-    "companions_of",
-    "is_adapter",
-    "is_companion",
-    "left_text",
-    "place_companions",
-    "with_companions",
-]
-
 MOST_SMALL = 64 << 20
 """Bytes of the largest companion file that is carried along unasked."""
 

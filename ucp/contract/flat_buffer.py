@@ -27,8 +27,6 @@ from typing import NamedTuple, Protocol
 from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout
 
-__all__ = ["Chunks", "FlatBuffer", "FlatLayout", "Span", "WholeParameters", "chunk_axis"]
-
 
 class Span(NamedTuple):
     """Elements of a flat tensor."""

@@ -20,8 +20,6 @@ from ucp.contract.protocols import Evidence, Strength
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
 
-__all__ = ["Located", "Look", "Pointer", "find_only", "follow_pointers", "locate", "look_at", "the_checkpoint"]
-
 T = TypeVar("T")
 
 _MOST_BYTES = 1024

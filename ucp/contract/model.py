@@ -40,19 +40,6 @@ from ucp.io.json_text import read_object
 if TYPE_CHECKING:
     from ucp.families.family import Family
 
-__all__ = [
-    "CONFIG_EXTRA",
-    "MODEL_TYPES",
-    "by_number",
-    "config_in",
-    "family_of_type",
-    "in_model_order",
-    "recorded_arguments",
-    "run_arguments",
-    "said_values",
-    "tied_output",
-]
-
 CONFIG_EXTRA = "config"
 """Name of the extra that is a parsed config.json."""
 _RUN_ARGUMENTS = ("args", "client_state/args")

@@ -22,8 +22,6 @@ from ucp.errors import MissingStateError, UnsupportedError, counted, listed
 if TYPE_CHECKING:
     from ucp.transfer.probe import Prober
 
-__all__ = ["OptimizerPlan", "missing_states", "step_counts"]
-
 
 class OptimizerPlan:
     """What a target knows of the optimizer of `index`."""

@@ -16,8 +16,6 @@ from pathlib import Path, PurePosixPath
 
 from ucp.errors import DestinationError, counted, listed
 
-__all__ = ["check_fits", "check_named", "check_text", "is_text", "shorter"]
-
 _MOST_COMPONENT = 255
 """Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
 _MOST_PATH = 4095

@@ -10,8 +10,6 @@ from ucp.contract.rank_extras import Checksums
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
 
-__all__ = ["Problems"]
-
 
 @dataclass(slots=True)
 class Problems:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
-from ucp.core.layout import Pattern
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import IdleOptionError, UsageError
@@ -29,21 +28,6 @@ if TYPE_CHECKING:
     from ucp.transfer.plan.job import Job
     from ucp.transfer.plan.tasks import Task
     from ucp.transfer.worker import Done, Step
-
-__all__ = [
-    "WAITING",
-    "Engine",
-    "Evidence",
-    "Format",
-    "Naming",
-    "Observer",
-    "ParamOrder",
-    "ParamOrderLike",
-    "Pattern",
-    "SourceOptions",
-    "Strength",
-    "Target",
-]
 
 WAITING = "waiting for"
 """How the title of a stage begins in which nothing is done until another process is."""

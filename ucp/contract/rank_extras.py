@@ -19,8 +19,6 @@ from ucp.core.index import Extra
 from ucp.core.pickle_values import ABSENT, GlobalName, Step, Stub, diff, equal_leaves
 from ucp.core.tensor import InlineTensor, Record, Tensor, TensorRef
 
-__all__ = ["Apart", "Checksums", "TensorPair", "differing_values", "per_rank_extras"]
-
 
 class Checksums:
     """Recorded checksums of the storages of many files."""

@@ -16,9 +16,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.contract.protocols import Engine, Evidence, Format, Pattern, SourceOptions, Strength, Target
+from ucp.contract.protocols import Engine, Evidence, Format, SourceOptions, Strength, Target
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
+from ucp.core.layout import Pattern
 from ucp.core.target import TargetOptions
 from ucp.errors import (
     IdleOptionError,
@@ -40,26 +41,6 @@ if TYPE_CHECKING:
     from ucp.families.library import Library
     from ucp.families.rule import PatternFactory
     from ucp.live.adapters import LiveAdapter
-
-__all__ = [
-    "choose_family",
-    "describe_pattern",
-    "engine",
-    "families",
-    "family",
-    "is_of_another",
-    "library",
-    "live_adapters",
-    "names",
-    "names_of",
-    "pattern",
-    "pattern_factory",
-    "recognise",
-    "run_extras",
-    "target",
-    "target_family",
-    "with_callables",
-]
 
 _MOST_TRIED = 50
 """Folders looked into for a checkpoint that may have been meant."""

@@ -14,22 +14,6 @@ from typing import cast
 from ucp.contract.companions import is_companion
 from ucp.core.index import Extra, Index
 
-__all__ = [
-    "LR_SCHEDULER",
-    "MODULE_STATE",
-    "ExtraRow",
-    "ExtraTable",
-    "ExtraValues",
-    "LossScale",
-    "RunExtras",
-    "SchedulerState",
-    "is_module_state",
-    "scheduler_states",
-    "schedulers_in",
-    "torch_scale",
-    "torch_state",
-]
-
 LR_SCHEDULER = "lr_scheduler"
 """Key under which most frameworks and scripts save the state of a learning rate scheduler."""
 

@@ -17,16 +17,6 @@ from ucp.conversion.parts.which import PartLike
 from ucp.conversion.values import DtypeLike, MemoryLike, TopologyLike, type_path
 from ucp.errors import UcpError, nearest
 
-__all__ = [
-    "CompareArguments",
-    "ConvertArguments",
-    "LoadArguments",
-    "PlanArguments",
-    "SourceArguments",
-    "options_of",
-    "takes_options",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -33,8 +33,6 @@ from ucp.errors import UsageError, counted
 from ucp.io.folder import url_scheme
 from ucp.transfer.compare import fit_threads
 
-__all__ = ["ConvertReport", "carry_out"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport(ConversionReport):

@@ -25,8 +25,6 @@ from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import nbytes_of
 from ucp.transfer.worker import Done, Step, Sum
 
-__all__ = ["Written", "carry_out_tasks", "check_read", "execute"]
-
 
 @dataclass(slots=True)
 class Written:

@@ -16,8 +16,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done
 
-__all__ = ["Line", "done_of", "fits", "line_of", "trusted"]
-
 Line = dict[str, object]
 
 

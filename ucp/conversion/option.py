@@ -9,8 +9,6 @@ from typing import Any
 
 from ucp.conversion.values import dtypes_of, settings_of, switch_of
 
-__all__ = ["Option", "option"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:

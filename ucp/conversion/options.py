@@ -47,8 +47,6 @@ from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
 from ucp.transfer.plan.tasks import Share
 
-__all__ = ["OPTIONS", "ConvertOptions", "cores", "make_options"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:

@@ -24,8 +24,6 @@ from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
 from ucp.errors import counted
 
-__all__ = ["ConversionReport", "PlanReport", "preview", "said_of"]
-
 _DISK = 1 << 30
 """Bytes per second of the disk that the time is given for."""
 

@@ -37,9 +37,6 @@ from ucp.source.selection import DROP, FROZEN, part_warnings, selected, with_fro
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
-__all__ = ["Prepared", "Silent", "prepare", "workers_of"]
-
-
 _PER_ATOM, _PER_STATE, _PER_PIECE, _PER_PLACEMENT, _PER_BLOCK = 4 << 10, 4 << 10, 1 << 10, 3 << 10, 1 << 10
 """Bytes of memory, at most, that a parameter, each of its states, each piece of these, each slice that the target
 writes and the checksums of each block of it take until the end."""

@@ -18,26 +18,6 @@ from ucp.io.folder import given
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DtypeLike",
-    "MemoryLike",
-    "TopologyLike",
-    "choice_of",
-    "dtype_of",
-    "dtypes_of",
-    "globs_of",
-    "nbytes_of",
-    "param_order_of",
-    "path_of",
-    "settings_of",
-    "switch_of",
-    "tag_of",
-    "text_of",
-    "topology_of",
-    "type_path",
-    "workers_of",
-]
-
 T = TypeVar("T", bound=StrEnum)
 
 type_path = str | PathLike[str]

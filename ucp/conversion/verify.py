@@ -16,8 +16,6 @@ from ucp.transfer.compare import compare_copies, scan_digests, scan_records
 from ucp.transfer.differences import compare, keeps_extras
 from ucp.transfer.plan.job import Job
 
-__all__ = ["damage", "drift", "owners", "verify_written"]
-
 
 def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
     """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.

@@ -25,18 +25,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-__all__ = [
-    "FlatSlots",
-    "ManyWaysError",
-    "Place",
-    "SlotGroup",
-    "Slots",
-    "bounds",
-    "narrow",
-    "narrow_in_order",
-    "possible_places",
-]
-
 Place = tuple[int, int] | None
 """Number of a group, and position within it; None for a parameter that is in no group."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
-__all__ = ["DType"]
-
 
 class DType(StrEnum):
     """Element type; the value is the name of the torch dtype."""

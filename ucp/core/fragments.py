@@ -18,8 +18,6 @@ from ucp.core.layout import Layout, Placed, place
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import Tensor, TensorRef, picked
 
-__all__ = ["Fragment", "Stored", "fragments", "taken", "with_copies"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:

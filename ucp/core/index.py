@@ -22,26 +22,6 @@ from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
 
-__all__ = [
-    "TAG",
-    "AtomIndex",
-    "Doubt",
-    "DoubtKind",
-    "Extra",
-    "Index",
-    "Kind",
-    "Loss",
-    "ParamGroup",
-    "SourceFile",
-    "StateIndex",
-    "UnnamedStates",
-    "check_cover",
-    "check_doubts",
-    "check_names",
-    "check_weights",
-]
-
-
 TAG = "tag"
 """Name of the extra with the name that a checkpoint was saved under, where its framework leaves that to the script."""
 

@@ -23,21 +23,6 @@ from typing import Protocol, runtime_checkable
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import contiguous_strides
 
-__all__ = [
-    "AxisLayout",
-    "Held",
-    "Layout",
-    "Overlap",
-    "Part",
-    "Pattern",
-    "Placed",
-    "joined_shape",
-    "local_shape",
-    "part_of",
-    "place",
-    "whole_shape",
-]
-
 
 class Overlap(StrEnum):
     """What it means when several parts hold the same element."""

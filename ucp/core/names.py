@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 
 from ucp.errors import UsageError
 
-__all__ = ["STEP", "WEIGHT", "NameFilter", "OptimizerKeys", "StateDictKeys"]
-
 WEIGHT = "weight"
 """The parameter itself, in the best precision that the checkpoint holds (the fp32 master where there is one)."""
 

@@ -19,8 +19,6 @@ from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
-__all__ = ["Made", "arranged", "patched", "rearranged", "with_copy"]
-
 
 class Made(NamedTuple):
     """A tensor that is to be made of others."""

@@ -14,20 +14,6 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
-__all__ = [
-    "ABSENT",
-    "HOLDERS",
-    "GlobalName",
-    "Step",
-    "Stub",
-    "TorchSize",
-    "diff",
-    "equal_leaves",
-    "nbytes_in_memory",
-    "rebuild",
-    "walk",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:

@@ -19,8 +19,6 @@ from math import prod
 from operator import add, sub
 from typing import NamedTuple
 
-__all__ = ["Box", "Gap", "RegionPair", "flat_boxes", "intersect", "local_flat_pairs", "uncovered"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

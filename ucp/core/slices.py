@@ -21,19 +21,6 @@ from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
 from ucp.core.tensor import Tensor, contiguous_strides
 from ucp.errors import CoverError
 
-__all__ = [
-    "Locator",
-    "Piece",
-    "Slice",
-    "block_ranges",
-    "in_file_order",
-    "pieces_within",
-    "resolve",
-    "resolve_copies",
-    "runs_of",
-    "whole_slice",
-]
-
 GAP = 4 << 10
 """Bytes between two runs of a piece from which on it costs less to read both runs than all that lies between them."""
 

@@ -26,8 +26,6 @@ from ucp.core.index import Index, Kind, Loss, ParamGroup
 from ucp.core.names import WEIGHT
 from ucp.errors import counted, listed
 
-__all__ = ["gap_text", "gaps", "state_gaps", "with_gaps"]
-
 _WHY = (
     "states or settings that others like these parameters have: part of the optimizer is lost. Copy the checkpoint "
     "again, or use another one"

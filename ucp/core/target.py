@@ -17,19 +17,6 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import counted
 
-__all__ = [
-    "CrcField",
-    "Literal",
-    "OutputFile",
-    "Placement",
-    "RawCopy",
-    "Receipt",
-    "Receipts",
-    "TargetOptions",
-    "TargetPlan",
-    "casts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Literal:

@@ -15,8 +15,6 @@ from operator import mul
 
 from ucp.core.dtypes import DType
 
-__all__ = ["InlineTensor", "Record", "Tensor", "TensorRef", "contiguous_strides", "picked", "starts_of"]
-
 
 @lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields
 
 from ucp.errors import TopologyError
 
-__all__ = ["AXES", "Topology"]
-
 AXES = ("dp", "tp", "pp", "ep", "cp")
 """Axes of the device mesh: data, tensor, pipeline, expert and context parallel."""
 

@@ -31,8 +31,6 @@ from ucp.core.names import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
 
-__all__ = ["ShardedTensor", "Shards", "State", "Union", "joined_counts", "number_state", "scalar_state"]
-
 
 class Shards(NamedTuple):
     """What some ranks stored of a tensor."""

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["Expression", "ExpressionError", "UnknownNameError"]
-
 _MOST = 1 << 63
 """Bound of every number in it: no size of a model is as large, and products of products end there."""
 

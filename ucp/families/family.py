@@ -34,8 +34,6 @@ from ucp.families.rule import Alias, Rule
 from ucp.families.template import MOST_SHIFT, Template, kind, outline
 from ucp.families.toml.config import ConfigPart
 
-__all__ = ["CANONICAL", "Evidence", "Family", "Match", "Named", "Style", "Tied", "distinct_shapes"]
-
 _COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
 """A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
 

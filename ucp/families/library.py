@@ -18,8 +18,6 @@ from ucp.families.template import kind, outline
 from ucp.families.toml.family import header, read_family
 from ucp.io.pickle.fields import shown
 
-__all__ = ["Library", "choose", "rules_text"]
-
 _MOST_BYTES = 4 << 20
 """Longest rules file that is read."""
 

@@ -19,8 +19,6 @@ from ucp.families.rule import DIM, AxisRule, Rule
 if TYPE_CHECKING:
     from ucp.families.family import Family
 
-__all__ = ["Match", "cut_dim"]
-
 _MOST_PIECES = 1 << 16
 """Pieces that the axes of a rule may cut a tensor into: they are composed one with another."""
 

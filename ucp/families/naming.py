@@ -15,20 +15,6 @@ from ucp.families.template import Template
 if TYPE_CHECKING:
     from ucp.families.template import Template
 
-__all__ = [
-    "CANONICAL",
-    "Evidence",
-    "Named",
-    "Stored",
-    "Style",
-    "Table",
-    "Tables",
-    "Tied",
-    "order_key",
-    "positions_of",
-    "undecided",
-]
-
 CANONICAL = "mcore"
 """The style of the names that rules are written in."""
 

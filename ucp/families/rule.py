@@ -17,8 +17,6 @@ from ucp.core.tensor import contiguous_strides
 from ucp.families.expression import Expression
 from ucp.families.template import Template
 
-__all__ = ["DIM", "Alias", "AxisRule", "Elements", "JoinedBox", "OptionValue", "PatternFactory", "Rule"]
-
 PatternFactory = Callable[..., Pattern]
 """Makes a pattern from its options: a class such as `ucp_patterns.shard.Shard`."""
 

@@ -15,11 +15,9 @@ from dataclasses import replace
 
 from ucp.errors import FamilyError, listed
 from ucp.families.expression import Expression, ExpressionError
-from ucp.families.family import CANONICAL, Family, distinct_shapes
-from ucp.families.naming import Named
+from ucp.families.family import Family, distinct_shapes
+from ucp.families.naming import CANONICAL, Named
 from ucp.families.rule import Alias, OptionValue
-
-__all__ = ["find_source_style", "shape_conflicts"]
 
 _Lengths = tuple[int | None, ...]
 """Length of every dim; None for one that is not known."""

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["MOST_SHIFT", "Template", "kind", "outline"]
-
 MOST_SHIFT = 999_999
 """Largest number by which a field may be shifted."""
 

@@ -19,11 +19,10 @@ from ucp.core.patches import Made
 from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
-from ucp.families.family import CANONICAL, Family, Named
+from ucp.families.family import Family
+from ucp.families.naming import CANONICAL, Named
 from ucp.families.rule import Alias, JoinedBox
 from ucp.families.template import Template
-
-__all__ = ["translated"]
 
 _WHOLE = "Take the whole model, without --include and --exclude, or choose another family with --family"
 

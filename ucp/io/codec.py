@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from ucp.errors import CorruptError
 
-__all__ = ["codec_name", "decode", "encode"]
-
 _PREFIX = "zstd-planes"
 _LEVEL = 3
 _MOST_NBYTES = 64 << 20

@@ -15,22 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "Difference",
-    "add",
-    "assign",
-    "differing",
-    "enlarge",
-    "fraction_of",
-    "mean_dtype",
-    "numpy_dtype",
-    "strided",
-    "viewed",
-    "widened",
-    "without_payloads",
-]
-
-
 _WINDOW = 1 << 16
 """Elements that are compared at once where two arrays differ: what is known of each difference is large."""
 

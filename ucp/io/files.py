@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
 
-__all__ = [
-    "LocalFile",
-    "SourceFile",
-    "Sources",
-    "join_ranges",
-    "let_go",
-    "open_source",
-    "parts_of",
-    "split_parts",
-    "truncated",
-]
-
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
 """Most source files held open by one thread."""

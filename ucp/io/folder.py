@@ -17,23 +17,6 @@ from pathlib import Path
 from ucp.io.remote.path import RemotePath, names_of
 from ucp.io.remote.url import as_url, check_url, scheme_of
 
-__all__ = [
-    "MARK",
-    "PARTIAL",
-    "absolute",
-    "files_below",
-    "given",
-    "is_there",
-    "is_url",
-    "names_in",
-    "names_of_folder",
-    "path_of",
-    "see_afresh",
-    "seen_from",
-    "short_text",
-    "url_scheme",
-]
-
 MARK = "ucp-conversion.json"
 """File that says which conversion made a destination; only destinations that have it may be overwritten."""
 

@@ -16,17 +16,6 @@ from ucp.errors import ChangedError, listed
 from ucp.io.files import open_source, parts_of
 from ucp.io.folder import files_below, is_url, names_in, path_of, see_afresh
 
-__all__ = [
-    "check_unchanged",
-    "contents_of",
-    "entry_points",
-    "identity_of",
-    "is_remote",
-    "producer",
-    "size_and_time",
-    "source_file",
-]
-
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
 

@@ -23,8 +23,6 @@ import xxhash
 from ucp.errors import MalformedError
 from ucp.io.files import open_source
 
-__all__ = ["Natural", "NotJson", "decode", "has_wrong_digest", "parsed", "read_object", "with_digest"]
-
 T = TypeVar("T")
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]

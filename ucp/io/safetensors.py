@@ -24,8 +24,6 @@ from ucp.io.files import open_source
 from ucp.io.json_text import parsed, read_object
 from ucp.io.pickle.fields import described
 
-__all__ = ["SafetensorsHeader", "SafetensorsLayout", "layout_safetensors", "read_header", "read_weight_map"]
-
 _MOST_HEADER_NBYTES = 100_000_000
 """Bound of the reference implementation."""
 _MOST_DIMS = 64

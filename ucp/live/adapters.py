@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
-__all__ = ["LiveAdapter", "LiveModel", "LiveOptimizer", "LiveRequest", "LiveRun", "State"]
-
 State: TypeAlias = "torch.Tensor | bool | int | float | None"
 """A value that an optimizer keeps for a parameter."""
 

@@ -26,13 +26,12 @@ from ucp.core.text.page import Page, Report, table
 from ucp.core.text.units import shape_text
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
+from ucp.io.files import Sources
 from ucp.live.resume.values import live_value
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Atom", "Checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -30,7 +30,7 @@ from ucp.live.model.parallel.place import Placing, place, without_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.report import Clock, LoadReport, report_of
 from ucp.live.resume.beside import Resume, RunObjects, resume_of
-from ucp.live.run.asked import ENVIRONMENT, LoadAsked
+from ucp.live.run.asked import LoadAsked
 from ucp.live.run.ranks import Ranks, ranks_of, together
 from ucp.live.run.shared_index import read_once
 from ucp.source.read import index_as_told, index_of, no_cycle_collection
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
-
-__all__ = ["ENVIRONMENT", "LoadReport", "load_into"]
 
 
 @takes_options(LoadArguments)

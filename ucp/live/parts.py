@@ -26,8 +26,6 @@ from ucp.core.slices import Slice
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LiveParam", "LivePart", "LiveTensor", "LoadItem", "Stretch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivePart:

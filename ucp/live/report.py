@@ -15,8 +15,6 @@ from ucp.live.exchange.traffic import Traffic
 from ucp.live.match.decide import Decision
 from ucp.live.resume.beside import Resume
 
-__all__ = ["Clock", "LoadReport", "report_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):

@@ -25,8 +25,6 @@ from ucp.core.tensor import Record, Tensor, TensorRef
 from ucp.source.moments import moments
 from ucp.transfer.probe import Prober
 
-__all__ = ["copied_ranks"]
-
 _WINDOW = 64
 """Elements looked at of a tensor, at its ends and in the middle."""
 

@@ -25,8 +25,6 @@ from ucp.errors import MalformedError, SourceError, counted, listed
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
 
-__all__ = ["ZeroMoments", "before_first_step", "check_moments", "moments", "moments_note", "odd_moments"]
-
 _PROBED = 256
 """Parameters looked at before every element is, at most."""
 _WINDOW = 64

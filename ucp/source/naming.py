@@ -13,14 +13,13 @@ from ucp.core.dtypes import DType
 from ucp.core.index import Index, check_weights
 from ucp.core.patches import Made, arranged, with_copy
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
-from ucp.families.family import CANONICAL, Family
+from ucp.families.family import Family
 from ucp.families.library import rules_text
+from ucp.families.naming import CANONICAL
 from ucp.families.styles import find_source_style
 from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated
 from ucp.transfer.probe import Prober
-
-__all__ = ["Renamed", "by_rules", "check_styles", "family_sizes", "restyled", "under_names", "under_style"]
 
 _MOST_SHOWN = 8
 """Names of the source in a message."""

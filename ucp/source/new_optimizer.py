@@ -23,8 +23,6 @@ from ucp.core.tensor import InlineTensor
 from ucp.core.union import number_state
 from ucp.errors import UsageError, counted
 
-__all__ = ["HYPER", "NewOptimizer", "with_optimizer", "without_hyper"]
-
 HYPER: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 """Setting to the default of torch's AdamW (torch 2.13, optim/adamw.py)."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")

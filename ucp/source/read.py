@@ -19,8 +19,6 @@ from ucp.source.copied_ranks import copied_ranks
 from ucp.source.moments import odd_moments
 from ucp.source.selection import selected
 
-__all__ = ["Survey", "index_as_told", "index_of", "judged", "no_cycle_collection", "read_index", "survey"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:

@@ -22,8 +22,6 @@ from ucp.core.layout import Overlap
 from ucp.core.region import uncovered
 from ucp.errors import ReplicaError, counted, listed
 
-__all__ = ["Drift", "resolve_drift"]
-
 
 class Drift(StrEnum):
     """What to do about copies that differ."""

@@ -20,8 +20,6 @@ from ucp.core.names import STEP
 from ucp.errors import UsageError
 from ucp.transfer.probe import Prober
 
-__all__ = ["RUN_SETTINGS", "SCHEDULER", "with_run_state"]
-
 SCHEDULER = "scheduler"
 """Setting: key of the scheduler's state in the source."""
 RUN_SETTINGS = (SCHEDULER, STEP)

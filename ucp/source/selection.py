@@ -17,8 +17,6 @@ from ucp.core.names import WEIGHT, NameFilter
 from ucp.errors import UsageError, counted, listed
 from ucp.source.moments import odd_moments
 
-__all__ = ["DROP", "FROZEN", "part_warnings", "selected", "with_frozen", "without_extras"]
-
 DROP = "drop"
 """Setting that every target takes: extras to leave out."""
 

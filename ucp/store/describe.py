@@ -32,8 +32,6 @@ from ucp.store.manifest import (
 from ucp.store.values import to_json
 from ucp.transfer.plan.tasks import BLOCK
 
-__all__ = ["describe", "is_inline"]
-
 
 def describe(
     index: Index,

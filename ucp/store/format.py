@@ -9,8 +9,6 @@ from ucp.core.index import Index
 from ucp.io.folder import MARK
 from ucp.store.manifest import MANIFEST
 
-__all__ = ["StoreFormat"]
-
 
 class StoreFormat(Format):
     """Reads atom stores."""

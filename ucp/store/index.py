@@ -22,8 +22,6 @@ from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, StoredExtra, StoredFi
 from ucp.store.values import from_json
 from ucp.transfer.checksums import combine
 
-__all__ = ["read_store"]
-
 
 def read_store(root: Path) -> Index:
     """Index of the store in the folder `root`. Raises ChangedError when a file it refers to is another one now."""

@@ -32,8 +32,6 @@ from ucp.io.identity import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
 
-__all__ = ["find_files", "inside", "interpret"]
-
 
 def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
     """Files that the manifest of the store at `root` refers to, in order, as they are now.

@@ -20,27 +20,6 @@ from ucp.errors import DestinationError, MalformedError, UnsupportedError
 from ucp.io.files import open_source
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 
-__all__ = [
-    "EXTRAS",
-    "LONGEST",
-    "MANIFEST",
-    "VERSION",
-    "Checksum",
-    "Manifest",
-    "Origin",
-    "Piece",
-    "StoredAtom",
-    "StoredAxis",
-    "StoredExtra",
-    "StoredFile",
-    "StoredGroup",
-    "StoredLoss",
-    "StoredState",
-    "dump",
-    "parse",
-    "read_text",
-]
-
 MANIFEST = "ucp.json"
 EXTRAS = "extra"
 """Folder of a store that holds them."""

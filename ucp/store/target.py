@@ -31,8 +31,6 @@ from ucp.store.describe import describe, is_inline
 from ucp.store.manifest import EXTRAS, LONGEST, MANIFEST, StoredExtra, StoredFile, dump
 from ucp.store.values import NotPlainError, is_plain, to_json
 
-__all__ = ["LAYOUTS", "StoreTarget", "recogniser"]
-
 PACK = 1 << 30
 """Bytes of states after which a pack is closed."""
 

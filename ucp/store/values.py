@@ -21,8 +21,6 @@ from ucp.core.pickle_values import GlobalName, TorchSize
 from ucp.errors import MalformedError
 from ucp.io.pickle.keys import check_keys
 
-__all__ = ["NotPlainError", "PlainJson", "from_json", "is_plain", "to_json"]
-
 _DEEPEST = 100
 """Values in one another that are written."""
 _DEEPEST_READ = 200

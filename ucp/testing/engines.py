@@ -20,8 +20,6 @@ from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done
 
-__all__ = ["EngineContract"]
-
 _STATES = 12
 
 

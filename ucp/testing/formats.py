@@ -16,12 +16,10 @@ from ucp.core.names import WEIGHT
 from ucp.core.slices import Locator, block_ranges, resolve, whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
+from ucp.io.files import Sources
 from ucp.store.values import to_json
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 from ucp.transfer.plan.tasks import BLOCK
-
-__all__ = ["FormatContract"]
-
 
 _CHECKPOINTS = pytest.StashKey[Sequence[Path]]()
 _INDEXES = pytest.StashKey[Sequence[Index]]()

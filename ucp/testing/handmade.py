@@ -31,8 +31,6 @@ from ucp.store.target import recogniser
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Shards", "make_index", "write_checkpoint"]
-
 
 class Shards:
     """Raw files of a folder, which grow by the arrays put into them."""

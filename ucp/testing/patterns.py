@@ -12,8 +12,6 @@ import pytest
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape, whole_shape
 from ucp.core.region import Box, RegionPair, intersect, uncovered
 
-__all__ = ["PatternContract"]
-
 Case = tuple[Pattern, tuple[int, ...], int]
 
 

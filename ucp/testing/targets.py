@@ -17,8 +17,6 @@ from ucp.source.read import index_of
 from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
 
-__all__ = ["TargetContract"]
-
 Case = tuple[Path, ConvertOptions]
 
 

@@ -16,8 +16,6 @@ from ucp.core.tensor import Record
 from ucp.errors import CoverError
 from ucp.transfer.gather import Span
 
-__all__ = ["combine", "file_crc", "gaps", "mismatches", "patches", "zeros"]
-
 _ZEROS = bytes(1 << 20)
 
 

@@ -29,19 +29,6 @@ from ucp.transfer.plan.tiles import blocks, is_crosswise
 
 T = TypeVar("T")
 
-__all__ = [
-    "LANE",
-    "THREADS",
-    "Pair",
-    "apart",
-    "checked_bytes",
-    "compare_copies",
-    "drifting",
-    "fit_threads",
-    "scan_digests",
-    "scan_records",
-]
-
 THREADS = 4
 """Threads where nobody says how many."""
 REMOTE_THREADS = 8

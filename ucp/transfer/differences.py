@@ -15,8 +15,6 @@ from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.transfer.compare import THREADS, Pair, apart
 
-__all__ = ["Change", "casts_between", "compare", "equal_casts", "keeps_extras", "shared_states"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:

@@ -12,8 +12,6 @@ from ucp.core.tensor import TensorRef
 from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
 from ucp.transfer.gather import Gatherer
 
-__all__ = ["drift", "drifts"]
-
 Taken = tuple[Slice, Locator, memoryview]
 """A slice, the pieces of its state, and the bytes that were taken for it."""
 

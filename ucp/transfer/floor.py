@@ -24,8 +24,6 @@ from ucp.core.slices import block_ranges
 from ucp.errors import DestinationError, SourceError, UsageError
 from ucp.io.destination.write import read_back, write_at
 
-__all__ = ["Rate", "floor"]
-
 WINDOW = 256 << 10
 """Bytes that are read, summed and written at once."""
 ROUNDS = 3

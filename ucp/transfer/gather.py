@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 J = TypeVar("J")
 
-__all__ = ["Gatherer", "Reader", "Run", "Sources", "Span", "extent_of", "piece_values", "run_of"]
-
 STRETCH = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
 

@@ -14,8 +14,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import extent_of
 from ucp.transfer.worker import Sum
 
-__all__ = ["create", "cut_surplus", "fill_checksums", "is_whole", "receipts_of"]
-
 
 def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
     """Make a file of its full length below `root`, its literals in place.

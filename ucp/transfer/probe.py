@@ -18,9 +18,8 @@ from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.core.tensor import Tensor, TensorRef
-from ucp.transfer.gather import Gatherer, Sources
-
-__all__ = ["Prober", "cast_bits"]
+from ucp.io.files import Sources
+from ucp.transfer.gather import Gatherer
 
 _SHORT = 1 << 10
 """Bytes up to which elements are cast one by one: numpy is not quicker, and takes a tenth of a second to import."""

@@ -28,14 +28,13 @@ from ucp.errors import CorruptError
 from ucp.io.codec import encode
 from ucp.io.destination.staging import TEMPORARY
 from ucp.io.destination.write import read_back, start_writeback, write_at
+from ucp.io.files import Sources
 from ucp.io.identity import is_remote
 from ucp.transfer.drift import drift, drifts
-from ucp.transfer.gather import Gatherer, Run, Sources, Span, extent_of, piece_values, run_of
+from ucp.transfer.gather import Gatherer, Run, Span, extent_of, piece_values, run_of
 from ucp.transfer.plan.job import Job, raw_slice
 from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
 from ucp.transfer.plan.tiles import tiles, within
-
-__all__ = ["Done", "Step", "Sum", "Worker"]
 
 MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""

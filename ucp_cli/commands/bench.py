@@ -14,8 +14,6 @@ from ucp.transfer.floor import floor
 from ucp_cli.options import PATH, as_json, count_of, example, memory_of
 from ucp_cli.pages.render import table, write, write_json
 
-__all__ = ["command"]
-
 
 @click.command("bench", epilog=example("ucp bench /checkpoints", "ucp bench /dev/shm --size 4GiB"))
 @click.argument("folder", metavar="DIR", type=PATH)

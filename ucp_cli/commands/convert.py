@@ -13,8 +13,6 @@ from ucp_cli.failures import stopped
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.progress import watch
 
-__all__ = ["command"]
-
 
 @click.command(
     "convert",

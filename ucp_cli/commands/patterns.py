@@ -25,8 +25,6 @@ from ucp_cli.pages.families import (
 )
 from ucp_cli.pages.render import write, write_json
 
-__all__ = ["command"]
-
 
 @click.group(
     "patterns",

@@ -13,8 +13,6 @@ from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.documents import plan_document
 from ucp_cli.pages.render import write, write_json
 
-__all__ = ["command"]
-
 
 @click.command(
     "plan",

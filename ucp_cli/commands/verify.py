@@ -15,8 +15,6 @@ from ucp_cli.pages.documents import verify_document
 from ucp_cli.pages.render import write, write_json
 from ucp_cli.progress import watch
 
-__all__ = ["command"]
-
 
 @click.command(
     "verify",

@@ -17,19 +17,11 @@ from ucp.core.text.overview import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held
 
 if TYPE_CHECKING:
-    from ucp.api import PlanReport, Survey
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
+    from ucp.conversion.plan_report import PlanReport
+    from ucp.source.read import Survey
     from ucp.transfer.differences import Change
-
-__all__ = [
-    "convert_document",
-    "diff_document",
-    "index_document",
-    "plan_document",
-    "survey_document",
-    "verify_document",
-]
 
 
 def index_document(index: Index, *, missing: Sequence[str], detailed: Collection[str]) -> dict[str, object]:

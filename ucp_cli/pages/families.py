@@ -11,11 +11,10 @@ from ucp.checks.explain import NO_RULE, Explained, FamilyReport
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import shape_text
 from ucp.errors import counted
-from ucp.families.family import CANONICAL, Family
+from ucp.families.family import Family
+from ucp.families.naming import CANONICAL
 from ucp.families.rule import Alias, Rule
 from ucp_cli.pages.render import table
-
-__all__ = ["families_document", "family_document", "family_page", "family_table", "report_document", "report_page"]
 
 _MOST_PROBLEMS = 20
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.api import Survey
 from ucp.core.fragments import Fragment
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
@@ -20,11 +19,10 @@ from ucp.core.text.overview import overview, remarks
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text, shape_text
 from ucp.io.folder import path_of
+from ucp.source.read import Survey
 from ucp_cli.pages.render import heading, stacked, table
 from ucp_cli.pages.tree import Line, collapsed
 from ucp_cli.pages.values import brief, what_is_held
-
-__all__ = ["detail", "file_rows", "inspect_page", "remains"]
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 """Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""

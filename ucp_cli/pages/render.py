@@ -20,8 +20,6 @@ from rich.text import Text
 from ucp.core.text.page import Section
 from ucp.core.text.units import printable
 
-__all__ = ["Column", "heading", "stacked", "table", "write", "write_json"]
-
 _ENDLESS = 1 << 16
 """Columns of what is not a terminal."""
 

@@ -20,8 +20,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 from ucp.core.text.units import ranges_text
 
-__all__ = ["Line", "collapsed"]
-
 Leaf = TypeVar("Leaf")
 
 

@@ -13,8 +13,6 @@ from ucp.errors import counted
 from ucp.io.pickle.fields import short, short_members
 from ucp.store.values import PlainJson
 
-__all__ = ["brief", "json_value", "what_is_held"]
-
 _LONGEST = 60
 """Characters of a value that is shown whole."""
 

@@ -29,19 +29,6 @@ from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.locate import CONFIG
 
-__all__ = [
-    "NONE",
-    "ModelConfig",
-    "carried_config",
-    "check_config",
-    "config_conflicts",
-    "derive_config",
-    "given_config",
-    "is_published",
-    "refused_note",
-    "without_padding",
-]
-
 NONE = "none"
 """`--set config=none`: weights without a config.json."""
 

@@ -30,19 +30,6 @@ from ucp.contract.protocols import Strength
 from ucp.errors import UsageError, counted, listed
 from ucp.io.folder import names_in, short_text
 
-__all__ = [
-    "BIN",
-    "CONFIG",
-    "SAFETENSORS",
-    "Form",
-    "Model",
-    "index_stem",
-    "is_weights",
-    "locate",
-    "parse_weights",
-    "the_model",
-]
-
 CONFIG = "config.json"
 SAFETENSORS, BIN = ".safetensors", ".bin"
 

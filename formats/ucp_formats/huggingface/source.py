@@ -35,8 +35,6 @@ from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, 
 if TYPE_CHECKING:
     from ucp.families.family import Family
 
-__all__ = ["HuggingFaceFormat", "buffers_of", "find_family"]
-
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint-(\d+)")
 """Folder of the Trainer."""

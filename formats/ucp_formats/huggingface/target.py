@@ -49,9 +49,6 @@ from ucp_formats.huggingface.config import (
 from ucp_formats.huggingface.locate import CONFIG
 from ucp_formats.huggingface.source import buffers_of, find_family
 
-__all__ = ["MAX_SHARD_SIZE", "HuggingFaceTarget", "NewTensor", "Shard", "laid_out", "nbytes_of_shard"]
-
-
 MAX_SHARD_SIZE = "5GB"
 """Default of huggingface_hub; transformers 5 has 50GB."""
 

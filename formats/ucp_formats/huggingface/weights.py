@@ -31,8 +31,6 @@ from ucp.io.safetensors import read_header, read_weight_map
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.huggingface.locate import BIN, Form, Model, parse_weights
 
-__all__ = ["SavedTensor", "Weights", "read_weights", "second_names"]
-
 _OFFSETS = "DCP_SHARDING_INFO"
 
 

@@ -26,16 +26,6 @@ from ucp.families.family import Family
 from ucp.families.library import contradictions
 from ucp.io.pickle.fields import described
 
-__all__ = [
-    "KNOWN",
-    "Arguments",
-    "check_gaps",
-    "check_recorded",
-    "read_arguments",
-    "sizes_in_doubt",
-]
-
-
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),
     "pp": ("pipeline_model_parallel_size",),

@@ -10,8 +10,6 @@ from ucp.contract.run_extras import ExtraRow, ExtraTable, LossScale
 from ucp.core.index import Index
 from ucp_formats.megatron.names import MODULES
 
-__all__ = ["EXTRAS", "RANDOM", "SCHEDULER", "megatron_scale", "scaler_of"]
-
 SCHEDULER = "opt_param_scheduler"
 """Learning rate and weight decay."""
 RANDOM = "rng_state"

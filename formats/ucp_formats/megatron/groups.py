@@ -33,21 +33,6 @@ from ucp.core.names import STEP
 from ucp.errors import counted
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
-__all__ = [
-    "USUAL",
-    "DealtGroups",
-    "GroupRule",
-    "SavedGroup",
-    "deal",
-    "dealt_out",
-    "expert_numbers",
-    "group_rule",
-    "is_by_named_optimizer",
-    "is_expert",
-    "rank_free",
-]
-
-
 _ENDS = (EMBEDDING, OUTPUT)
 """Parameters with `is_embedding_or_output_parameter` (core/models/common/language_module)."""
 _ADAM_OR_SGD = ("adam", "sgd")

@@ -24,16 +24,6 @@ from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UnsupportedError
 
-__all__ = [
-    "Chunk",
-    "data_parallel",
-    "hybrid_pattern",
-    "known",
-    "stage_layers",
-    "stage_problem",
-    "stages",
-]
-
 
 def data_parallel(topology: Topology, *, expert: bool) -> int:
     """Ranks that hold copies of a dense parameter, or of an expert's.

@@ -25,16 +25,6 @@ from ucp.errors import UsageError
 from ucp.families.family import Family
 from ucp_formats.megatron.names import MODULES
 
-__all__ = [
-    "Choice",
-    "chosen_modules",
-    "is_recorded",
-    "modules_keeping",
-    "modules_shown",
-    "with_modules",
-]
-
-
 _ARGUMENT = "transformer_impl"
 _GROUPED = "moe_grouped_gemm"
 _SEEN = "seen_in"

@@ -25,26 +25,6 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = [
-    "COMMON",
-    "DCP_METADATA",
-    "DISTRIBUTED_OPTIMIZER",
-    "EMBEDDING",
-    "METADATA",
-    "MODEL",
-    "MODULES",
-    "OUTPUT",
-    "RELEASE",
-    "TRACKER",
-    "GridPlace",
-    "RankFolder",
-    "SavedAs",
-    "is_side_file",
-    "parse_iteration",
-    "parse_rank_folder",
-    "rank_folder_name",
-]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 """Text file beside the iteration folders: the iteration to load, or "release"."""
 RELEASE = "release"

@@ -45,14 +45,6 @@ from ucp_formats.megatron.names import (
     parse_rank_folder,
 )
 
-__all__ = [
-    "MegatronFormat",
-    "is_of_the_format",
-    "locate",
-    "the_folder",
-]
-
-
 _INNER = ("", "weights", "model_weights")
 """Folders of an iteration that may hold it: libraries built on megatron-core nest it."""
 _MOST_BYTES = 1 << 20

@@ -23,8 +23,6 @@ from ucp.core.topology import Topology
 from ucp.errors import UnknownFamilyError
 from ucp.families.match import cut_dim
 
-__all__ = ["Cuts"]
-
 _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
 """`layers.3`: what stays together on one stage of a pipeline."""
 

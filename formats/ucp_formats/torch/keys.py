@@ -27,8 +27,6 @@ from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path
 from ucp_formats.torch.state_dict import Leaf, Parts, optimizer_root, show_path
 
-__all__ = ["find_keys", "kind_of", "number_of", "untrained_notes"]
-
 _STATE = "state"
 
 

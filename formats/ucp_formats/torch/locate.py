@@ -23,8 +23,6 @@ from ucp.io.dcp.checkpoint import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import is_there, names_in
 
-__all__ = ["MODEL", "OPTIMIZER", "STEP_KEYS", "TRAIN_STATE", "is_of_the_format", "locate", "step_in", "the_folder"]
-
 STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
 """Keys under which scripts save the step of the run."""
 TRAIN_STATE = "train_state"

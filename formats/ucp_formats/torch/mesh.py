@@ -24,8 +24,6 @@ from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
 from ucp.core.topology import Topology
 
-__all__ = ["Boxes", "MeshLayouts", "mesh_of"]
-
 Boxes = tuple[tuple[int, ...], Sequence[Box]]
 """Shape of a tensor, and the boxes of it that were saved."""
 

@@ -19,24 +19,6 @@ from dataclasses import dataclass
 from ucp.contract.run_extras import is_module_state
 from ucp.errors import UnsupportedError, counted, listed
 
-__all__ = [
-    "FLAT",
-    "Dicts",
-    "Path",
-    "Wanted",
-    "aside_text",
-    "bare_name",
-    "fused_parts",
-    "has_ddp",
-    "is_called_model",
-    "longest_name",
-    "model_naming",
-    "model_path",
-    "module_state_path",
-    "name_below",
-    "name_in",
-]
-
 Path = tuple[object, ...]
 """Keys of nested dicts (texts) and lists (numbers)."""
 

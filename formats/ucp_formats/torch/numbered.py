@@ -32,8 +32,6 @@ from ucp.io.files import open_source
 from ucp.io.json_text import NotJson, parsed
 from ucp_formats.torch.model_dict import bare_name
 
-__all__ = ["Naming", "Number", "Order", "UnnamedError", "name_params", "order_of", "order_params"]
-
 Number = int | str
 """Number of a parameter, or its name."""
 Forms = Mapping[str, Hashable]

@@ -19,18 +19,6 @@ from ucp.core.names import STEP
 from ucp.core.target import TargetOptions
 from ucp.errors import UnsupportedError, UsageError
 
-__all__ = [
-    "DECOUPLED",
-    "DECOUPLED_MEANING",
-    "check_options",
-    "checked_decoupled",
-    "count_tensor",
-    "decay_notes",
-    "is_adam",
-    "rate_notes",
-    "settings_of",
-]
-
 _ADAMW: Mapping[str, object] = {
     "amsgrad": False,
     "maximize": False,

@@ -27,7 +27,8 @@ from ucp.core.names import WEIGHT, StateDictKeys
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
-from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredObject, StoredTensor, rank_of, read_dcp
+from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
+from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, names_in, path_of
 from ucp.io.identity import source_file
 from ucp_formats.torch.keys import find_keys, kind_of, number_of, untrained_notes
@@ -43,8 +44,6 @@ from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of
 from ucp_formats.torch.model_dict import FLAT
 from ucp_formats.torch.numbered import order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out
-
-__all__ = ["DcpFormat"]
 
 
 class DcpFormat(Format):

@@ -41,8 +41,6 @@ from ucp_formats.torch.model_dict import (
 )
 from ucp_formats.torch.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
 
-__all__ = ["Leaf", "Parts", "optimizer_root", "show_path", "sorted_out", "unnamed_states"]
-
 _GROUPS, _STATE = "param_groups", "state"
 _PARAMS, _NAMES = "params", "param_names"
 _MOMENTS = ("exp_avg", "momentum_buffer")

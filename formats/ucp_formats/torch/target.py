@@ -50,8 +50,6 @@ from ucp_formats.torch.settings import (
     settings_of,
 )
 
-__all__ = ["DcpTarget"]
-
 _SOURCE = "source"
 _STYLES = ("nested", "flattened", "torchtitan", "accelerate", "lightning", _SOURCE)
 _OPTIMIZER = "optimizer"

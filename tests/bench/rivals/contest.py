@@ -21,8 +21,6 @@ from typing import Any
 
 from tests.bench.measure import run
 
-__all__ = ["beside_dcp", "beside_deepspeed"]
-
 LAYERS = os.environ.get("UCP_BENCH_LAYERS", "8")
 SAVED_ON = 4
 WAYS = ("theirs", "ours")

@@ -13,8 +13,6 @@ from torch import nn
 
 import ucp
 
-__all__ = ["ENGINES", "Engine"]
-
 WIDTH, HEADS, BATCH = 1024, 8, (2, 4)
 
 

@@ -23,8 +23,6 @@ import torch
 from tests.bench.scale.holes import Holes
 from tests.bench.scale.moe import Moe
 
-__all__ = ["Group", "Layer", "expert_groups", "gpt_layers", "write_expert_run", "write_pipeline_run"]
-
 VERSION = "0.19.8"
 STEP = 3
 _TAG = f"global_step{STEP}"

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from zlib_ng import zlib_ng
 
-__all__ = ["Holes", "Item", "item_of", "mark"]
-
 _LOCAL = struct.Struct("<26xHH")
 _CENTRAL_NBYTES = 46
 _CENTRAL_CRC = 16

@@ -37,8 +37,6 @@ from ucp.core.pickle_values import GlobalName, Stub
 from ucp.io.dcp.metadata import read_metadata
 from ucp.io.torch_file.archive import read_archive
 
-__all__ = ["Layout", "write_torch_dist"]
-
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "megatron" / "mixtral-ep4-dp4-full" / "checkpoint"
 ITERATION = "iter_0000010"
 _STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["LARGE", "Moe"]
-
 Shape = tuple[int, ...]
 
 

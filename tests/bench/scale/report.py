@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-__all__ = ["PAGE", "Row", "write_report"]
-
 PAGE = "scale.md"
 """Page whose table is replaced."""
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-__all__ = ["write_many_tensors"]
-
 EXPERTS = 256
 FILES = 8
 HIDDEN = 16

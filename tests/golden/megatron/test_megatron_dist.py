@@ -22,9 +22,10 @@ from ucp.core.index import Index, Kind, check_cover
 from ucp.core.names import STEP, WEIGHT
 from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import MissingStateError
+from ucp.io.files import Sources
 from ucp.transfer.compare import compare_copies, scan_records
 from ucp.transfer.differences import compare
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
 REPORTS = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("*/case.json"))}

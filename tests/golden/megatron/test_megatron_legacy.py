@@ -14,8 +14,9 @@ from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.core.index import Index, Kind, StateIndex, check_cover
 from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.io.files import Sources
 from ucp.transfer.drift import drift
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
 CASES = sorted(

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["CHECKPOINT", "LATER", "TOLERANCE", "python_with", "run"]
-
 WORKER = Path(__file__).with_name("client_worker.py")
 CHECKPOINT = {"trainer": "checkpoint-3", "accelerate": ""}
 """Script to the folder of its checkpoint below the one it saves to."""

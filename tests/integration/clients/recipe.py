@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["recipe"]
-
 _PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "resume-in-a-client.md"
 
 

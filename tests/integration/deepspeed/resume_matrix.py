@@ -24,17 +24,6 @@ from safetensors import safe_open
 import ucp
 from tests.integration.deepspeed.resume_sources import OTHERS, SAME, SOURCES, TARGETS, Source, Target
 
-__all__ = [
-    "Cell",
-    "Verdict",
-    "cells",
-    "convert_all",
-    "judge",
-    "load_all",
-    "matrix_table",
-    "other_table",
-]
-
 _HERE = Path(__file__).resolve().parent
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHERS", "SAME", "SOURCES", "TARGETS", "Source", "Target"]
-
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
 
 

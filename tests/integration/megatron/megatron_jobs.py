@@ -24,8 +24,6 @@ sys.path.insert(0, str(FIXTURES / "make" / "megatron"))
 from megatron_cases import CASES  # noqa: E402
 from megatron_versions import environment  # noqa: E402
 
-__all__ = ["FIXTURES", "Load", "Loaded", "environment", "load_all", "make_sources"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:

@@ -27,25 +27,6 @@ from ucp.errors import UcpError
 from ucp.transfer.compare import compare_copies
 from ucp.transfer.differences import Change, compare
 
-__all__ = [
-    "KINDS",
-    "MAKER",
-    "REFERENCES",
-    "ROUTES",
-    "SOURCES",
-    "TARGETS",
-    "TIED",
-    "Cell",
-    "Reading",
-    "Route",
-    "Source",
-    "Target",
-    "cells",
-    "convert_all",
-    "judge_sources",
-    "names_to_make",
-]
-
 MAKER = "0.16.1"
 """release that writes the sources"""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from tests.integration.megatron.megatron_jobs import Loaded
 from tests.integration.megatron.megatron_matrix import KINDS, REFERENCES, SOURCES, TARGETS, Cell, Reading, Source
 
-__all__ = ["loads_table", "readings_table", "refused_table"]
-
 TITLES = {"gpt": "GPT", "llama": "Llama-GQA", "mixtral": "Mixtral"}
 EXPERT_LAYOUTS = tuple(source.label for source in SOURCES if "ep" in source.job)
 SHIFTED, ELSEWHERE = " [1]", " [2]"

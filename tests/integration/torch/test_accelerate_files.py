@@ -11,9 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
-from tests.integration.torch.test_trainer_files import python
-
-__all__ = ["python"]
 
 pytestmark = pytest.mark.integration
 

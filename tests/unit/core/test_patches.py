@@ -23,8 +23,9 @@ from ucp.core.slices import Locator, resolve, whole_slice
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
 from ucp.io.codec import codec_name, encode
 from ucp.io.elements import viewed
+from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline, make_index
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 Q, K = np.arange(32, dtype=np.float32).reshape(8, 4), 100 + np.arange(16, dtype=np.float32).reshape(4, 4)
 TURNS = np.concatenate([Q[:4], K[:2], Q[4:], K[2:]])

@@ -28,11 +28,12 @@ from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
 from ucp.io.elements import viewed
+from ucp.io.files import Sources
 from ucp.source.read import index_of
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 from ucp.transfer.differences import compare
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 LAYOUTS = [{}, {"layout": "packed"}, {"layout": "per-parameter"}, {"compress": True}, {"virtual": True}]
 LABELS = ["default", "packed", "per-parameter", "compressed", "virtual"]

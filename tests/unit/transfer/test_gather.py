@@ -17,8 +17,9 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
 from ucp.io.codec import codec_name, encode
 from ucp.io.elements import numpy_dtype, viewed
+from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline
-from ucp.transfer.gather import Gatherer, Sources, Span
+from ucp.transfer.gather import Gatherer, Span
 
 
 @pytest.fixture

@@ -47,8 +47,6 @@ from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["InBucket"]
-
 _NAME = f"ucp-scratch-{'0' * 25}"
 """As long as the name of a scratch folder."""
 

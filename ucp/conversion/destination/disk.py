@@ -32,8 +32,6 @@ from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["WRONG", "OnDisk", "destination_at", "taken_up", "why_unwritable"]
-
 AGAIN = "continue with --resume"
 """How a conversion that failed goes on."""
 

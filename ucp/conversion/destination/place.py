@@ -25,8 +25,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
-__all__ = ["Begun", "Destination", "Place", "waiting_for"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:

@@ -19,8 +19,6 @@ import xxhash
 from ucp.errors import DestinationError
 from ucp.io.destination.goal import describe_process, this_process
 
-__all__ = ["Scratch", "scratch_folder"]
-
 _LONGEST = 4096
 """Bytes of a lock that are read."""
 

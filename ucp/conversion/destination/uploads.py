@@ -25,8 +25,6 @@ from ucp.io.remote.url import scheme_of
 from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, put_file
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
-__all__ = ["Upload", "Uploaded", "Uploads", "uploads_to"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:

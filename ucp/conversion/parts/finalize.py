@@ -31,8 +31,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
 
-__all__ = ["busy_text", "check_begun", "unfinished", "vouched"]
-
 _MOST_NAMED = 20
 """Parts that a command line names."""
 

@@ -31,8 +31,6 @@ from ucp.io.destination.staging import Staging, lines_of, sync
 from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
 
-__all__ = ["PartJournal", "PartRun", "is_running", "runs_in"]
-
 _SUFFIX = ".jsonl"
 
 _NAME = re.compile(r"(\d{1,9})-of-(\d{1,9})-[0-9a-f]+\.jsonl")

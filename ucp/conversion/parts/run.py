@@ -29,8 +29,6 @@ from ucp.io.destination.write import check_space
 from ucp.transfer.output_files import create, is_whole
 from ucp.transfer.plan.tasks import Share
 
-__all__ = ["write_part"]
-
 
 def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Written | None:
     """Carry out the tasks of a part that are not done; None where the destination is complete.

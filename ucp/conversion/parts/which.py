@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from ucp.errors import UsageError
 from ucp.transfer.plan.tasks import Share
 
-__all__ = ["AUTO", "PartLike", "part_of", "slurm_part"]
-
 PartLike = str | tuple[int, int]
 """A part: "3/8" or (3, 8), counted from 1; "auto" where Slurm says which."""
 

@@ -15,19 +15,6 @@ from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text
 from ucp.errors import CoverError, counted
 
-__all__ = [
-    "KindTally",
-    "StateTally",
-    "count_kinds",
-    "count_patterns",
-    "count_states",
-    "describe_missing",
-    "layout_lines",
-    "overview",
-    "remarks",
-    "source_facts",
-]
-
 
 def overview(index: Index) -> Iterator[Section]:
     """The head of the page, up to the states."""

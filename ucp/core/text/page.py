@@ -20,8 +20,6 @@ from itertools import zip_longest
 
 from ucp.core.text.units import printable
 
-__all__ = ["Page", "Part", "Report", "Section", "facts", "lines", "render_html", "render_text", "table"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["count_text", "nbytes_text", "printable", "ranges_text", "rate_text", "seconds_text", "shape_text"]
-
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 

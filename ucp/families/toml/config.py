@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.toml.document import ConfigTable, make_expression, make_expressions
 
-__all__ = ["ConfigPart", "derived_config", "make_part", "more_parts"]
-
 _NULL = "None"
 
 

@@ -21,26 +21,6 @@ from ucp.families.naming import Evidence
 from ucp.families.rule import Alias, OptionValue
 from ucp.families.template import Template
 
-__all__ = [
-    "AliasWays",
-    "ConfigTable",
-    "Dim",
-    "FamilyDocument",
-    "Joining",
-    "PatternOption",
-    "RenameDocument",
-    "RenameTable",
-    "RuleTable",
-    "aliases_of",
-    "located",
-    "make_alias",
-    "make_expression",
-    "make_expressions",
-    "make_lengths",
-    "make_option",
-    "read_document",
-]
-
 T = TypeVar("T")
 
 Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

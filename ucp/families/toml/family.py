@@ -14,7 +14,8 @@ import msgspec
 
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
-from ucp.families.family import CANONICAL, Family, Style, Tied
+from ucp.families.family import Family
+from ucp.families.naming import CANONICAL, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
 from ucp.families.toml.config import make_part, more_parts
@@ -31,8 +32,6 @@ from ucp.families.toml.document import (
     make_option,
     read_document,
 )
-
-__all__ = ["header", "read_family"]
 
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 

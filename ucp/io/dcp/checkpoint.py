@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.errors import MissingFileError, counted, listed
-from ucp.io.dcp.items import Item, check_files, of_other_saves, read_items
+from ucp.io.dcp.items import check_files, of_other_saves, read_items
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
+from ucp.io.dcp.template import Item
 from ucp.io.folder import is_there, names_of_folder, path_of
-
-__all__ = ["METADATA", "Dcp", "StoredChunk", "StoredObject", "StoredTensor", "local_files", "rank_of", "read_dcp"]
 
 
 class StoredChunk(NamedTuple):

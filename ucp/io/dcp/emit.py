@@ -28,10 +28,9 @@ from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
-from ucp.io.torch_file.layout import KnownBytes, NewStorage, NewTensor, TorchZip, layout_torch_zip
+from ucp.io.torch_file.layout import KnownBytes, TorchZip, layout_torch_zip
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT
-
-__all__ = ["FILE", "DcpDraft", "NewChunk"]
 
 FILE = 4 << 30
 """Bytes from which another `.distcp` file is begun."""

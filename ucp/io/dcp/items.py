@@ -20,8 +20,6 @@ from ucp.io.folder import path_of
 from ucp.io.torch_file.archive import read_embedded
 from ucp.io.torch_file.zipdir import Window
 
-__all__ = ["Item", "check_files", "of_other_saves", "read_items"]
-
 _SPAN = 4 << 20
 """Most bytes of one read."""
 _END_RECORD = 22

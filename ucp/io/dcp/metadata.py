@@ -22,8 +22,6 @@ from ucp.io.files import open_source
 from ucp.io.pickle.fields import described, shown
 from ucp.io.pickle.unpickle import parse_pickle
 
-__all__ = ["METADATA", "Chunk", "DcpMetadata", "ItemPlace", "SavedTensor", "read_metadata"]
-
 METADATA = ".metadata"
 """Name of the file; torch renames it into place last, so that its presence is the commit."""
 _DTYPES = {GlobalName("torch", dtype.value): dtype for dtype in DType}

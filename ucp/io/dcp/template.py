@@ -17,8 +17,6 @@ from ucp.core.tensor import Record, TensorRef
 from ucp.io.torch_file.archive import Archive
 from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, read_directory
 
-__all__ = ["ITEM_END", "Item", "Template", "make_template"]
-
 ITEM_END = 2048
 """Bytes at both ends of an item within which the structure of a template must lie."""
 

@@ -14,18 +14,6 @@ from ucp.errors import DestinationError, OverlapError, counted, listed
 from ucp.io.destination.mark import read_mark
 from ucp.io.folder import MARK, files_below, path_of, url_scheme
 
-__all__ = [
-    "Making",
-    "begun_otherwise",
-    "check_apart",
-    "check_destination",
-    "check_distinct",
-    "check_foreign",
-    "check_goal",
-    "describe_process",
-    "this_process",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Making:

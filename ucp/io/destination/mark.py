@@ -20,8 +20,6 @@ from ucp.io.folder import MARK, is_url
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.remote.url import key_of
 
-__all__ = ["Mark", "dump_mark", "find_damage", "find_destination", "is_complete", "read_mark"]
-
 _ABOVE = 2
 """Folders above a checkpoint in which the file may lie: a tag or an iteration is a folder of the destination."""
 

@@ -29,8 +29,6 @@ from ucp.io.destination.mark import is_complete
 from ucp.io.destination.write import write_at
 from ucp.io.folder import PARTIAL, is_url
 
-__all__ = ["TEMPORARY", "Staging", "Waiting", "is_begun", "lines_of", "refuse_partial", "sync"]
-
 TEMPORARY = "temporary-"
 """Prefix of files beside the growing destination that a run needs while it goes on."""
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ucp.errors import DestinationError
 
-__all__ = ["check_space", "is_memory", "read_back", "reserve", "start_writeback", "write_at"]
-
 _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
 

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Iterator
 from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName, Stub, walk
 
-__all__ = ["CALLS", "GROUPS", "callables_of", "unusual_calls"]
-
 CALLS = "unpickled by a framework, this checkpoint calls"
 """How the note begins."""
 GROUPS = "parameter groups"

@@ -22,8 +22,6 @@ from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import DestinationError
 from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 
-__all__ = ["EmittedPickle", "emit_pickle"]
-
 _BATCH = 1000
 """Elements per APPENDS or SETITEMS, as the pickler of CPython does."""
 _MOST_REENTRIES = 1000

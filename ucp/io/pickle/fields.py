@@ -14,21 +14,6 @@ from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 
-__all__ = [
-    "Shape",
-    "described",
-    "flattened",
-    "integer",
-    "mapping",
-    "sequence",
-    "shapes",
-    "short",
-    "short_members",
-    "shown",
-    "tensor",
-    "text",
-]
-
 Shape = tuple[int, ...]
 
 _LONGEST = 60

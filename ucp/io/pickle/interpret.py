@@ -19,8 +19,6 @@ from ucp.core.tensor import TensorRef
 from ucp.io.pickle.keys import check_keys
 from ucp.io.torch_file.storage import LEFT_INERT, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
 
-__all__ = ["called", "constructed", "set_attributes"]
-
 _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
 _INTEGERS = frozenset({int})
 _MOST_BITS = 64

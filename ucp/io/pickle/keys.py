@@ -20,8 +20,6 @@ from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.io.torch_file.storage import StorageRef
 
-__all__ = ["Keys", "check_keys"]
-
 _MOST_NODES = 256
 """Members of one key, those of its members counted: hashing and comparing recurse, and are repeated."""
 _MOST_ALIKE = 100

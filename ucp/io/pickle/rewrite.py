@@ -21,8 +21,6 @@ from contextlib import suppress
 from functools import cache
 from struct import pack
 
-__all__ = ["FILL_AND_BUILD", "EndOfPickleError", "Frames", "PickleFaultError", "RefusedOpcodeError", "Rewriter"]
-
 FILL_AND_BUILD = ord("U")
 """Code of the request that SETITEMS and the BUILD after it become: (object, dict, keys and values), None."""
 _REQUESTS = {

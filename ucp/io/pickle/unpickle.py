@@ -31,8 +31,6 @@ from ucp.io.pickle.rewrite import (
     Rewriter,
 )
 
-__all__ = ["Parsed", "TruncatedPickleError", "parse_pickle"]
-
 _NEW, _CALL = 0x81, ord("R")
 _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
 """Values, at most, that calls copy: elements of their arguments, and of those."""

@@ -18,8 +18,6 @@ from typing import NamedTuple, Protocol
 
 from ucp.io.files import join_ranges
 
-__all__ = ["BUDGET", "GAP", "REQUEST", "Ahead", "Extent"]
-
 BUDGET = 32 << 20
 """Bytes of one thread that are under way, or have come and wait to be used."""
 

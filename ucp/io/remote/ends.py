@@ -19,8 +19,6 @@ from itertools import islice
 from ucp.io.remote.link import link_of
 from ucp.io.remote.listing import Entry, siblings
 
-__all__ = ["BLOCK", "clear", "end_of", "ends"]
-
 BLOCK = 256 << 10
 """Bytes that are read for a small read; those at the end of a file are one block."""
 

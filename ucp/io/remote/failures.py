@@ -22,8 +22,6 @@ from ucp.errors import (
 )
 from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
 
-__all__ = ["CREDENTIALS", "changed", "failure", "missing_library", "told"]
-
 _LIBRARIES = (
     *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google"),
     *("httpx", "httpx2", "huggingface_hub", "requests", "s3fs"),

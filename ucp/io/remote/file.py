@@ -20,8 +20,6 @@ from ucp.io.remote.failures import changed
 from ucp.io.remote.link import link_of
 from ucp.io.remote.listing import Entry, entry_of
 
-__all__ = ["REQUEST", "RemoteFile"]
-
 _SMALL = 64 << 10
 """Bytes of a small read."""
 

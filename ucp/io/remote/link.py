@@ -22,8 +22,6 @@ from ucp.io.remote.failures import told
 from ucp.io.remote.stores import THREADS, Seen, Store, store_class
 from ucp.io.remote.url import key_of, scheme_of
 
-__all__ = ["forking", "hang_up", "link_of", "preview", "see_afresh"]
-
 _links: dict[str, Store] = {}
 _preview: tuple[str, Mapping[str, Path], str] | None = None
 """Prefix, new files and hidden folder of it, while it is seen as it will be."""

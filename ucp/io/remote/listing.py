@@ -25,8 +25,6 @@ from ucp.io.remote.link import link_of, see_afresh
 from ucp.io.remote.stores import version_of
 from ucp.io.remote.url import bucket_of, scheme_of
 
-__all__ = ["Entry", "entry_of", "folder_of", "forget", "named", "siblings", "time_of", "why_absent"]
-
 _SIDE_BY_SIDE = 4
 """Folders of one parent after which others are listed with each that is asked for."""
 _WHOLE = 256

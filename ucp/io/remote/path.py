@@ -23,8 +23,6 @@ from typing import IO, TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from ucp.io.remote.listing import Entry
 
-__all__ = ["RemotePath", "names_of"]
-
 
 class RemotePath(PosixPath):
     """An object of a store, or a folder of them: what their keys have before a slash."""

@@ -26,8 +26,6 @@ from ucp.io.remote.url import bucket_of, key_of
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["PART", "PARTS", "THREADS", "Fetch", "Seen", "Store", "store_class", "version_of"]
-
 _REQUESTS = 16
 """Requests under way at once, in one process."""
 

@@ -21,8 +21,6 @@ from ucp.io.remote.link import link_of
 from ucp.io.remote.url import key_of
 from ucp.io.remote.write import create, is_written, read, remove, stored, stored_below, write
 
-__all__ = ["FOLDER", "Unfinished", "refuse_unfinished"]
-
 FOLDER = ".ucp-partial"
 """Last part of the prefix of what is said of an unfinished conversion."""
 

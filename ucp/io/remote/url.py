@@ -16,8 +16,6 @@ import re
 
 from ucp.errors import UsageError
 
-__all__ = ["EXTRAS", "as_url", "bucket_of", "check_url", "key_of", "redacted", "scheme_of"]
-
 EXTRAS = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),

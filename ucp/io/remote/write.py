@@ -19,23 +19,6 @@ from ucp.io.remote.listing import time_of
 from ucp.io.remote.stores import PART, PARTS, version_of
 from ucp.io.remote.url import key_of, scheme_of
 
-__all__ = [
-    "MEMORY",
-    "SMALL",
-    "SMALL_UPLOADS",
-    "UPLOADS",
-    "Stored",
-    "check_writable",
-    "create",
-    "is_written",
-    "put_file",
-    "read",
-    "remove",
-    "stored",
-    "stored_below",
-    "write",
-]
-
 UPLOADS = 3
 """Files that are uploaded side by side, beside small ones."""
 

@@ -28,8 +28,6 @@ from ucp.io.torch_file.legacy import read_legacy
 from ucp.io.torch_file.storage import StorageId, StorageRef
 from ucp.io.torch_file.zipdir import Window, ZipMember, data_offset, data_offsets, read_directory
 
-__all__ = ["Archive", "read_archive", "read_embedded"]
-
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
     b"\x89HDF": "an HDF5 file",

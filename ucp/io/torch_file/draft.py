@@ -25,9 +25,8 @@ from ucp.core.slices import Slice
 from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.topology import Topology
-from ucp.io.torch_file.layout import NewStorage, NewTensor, layout_torch_zip
-
-__all__ = ["Drafted", "FileDraft", "Part", "grafted", "layouts_of", "target_plan", "torch_file"]
+from ucp.io.torch_file.layout import layout_torch_zip
+from ucp.io.torch_file.storage import NewStorage, NewTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,8 @@ from zlib_ng import zlib_ng
 
 from ucp.core.target import CrcField, Literal
 from ucp.io.pickle.emit import emit_pickle
-from ucp.io.torch_file.storage import NewStorage, NewTensor
+from ucp.io.torch_file.storage import NewStorage
 from ucp.io.torch_file.zipdir import ALIGNMENT, UINT32_MAX, aligned_start
-
-__all__ = ["KnownBytes", "NewStorage", "NewTensor", "TorchZip", "layout_torch_zip"]
 
 _UTF8 = 0x0800
 _DESCRIPTOR = 0x0008

@@ -15,8 +15,6 @@ from ucp.io.pickle.unpickle import Parsed, TruncatedPickleError, parse_pickle
 from ucp.io.torch_file.storage import StorageId, StorageRef
 from ucp.io.torch_file.zipdir import Window
 
-__all__ = ["read_legacy"]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _FIRST_NBYTES = 1 << 20

@@ -18,18 +18,6 @@ from ucp.core.dtypes import DType
 from ucp.core.pickle_values import GlobalName
 from ucp.core.tensor import TensorRef
 
-__all__ = [
-    "LEFT_INERT",
-    "STORAGE_CLASSES",
-    "NewStorage",
-    "NewTensor",
-    "StorageId",
-    "StorageRef",
-    "rebuilt_parameter",
-    "rebuilt_tensor",
-    "rebuilt_typed_tensor",
-]
-
 LEFT_INERT = object()
 """Result of a builder for arguments that it does not know: the call becomes a `Stub`."""
 

@@ -19,17 +19,6 @@ from typing import NamedTuple
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import SourceFile
 
-__all__ = [
-    "ALIGNMENT",
-    "UINT32_MAX",
-    "Window",
-    "ZipMember",
-    "aligned_start",
-    "data_offset",
-    "data_offsets",
-    "read_directory",
-]
-
 ALIGNMENT = 64
 """Bytes to which torch aligns the data of every member."""
 UINT32_MAX = 0xFFFFFFFF

@@ -29,8 +29,6 @@ from ucp.transfer.gather import Reader
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["carry"]
-
 T = TypeVar("T")
 
 _THREADS = 4

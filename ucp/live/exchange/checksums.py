@@ -25,9 +25,6 @@ from ucp.transfer.gather import Reader, Span
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_records", "verify"]
-
-
 _LITTLE = 1 << 20
 """Bytes of a record that are read for its checksum alone, at most; or an eighth of it, where that is more."""
 

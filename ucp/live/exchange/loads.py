@@ -23,9 +23,6 @@ from ucp.transfer.plan.tiles import is_crosswise, source_order
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Load", "Places", "bytes_of", "loads_of", "own_load"]
-
-
 _COSTLY = 1.5
 """Times its bytes that reading some columns may cost before whole rows are carried."""
 

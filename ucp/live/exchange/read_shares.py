@@ -23,8 +23,6 @@ from itertools import groupby
 
 from ucp.core.slices import Slice
 
-__all__ = ["ALIGNMENT", "Segment", "Window", "aligned", "share_out"]
-
 ALIGNMENT = 16
 """Bytes; a multiple of every itemsize, so that a part never ends inside an element."""
 

@@ -15,8 +15,6 @@ from ucp.live.exchange.loads import Load
 from ucp.live.exchange.read_shares import Segment
 from ucp.transfer.gather import STRETCH, Gatherer, Reader
 
-__all__ = ["THREAD_NBYTES", "Reading", "start_reading"]
-
 _SPAN = 4 << 20
 """Bytes that a thread reads at a time: what follows one another in a file is read by one call."""
 

@@ -27,9 +27,6 @@ from ucp.source.read import no_cycle_collection
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["STATUS", "Holders", "Room", "Stage", "digests", "holders", "plan_stages"]
-
-
 STATUS = 4 * ALIGNMENT
 """Bytes after every part: whether its rank has failed, and what it has measured."""
 

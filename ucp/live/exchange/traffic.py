@@ -9,8 +9,6 @@ from enum import StrEnum
 from ucp.contract.protocols import Observer
 from ucp.core.tensor import Record
 
-__all__ = ["CarryOptions", "Exchange", "Traffic"]
-
 
 class Exchange(StrEnum):
     """Whether ranks that hold the same read it once between them."""

@@ -25,8 +25,6 @@ from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 
-__all__ = ["Decision", "LoadOptions", "Matching", "Used", "check_agreement", "decide", "match", "used_anywhere"]
-
 _LONG = 1000
 """Characters of an argument that ranks tell each other."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from ucp.errors import LoadError, counted, listed
 
-__all__ = ["Findings"]
-
 
 @dataclass(slots=True)
 class Findings:

@@ -17,8 +17,6 @@ from ucp.io.pickle.fields import shown
 from ucp.live.match.findings import Findings
 from ucp.store.values import is_plain
 
-__all__ = ["LiveGroup", "match_groups"]
-
 INITIAL_LR = "initial_lr"
 """Learning rate that a torch scheduler starts from; it puts it into the group itself."""
 

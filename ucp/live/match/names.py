@@ -21,7 +21,8 @@ from ucp.core.index import Index
 from ucp.core.names import WEIGHT
 from ucp.core.patches import Made
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError
-from ucp.families.family import CANONICAL, Family
+from ucp.families.family import Family
+from ucp.families.naming import CANONICAL
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
@@ -31,8 +32,6 @@ from ucp.source.read import index_of
 
 if TYPE_CHECKING:
     from ucp.live.run.asked import LoadAsked
-
-__all__ = ["NamesAsked", "in_live_order", "under_live_names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

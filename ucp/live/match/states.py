@@ -11,8 +11,6 @@ from ucp.live.match.findings import Findings
 from ucp.live.match.tensors import castable, item_of, note_cast
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 
-__all__ = ["match_states", "note_rounded"]
-
 
 def match_states(
     params: Sequence[LiveParam],

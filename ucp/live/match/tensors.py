@@ -21,18 +21,6 @@ from ucp.core.slices import whole_slice
 from ucp.live.match.findings import Findings
 from ucp.live.parts import LivePart, LiveTensor, LoadItem
 
-__all__ = [
-    "atoms_of",
-    "castable",
-    "find_unexpected",
-    "fitting",
-    "item_of",
-    "match_tensors",
-    "note_cast",
-    "want_weights",
-]
-
-
 _MOST_WAYS = 3
 """Ways to rename that are named."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["described"]
-
 
 def described(request: LiveRequest) -> LiveRun:
     """The rank's parts, by the adapter that claims them, or as a torch module with a torch optimizer."""

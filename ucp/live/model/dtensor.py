@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_axes", "dtensor_part", "is_dtensor", "local_of"]
-
 UNNAMED = "mesh_"
 """What begins the names of axes that have none."""
 

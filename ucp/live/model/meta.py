@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["blank_dtype", "give_memory", "lacks_memory", "place_of"]
-
 Owned = tuple["nn.Module", str, "torch.Tensor"]
 """A module, the name of a parameter or buffer in it, and that itself."""
 

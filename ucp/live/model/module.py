@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["describe_model", "describe_modules", "dtype_of", "overlapping", "torch_type"]
-
 
 def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None) -> LiveModel:
     """The parameters and persistent buffers of `model`. Raises UnsupportedError for parts that are not known.

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["FlatUnit", "flat_units", "hidden_in", "plain_name"]
-
-
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-__all__ = ["FlatOptimizer", "Slot", "describe_flat_optimizer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
 
-__all__ = ["TorchOptimizer", "describe_masters", "describe_optimizer", "describe_zero_redundancy", "unwrap_optimizer"]
-
 _WRAPPERS = ("AcceleratedOptimizer", "DeepSpeedOptimizerWrapper", "LightningOptimizer")
 """Classes of accelerate and Lightning that hand everything to the optimizer in their attribute `optimizer`."""
 

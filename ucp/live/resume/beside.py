@@ -14,8 +14,6 @@ from ucp.live.resume.scheduler import Stateful, scaler_state, scheduler_state
 from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import Ranks
 
-__all__ = ["Resume", "RunObjects", "resume_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:

@@ -20,8 +20,6 @@ from ucp.core.topology import Topology
 from ucp.errors import LoadError
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["RankExtras", "RankPolicy", "generators_of", "rank_extras"]
-
 
 class RankPolicy(StrEnum):
     """What to do with what each rank of the saved run kept for itself."""

@@ -24,8 +24,6 @@ from ucp.errors import UsageError
 from ucp.live.match.findings import Findings
 from ucp.live.resume.values import inert_classes
 
-__all__ = ["Stateful", "scaler_state", "scheduler_state"]
-
 
 @runtime_checkable
 class Stateful(Protocol):

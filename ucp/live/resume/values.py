@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     ReadTensor = Callable[[TensorRef | InlineTensor], torch.Tensor]
 
-__all__ = ["inert_classes", "live_value"]
-
 _SAVED_BY_TORCH = frozenset({".pt", ".pth", ".bin", ".pkl"})
 """Suffixes of companion files that torch.save wrote (scheduler.pt, rng_state_3.pth, random_states_3.pkl)."""
 _PLAIN = (dict, list, tuple)

@@ -38,9 +38,6 @@ from ucp.source.run_state import SCHEDULER
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ENVIRONMENT", "Lines", "LoadAsked", "observer_of"]
-
-
 ENVIRONMENT = "UCP_CHECKPOINT"
 """Environment variable that names the checkpoint when the call does not."""
 

@@ -23,8 +23,6 @@ from ucp.errors import TopologyError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RunMesh", "is_device_mesh"]
-
 _ALIKE = {"fsdp": "dp_shard"}
 """Other names for a dim of a DeviceMesh."""
 _KNOWN = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "pp", "ep", "etp", "cp")

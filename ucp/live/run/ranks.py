@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
-__all__ = ["Alone", "Group", "PeerLostError", "Ranks", "ranks_of", "together"]
-
 T = TypeVar("T")
 
 

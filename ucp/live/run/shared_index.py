@@ -21,8 +21,6 @@ from ucp.io.folder import is_url
 from ucp.io.identity import size_and_time
 from ucp.live.run.ranks import Ranks, together
 
-__all__ = ["read_once"]
-
 
 def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
     """The index that `read` gives for `path`, read by rank 0 for all ranks that see the same files. Collective.

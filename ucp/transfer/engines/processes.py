@@ -30,8 +30,6 @@ from ucp.transfer.worker import Done, Step, Worker
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
-__all__ = ["ProcessEngine", "as_worker", "undisturbed"]
-
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
 

@@ -10,8 +10,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
-__all__ = ["SerialEngine"]
-
 
 class SerialEngine(Engine):
     """One process, one thread; `workers` and `threads` are not used."""

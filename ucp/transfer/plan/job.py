@@ -16,8 +16,6 @@ from ucp.transfer.plan.task_list import nbytes_of, task_list
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import is_crosswise
 
-__all__ = ["Job", "check_target", "checking_placements", "make_job", "raw_slice"]
-
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
 """Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
 

@@ -24,8 +24,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import LazyTasks, pick_tasks
 from ucp.transfer.plan.tasks import BLOCK, Task
 
-__all__ = ["ROUND", "Room", "Round", "in_rounds", "room_for"]
-
 ROUND = 4 << 30
 """Bytes of the files of a round, unless one of them is larger."""
 

@@ -19,8 +19,6 @@ from ucp.core.slices import block_ranges
 from ucp.core.target import TargetPlan
 from ucp.transfer.plan.tasks import Fill, Section, Share, Task
 
-__all__ = ["Extent", "LazyTasks", "TaskList", "extent_of", "nbytes_of", "pick_tasks", "task_list"]
-
 
 class LazyTasks(Sequence[Task]):
     """Tasks, each made when it is asked for; a slice of them makes none."""

@@ -20,20 +20,6 @@ from typing import Protocol, TypeVar
 
 from ucp.errors import MemoryBudgetError
 
-__all__ = [
-    "BLOCK",
-    "SCRATCH",
-    "TASK",
-    "Fill",
-    "Section",
-    "Share",
-    "Task",
-    "amount",
-    "bundle",
-    "fit_workers",
-    "interleave",
-]
-
 BLOCK = 8 << 20
 """Bytes of one write, and of one digest. A multiple of every itemsize."""
 

@@ -39,8 +39,6 @@ from ucp.core.slices import (
 )
 from ucp.core.tensor import TensorRef, contiguous_strides
 
-__all__ = ["blocks", "is_crosswise", "source_order", "tiles", "within"]
-
 LEAST = 1 << 20
 """Bytes of a state below which it may as well be read several times."""
 

@@ -35,8 +35,6 @@ from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, na
 if TYPE_CHECKING:
     pass
 
-__all__ = ["DeepSpeedAdapter"]
-
 
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
     """Set what is not a tensor of a parameter; notes tell what was not there to be set."""

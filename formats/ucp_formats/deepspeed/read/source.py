@@ -10,8 +10,6 @@ from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.names import locate_tag, parse_name, saved_as, the_folder
 
-__all__ = ["RUN", "DeepSpeedFormat"]
-
 
 def _scale(index: Index) -> LossScale | None:
     from ucp_formats.deepspeed.config import deepspeed_scale

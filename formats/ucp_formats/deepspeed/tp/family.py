@@ -25,7 +25,8 @@ from ucp_formats.deepspeed.tp.layout import (
 )
 
 if TYPE_CHECKING:
-    from ucp.families.family import Family, Named
+    from ucp.families.family import Family
+    from ucp.families.naming import Named
 
 
 def arguments_of(saved: object) -> dict[str, object]:

@@ -15,7 +15,7 @@ from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.names import WEIGHT
 from ucp.core.pickle_values import TorchSize
-from ucp.io.torch_file.layout import NewTensor
+from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts

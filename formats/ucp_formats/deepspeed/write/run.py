@@ -31,7 +31,7 @@ from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.folder import MARK
 from ucp.io.torch_file.draft import FileDraft, Part
-from ucp.io.torch_file.layout import NewTensor
+from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import CarriedExtras

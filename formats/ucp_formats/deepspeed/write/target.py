@@ -40,8 +40,6 @@ from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import EngineTarget, RunFacts, run_facts
 
-__all__ = ["DeepSpeedTarget"]
-
 
 class DeepSpeedTarget(EngineTarget):
     """Target `deepspeed`."""

@@ -46,8 +46,6 @@ from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
 from ucp_formats.deepspeed.write.rank_views import rank_views
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, EngineTarget, RunFacts, is_plain_number, run_facts, tag
 
-__all__ = ["DeepSpeedUniversalTarget"]
-
 _FILE_NAMES = {WEIGHT: "fp32"}
 """State to the stem of its file, where they differ."""
 

@@ -21,16 +21,6 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
-__all__ = [
-    "ALIGNMENT",
-    "BufferLayout",
-    "Place",
-    "bucket_multiple",
-    "simulate",
-    "walk",
-]
-
-
 ALIGNMENT = 64
 """Elements to whose multiple a parameter is aligned, since 2024-07-01."""
 

@@ -34,19 +34,6 @@ from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, Place, walk
 
-__all__ = [
-    "Candidate",
-    "Fingerprints",
-    "FlatBuffer",
-    "FlatBufferMatcher",
-    "Found",
-    "Placement",
-    "Spot",
-    "Stretch",
-    "ambiguous",
-    "fragments_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

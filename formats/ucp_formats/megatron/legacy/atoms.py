@@ -29,13 +29,6 @@ from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
 from ucp_formats.megatron.mesh import data_parallel, known, stages
 
-__all__ = [
-    "LegacyStates",
-    "Optimizer",
-    "atoms_of",
-    "candidate",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:

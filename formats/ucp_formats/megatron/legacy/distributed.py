@@ -30,13 +30,6 @@ from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBuffer, FlatB
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
 
-__all__ = [
-    "Buffer",
-    "add_buffers",
-    "read_buffers",
-]
-
-
 _MASTER = "param"
 _COALESCED = "buckets_coalesced"
 _SIZES = ("numel_unpadded", "per_bucket_numel", "per_bucket_numel_unpadded")

@@ -52,20 +52,6 @@ from ucp_formats.megatron.names import (
     rank_folder_name,
 )
 
-__all__ = [
-    "ExpertPart",
-    "Grid",
-    "LegacyRun",
-    "SavedRank",
-    "misplaced",
-    "placing",
-    "ranks_extras",
-    "read_run",
-    "run_extras",
-    "source_files",
-]
-
-
 _ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
 """Degrees of an encoder with ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
 

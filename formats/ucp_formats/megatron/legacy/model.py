@@ -30,23 +30,14 @@ from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
-from ucp.families.family import CANONICAL, Family, Match, Named
+from ucp.families.family import Family
+from ucp.families.match import Match
+from ucp.families.naming import CANONICAL, Named
 from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
 from ucp_formats.megatron.mesh import Chunk
 from ucp_formats.megatron.modules import modules_shown
-
-__all__ = [
-    "Held",
-    "LayerNumbers",
-    "LegacyModel",
-    "Slot",
-    "View",
-    "count_layers",
-    "read_model",
-]
-
 
 _STACK_LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
 """Example: decoder.layers.12."""

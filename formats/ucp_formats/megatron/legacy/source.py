@@ -36,12 +36,6 @@ from ucp_formats.megatron.mesh import data_parallel
 from ucp_formats.megatron.modules import with_modules
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
-__all__ = [
-    "read_legacy",
-    "read_optimizer",
-]
-
-
 _KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
 
 

@@ -26,11 +26,6 @@ from ucp_formats.megatron.groups import USUAL, SavedGroup, dealt_out, group_rule
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
 
-__all__ = [
-    "add_whole_optimizer",
-]
-
-
 _HALF = (DType.BFLOAT16, DType.FLOAT16)
 _Row = list[list[int]]
 """For every entry of a group, the numbers of the parameters that it can be."""

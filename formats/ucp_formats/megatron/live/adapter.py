@@ -25,8 +25,6 @@ from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
 
-__all__ = ["MegatronAdapter"]
-
 _MODULE = ("megatron.core.transformer.module", "MegatronModule")
 _OPTIMIZER = ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
 

@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = [
-    "Sharded",
-    "describe_chunks",
-    "sharded_tensors",
-    "unwrapped",
-]
-
-
 Shape = tuple[int, ...]
 
 _NO_TENSOR = "_extra_state"

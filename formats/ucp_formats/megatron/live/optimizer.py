@@ -33,8 +33,6 @@ from ucp.live.run.ranks import Ranks, together
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MegatronLive", "Member", "describe_optimizers"]
-
 _KNOWN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 

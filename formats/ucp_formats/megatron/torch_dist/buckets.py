@@ -34,18 +34,6 @@ from ucp_formats.megatron.groups import expert_numbers, is_expert
 from ucp_formats.megatron.torch_dist.keys import BucketKey
 from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
 
-__all__ = [
-    "MASTER",
-    "Bucket",
-    "BucketPlace",
-    "BucketStates",
-    "Grid",
-    "local_tensor",
-    "place_buckets",
-    "stored_buckets",
-    "where_is",
-]
-
 
 def local_tensor(whole: Whole, *, rank: int, ranks: int, kind: str) -> Candidate | None:
     """The tensor as rank `rank` of `ranks` held it; None when its chunks are no regular cut over so many ranks.

@@ -18,8 +18,8 @@ from ucp.core.index import Extra
 from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError
-from ucp.io.dcp.checkpoint import METADATA, Dcp, read_dcp
-from ucp.io.dcp.metadata import read_metadata
+from ucp.io.dcp.checkpoint import Dcp, read_dcp
+from ucp.io.dcp.metadata import METADATA, read_metadata
 from ucp.io.files import split_parts
 from ucp.io.folder import is_there
 from ucp.io.pickle.fields import described, mapping
@@ -27,19 +27,6 @@ from ucp.io.torch_file.archive import read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import COMMON
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey, parse_group_object, parse_object_key
-
-__all__ = [
-    "CommonState",
-    "SavedObjects",
-    "as_list",
-    "dist_extras",
-    "is_empty",
-    "optimizer_dicts",
-    "read_common",
-    "read_folder",
-    "read_objects",
-]
-
 
 _COMMON_STATE = "common_state"
 

@@ -41,23 +41,6 @@ from ucp.contract.registry import choose_family
 from ucp.errors import UnknownFamilyError
 from ucp.families.family import Family
 
-__all__ = [
-    "PARTS",
-    "BucketKey",
-    "DistNames",
-    "GroupObjectKey",
-    "ModelKey",
-    "ObjectKey",
-    "StateKey",
-    "names_of",
-    "parse_bucket_key",
-    "parse_group_object",
-    "parse_model_key",
-    "parse_object_key",
-    "parse_state_key",
-]
-
-
 PARTS: tuple[tuple[str, ...], ...] = (
     ("_w", "_v"),
     (".z", ".x", ".B", ".C", ".dt"),

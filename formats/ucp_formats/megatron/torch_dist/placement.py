@@ -31,8 +31,6 @@ from ucp_formats.megatron.torch_dist.keys import DistNames
 from ucp_formats.megatron.torch_dist.states import DistStates
 from ucp_formats.megatron.torch_dist.unstack import Whole
 
-__all__ = ["Layouts", "layouts_of"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
 _LAST = ("decoder.", "output_layer.")

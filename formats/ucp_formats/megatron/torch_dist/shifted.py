@@ -22,8 +22,6 @@ from ucp.errors import listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
 
-__all__ = ["Checked", "checked_masters"]
-
 _PROBED = 256
 """Masters looked at, at most, unless one of them is shifted."""
 _WINDOW = 64

@@ -25,7 +25,8 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.tensor import Record
 from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.io.dcp.checkpoint import METADATA, Dcp, StoredTensor
+from ucp.io.dcp.checkpoint import Dcp, StoredTensor
+from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
@@ -64,12 +65,6 @@ from ucp_formats.megatron.torch_dist.states import (
     state_dtype,
 )
 from ucp_formats.megatron.torch_dist.unstack import Whole, check_tiled, taken_apart
-
-__all__ = [
-    "DistGroups",
-    "read_dist",
-    "read_groups",
-]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,15 +27,6 @@ from ucp_formats.megatron.torch_dist.buckets import Bucket, BucketPlace, BucketS
 from ucp_formats.megatron.torch_dist.keys import BucketKey, GroupObjectKey, ModelKey, StateKey
 from ucp_formats.megatron.torch_dist.unstack import Flattened, Piece, Whole, taken_apart
 
-__all__ = [
-    "DistStates",
-    "from_buckets",
-    "from_state_keys",
-    "gathered_buckets",
-    "state_dtype",
-]
-
-
 _MASTERS = frozenset({"param", "fp32_param", "master_param"})
 """Names of the state that holds the masters."""
 

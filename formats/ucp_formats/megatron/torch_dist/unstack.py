@@ -21,8 +21,6 @@ from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
 from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
 
-__all__ = ["Piece", "Whole", "check_tiled", "taken_apart"]
-
 Shape = tuple[int, ...]
 
 _MOST_EMPTY = 1 << 20

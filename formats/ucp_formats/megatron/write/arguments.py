@@ -30,18 +30,6 @@ from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
-__all__ = [
-    "LETTERS",
-    "attention",
-    "configured",
-    "derived_arguments",
-    "layer_letters",
-    "namespace",
-    "relaid_arguments",
-    "scaling_note",
-]
-
-
 _NAMESPACE = GlobalName("argparse", "Namespace")
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
 _GROUP = "microbatch_group_size_per_vp_stage"

@@ -25,15 +25,6 @@ from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 from ucp_formats.megatron.write.arguments import LETTERS, layer_letters
 from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun, grid_problem
 
-__all__ = [
-    "SETTINGS",
-    "check_asked",
-    "check_division",
-    "check_settings",
-    "vocabulary_notes",
-]
-
-
 _NAMES = {
     "sizes of the model": (
         "num_layers hidden_size ffn_hidden_size vocab_size padded_vocab_size make_vocab_size_divisible_by seq_length "

@@ -19,8 +19,6 @@ from ucp_formats.megatron.write.checks import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import TargetRun
 
-__all__ = ["common_state", "consumed_samples", "extra_notes", "lost_extras", "lost_lines", "lost_states"]
-
 _WITHOUT_RANDOM = "start the run with --no-load-rng, or Megatron stops"
 _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""

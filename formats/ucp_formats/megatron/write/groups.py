@@ -17,8 +17,6 @@ from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.core.names import STEP
 
-__all__ = ["OptimizerGroup", "is_native", "optimizer_chain"]
-
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}
 """Keys that are no hyper-parameters: they come from the states."""

@@ -30,7 +30,7 @@ from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.families.family import Family
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
-from ucp.io.torch_file.layout import NewTensor
+from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate
 from ucp_formats.megatron.legacy.files import Grid as LegacyGrid
 from ucp_formats.megatron.mesh import Chunk, known, stage_layers
@@ -38,13 +38,6 @@ from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, EMBEDDING, MODEL, 
 from ucp_formats.megatron.write.arguments import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun
-
-__all__ = [
-    "Modules",
-    "legacy_places",
-    "plan_legacy",
-]
-
 
 _NORM = re.compile(r"\.layer_norm_(weight|bias)$")
 _GROUPED = re.compile(r"^(?P<module>.+\.experts\.linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)$")

@@ -21,25 +21,13 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Slice
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
-from ucp.families.family import Family, Match
+from ucp.families.family import Family
+from ucp.families.match import Match
 from ucp.io.torch_file.draft import Part
 from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.mesh import data_parallel, stage_layers, stages
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT, GridPlace
 from ucp_formats.megatron.write.groups import OptimizerGroup
-
-__all__ = [
-    "Model",
-    "ModelTensor",
-    "TargetRun",
-    "axes_of",
-    "check_layers",
-    "check_topology",
-    "experts_apart",
-    "grid_problem",
-    "random_states",
-    "target_model",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

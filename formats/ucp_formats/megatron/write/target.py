@@ -23,7 +23,7 @@ from ucp.core.names import STEP, WEIGHT
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, listed
-from ucp.families.family import CANONICAL
+from ucp.families.naming import CANONICAL
 from ucp.io.torch_file.draft import target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.groups import is_by_named_optimizer
@@ -52,8 +52,6 @@ from ucp_formats.megatron.write.model import (
     target_model,
 )
 from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
-
-__all__ = ["MegatronTarget"]
 
 _LAYOUTS = ("torch_dist", "torch")
 _GROUPS_UNSAID = (

@@ -44,19 +44,6 @@ from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments import namespace
 from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun
 
-__all__ = [
-    "KeyStyle",
-    "Norms",
-    "StoredPart",
-    "dist_places",
-    "extra_state_keys",
-    "key_style",
-    "plan_dist",
-    "stacked_key",
-    "stored_parts",
-]
-
-
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)\d+$")

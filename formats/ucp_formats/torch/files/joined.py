@@ -30,8 +30,6 @@ from ucp.errors import MalformedError, UnsupportedError
 from ucp_formats.torch.files.parts import Part, part_of
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["COPIES", "Joined", "is_tensor", "join", "shape_of", "unread_kind"]
-
 COPIES = "dp_replicate"
 """Axis of ranks that hold the same."""
 _TORCH = ("torch._utils", "torch._tensor")

@@ -26,8 +26,6 @@ from ucp_formats.torch.files.parts import part_of
 from ucp_formats.torch.model_dict import FLAT, Path, Wanted, is_called_model, model_naming, model_path
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["Ranked", "Tree", "leaves_of", "pickled_objects"]
-
 Ranked = Mapping[int, object]
 """Rank to the value that it saved."""
 

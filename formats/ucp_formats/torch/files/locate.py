@@ -31,8 +31,6 @@ from ucp.errors import DestinationError, MissingFileError, UsageError, counted, 
 from ucp.io.destination.mark import read_mark
 from ucp.io.folder import names_in
 
-__all__ = ["INDEX", "NAME", "Item", "SavedFiles", "is_of_the_format", "item_of_rank", "locate", "the_files"]
-
 Item = Literal["model", "optimizer", "others", "all"]
 """What a file holds."""
 

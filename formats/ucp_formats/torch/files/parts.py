@@ -22,8 +22,6 @@ from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 
-__all__ = ["Part", "part_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

@@ -40,8 +40,6 @@ from ucp_formats.torch.model_dict import aside_text
 from ucp_formats.torch.numbered import UnnamedError, order_of
 from ucp_formats.torch.state_dict import Leaf, Parts, sorted_out, unnamed_states
 
-__all__ = ["TorchFormat"]
-
 _PATHS: Mapping[Item, TreePath] = {"model": ("model",), "optimizer": ("optimizer",), "others": (), "all": ()}
 """Where the value of a file stands in the state dict of the whole checkpoint."""
 

@@ -39,8 +39,6 @@ from ucp_formats.torch.settings import (
     settings_of,
 )
 
-__all__ = ["TorchTarget"]
-
 _SETTINGS = {DECOUPLED: DECOUPLED_MEANING}
 
 

@@ -18,8 +18,6 @@ from ucp.io.safetensors import read_header, read_weight_map
 from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.locate import INDEX
 
-__all__ = ["Weights", "read_weights", "shapes_from"]
-
 
 @dataclass(frozen=True, slots=True)
 class Weights:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tests.integration.live.matrix.load_matrix import STEPS, Outcome, Way
 
-__all__ = ["figure"]
-
 _WIDTH, _HEIGHT, _LOSS, _GAP = 460, 470, (40, 260), (300, 420)
 """Of a panel; top and bottom of its two frames, pixels."""
 _LEFT, _RIGHT = 50, 445

@@ -17,8 +17,6 @@ from tests.integration.live.matrix.torch_run import started
 from tests.integration.live.reference.run import ADAM, named_groups
 from tests.integration.live.reference.sizes import ROWS, Sizes, tokens
 
-__all__ = ["DeepSpeedRun"]
-
 
 class DeepSpeedRun:
     """An engine on this rank. Collective."""

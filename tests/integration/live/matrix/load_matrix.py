@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.integration.live.reference.sizes import DENSE
-from tests.integration.megatron.megatron_jobs import environment
+from megatron_versions import environment
 
-__all__ = ["RELEASE", "SOURCES", "STEPS", "TARGETS", "Outcome", "Way", "cells", "load_all", "make_sources"]
+from tests.integration.live.reference.sizes import DENSE
 
 STEPS = 50
 """Before the save, and after the load."""

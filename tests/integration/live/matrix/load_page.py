@@ -11,8 +11,6 @@ import torch
 from tests.integration.live.matrix.curves import figure
 from tests.integration.live.matrix.load_matrix import RELEASE, SOURCES, STEPS, TARGETS, Outcome, Way
 
-__all__ = ["write_page"]
-
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 Losses = Mapping[Way, Sequence[float]]

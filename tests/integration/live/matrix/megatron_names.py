@@ -15,8 +15,6 @@ from torch import Tensor
 from tests.integration.live.reference.grid import Grid, cut
 from tests.integration.live.reference.sizes import Sizes
 
-__all__ = ["local_tensor", "separated"]
-
 _PLAIN = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",

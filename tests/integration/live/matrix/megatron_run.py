@@ -30,8 +30,6 @@ from tests.integration.live.reference.grid import Grid  # noqa: E402
 from tests.integration.live.reference.run import ADAM  # noqa: E402
 from tests.integration.live.reference.sizes import ROWS, SEQUENCE, Sizes, initial, tokens  # noqa: E402
 
-__all__ = ["MegatronRun", "prepare"]
-
 
 def prepare() -> None:
     """Import megatron-core for a machine without a GPU."""

@@ -20,8 +20,6 @@ from tests.integration.live.reference.model import Chunk, Share
 from tests.integration.live.reference.run import ADAM, named_groups
 from tests.integration.live.reference.sizes import Sizes, initial, tokens
 
-__all__ = ["TorchRun", "whole_tensor"]
-
 
 class TorchRun:
     """The model on this rank, its optimizer, and the next step. Collective. `kind`: dp1, ddp, fsdp2, hsdp."""

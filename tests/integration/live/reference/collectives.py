@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Group", "copied", "gathered", "joined", "scattered", "summed"]
-
 Group = Any
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["At", "Grid", "cut", "cut_dim"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class At:

@@ -19,8 +19,6 @@ from ucp.core.layout import AxisLayout, Layout
 from ucp.live.match.groups import LiveGroup
 from ucp.live.parts import LiveParam, LivePart
 
-__all__ = ["LiveZero"]
-
 _KEPT = ("weight", "exp_avg", "exp_avg_sq", "step")
 
 

@@ -20,8 +20,6 @@ from tests.integration.live.reference.collectives import Group, copied, gathered
 from tests.integration.live.reference.grid import cut_dim
 from tests.integration.live.reference.sizes import Sizes
 
-__all__ = ["Chunk", "Share", "Style"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from tests.integration.live.reference.collectives import Group
 from tests.integration.live.reference.sizes import SEQUENCE
 
-__all__ = ["train"]
-
 
 def train(
     runs: Sequence[nn.Module], batches: Sequence[Tensor], loss: Callable[[Tensor, Tensor], Tensor], stages: Group | None

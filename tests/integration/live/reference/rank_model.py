@@ -12,8 +12,6 @@ from tests.integration.live.reference.grid import Grid, cut
 from tests.integration.live.reference.model import Chunk, Share, Style
 from tests.integration.live.reference.sizes import Sizes, initial
 
-__all__ = ["Held", "RankModel"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:

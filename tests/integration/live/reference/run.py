@@ -28,8 +28,6 @@ from tests.integration.live.reference.rank_model import RankModel
 from tests.integration.live.reference.sizes import ROWS, SEQUENCE, Sizes, is_decayed, tokens
 from tests.integration.live.reference.zero import FlatAdamW
 
-__all__ = ["ADAM", "Run", "named_groups"]
-
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """Hyper-parameters of every run, beside its sizes' `lr`; norms are not decayed."""
 

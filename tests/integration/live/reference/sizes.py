@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DENSE", "MOE", "ROWS", "SEQUENCE", "Sizes", "initial", "is_decayed", "shapes", "tokens"]
-
 ROWS, SEQUENCE = 8, 16
 """Samples of a global batch, and tokens that a sample predicts."""
 

@@ -12,8 +12,6 @@ from torch.nn.utils import parameters_to_vector
 
 from tests.integration.live.reference.collectives import Group
 
-__all__ = ["FlatAdamW"]
-
 
 class FlatAdamW(torch.optim.Optimizer):
     """AdamW over flat fp32 masters; gradients are whole. `group_of`: ranks that hold the same of a parameter."""

@@ -1,3 +1,0 @@
-from tests.unit.io.remote.conftest import memory
-
-__all__ = ["memory"]

@@ -16,9 +16,10 @@ from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
-from ucp.live.load import LoadReport, load_into
+from ucp.live.load import load_into
 from ucp.live.match.groups import LiveGroup
 from ucp.live.parts import LiveParam, LivePart
+from ucp.live.report import LoadReport
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 LAYER = "model.layers.0."

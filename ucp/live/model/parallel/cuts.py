@@ -29,8 +29,6 @@ from ucp.live.model.parallel.rules import Attributes, Ruled, Rules, cuts
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["Finder", "Ways", "expert_layers", "placed"]
-
 _EXPERTS = re.compile(r"(^|\.)(local_)?experts\.")
 _MULTIPLE = "make_vocab_size_divisible_by"
 _MULTIPLES = tuple(1 << power for power in range(12))

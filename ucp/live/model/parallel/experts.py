@@ -17,8 +17,6 @@ from ucp.core.layout import Pattern
 from ucp.core.region import Box, RegionPair
 from ucp.errors import UsageError
 
-__all__ = ["ExpertMap", "ExpertRanks", "Experts"]
-
 ExpertRanks: TypeAlias = Mapping[int, int | Sequence[int]]
 """Expert to the expert-parallel ranks that hold it; one that is named twice holds two replicas."""
 Experts: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks]

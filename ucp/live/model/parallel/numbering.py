@@ -27,8 +27,6 @@ from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
-__all__ = ["Numbering", "Survey", "expert_in", "layer_in", "survey"]
-
 _EXPERT = re.compile(r"(.*?(?:^|\.)(?:local_)?experts\.)((?:[\w.]*(?:weight|bias))?)(\d+)(?=\.|$)")
 """`mlp.experts.3.w1`, `mlp.experts.local_experts.3.linear_fc1`, and `mlp.experts.linear_fc1.weight3`."""
 _MODULE_LISTS = ("experts", "local_experts")

@@ -25,8 +25,6 @@ from ucp.live.run.ranks import Ranks, together
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Placing", "place", "without_padding"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:

@@ -13,8 +13,6 @@ from ucp.families.family import Family
 from ucp.families.naming import Named
 from ucp.families.rule import DIM, Alias, AxisRule
 
-__all__ = ["Attributes", "Ruled", "Rules", "cuts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruled:

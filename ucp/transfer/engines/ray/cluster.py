@@ -17,8 +17,6 @@ from typing import Any
 
 from ucp.errors import EngineError, MissingLibraryError, UsageError
 
-__all__ = ["check_address", "check_installed", "connected"]
-
 _LISTENS = 10.0
 """Seconds to wait for the head node to take a connection."""
 

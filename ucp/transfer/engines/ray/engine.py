@@ -32,8 +32,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import TASK, Task, bundle, interleave
 from ucp.transfer.worker import Done, Step
 
-__all__ = ["RayEngine"]
-
 _BATCH = 8 * TASK
 """Most bytes of a batch: a call takes Ray some milliseconds, and this a second or less."""
 

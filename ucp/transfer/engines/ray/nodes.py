@@ -13,8 +13,6 @@ from ucp.io.folder import url_scheme
 from ucp.transfer.engines.ray import probe
 from ucp.transfer.engines.ray.worker import Run
 
-__all__ = ["Needs", "check_nodes"]
-
 _ANSWER = 120.0
 """Seconds to wait for the nodes to say what they see: a process is started on each."""
 

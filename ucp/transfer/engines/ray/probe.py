@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["changed_files", "look", "program", "sees"]
-
 
 def look(token: str, files: list[tuple[str, int, int]]) -> tuple[str, str, list[str]]:
     """What the node runs, what is wrong with the destination there, and which files of the source are not the same.

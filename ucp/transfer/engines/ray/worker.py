@@ -23,8 +23,6 @@ from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
-__all__ = ["Report", "Run", "carry_out"]
-
 Report: TypeAlias = Step | tuple[Done, ...] | Exception
 """A step; or that all tasks of a batch are done; or what went wrong."""
 

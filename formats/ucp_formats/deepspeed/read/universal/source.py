@@ -9,8 +9,6 @@ from ucp.core.index import Index
 from ucp_formats.deepspeed.names import locate_tag, saved_as, the_folder
 from ucp_formats.deepspeed.read.source import RUN
 
-__all__ = ["DeepSpeedUniversalFormat"]
-
 
 class DeepSpeedUniversalFormat(Format):
     """Format `deepspeed-universal`."""

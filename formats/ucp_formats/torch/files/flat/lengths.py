@@ -31,8 +31,6 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.joined import COPIES, Joined
 
-__all__ = ["Shapes", "join_parts", "proves_parts", "split_flat", "units_of"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Name to elements per dim, in the order of the model."""
 

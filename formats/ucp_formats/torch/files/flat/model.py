@@ -21,8 +21,6 @@ from ucp_formats.torch.files.leaves import Ranked, Tree
 from ucp_formats.torch.model_dict import FLAT, Path, bare_name
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["with_parameters"]
-
 _PASS_SHAPES = (
     "Pass --shapes-from: a checkpoint of the same model that has them, or a JSON file of name to shape in the order of "
     "model.named_parameters()"

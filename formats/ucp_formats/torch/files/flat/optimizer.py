@@ -20,8 +20,6 @@ from ucp_formats.torch.model_dict import Path
 from ucp_formats.torch.numbered import Order, UnnamedError, name_params, order_params
 from ucp_formats.torch.state_dict import Leaf
 
-__all__ = ["states_by_name"]
-
 _Shards = Sequence[Sequence[TensorRef | None]]
 """Flat parts in the order of the ranks that cut it, for each copy."""
 

@@ -12,8 +12,9 @@ from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, check_cover
 from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.io.files import Sources
 from ucp.transfer.drift import drift
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.transfer.gather import Gatherer
 
 LAYOUTS = [
     {"kind": "gpt"},

@@ -33,7 +33,8 @@ from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.core.index import Index, check_cover
 from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.transfer.gather import Gatherer, Sources
+from ucp.io.files import Sources
+from ucp.transfer.gather import Gatherer
 
 LAYERS, HIDDEN, FFN, VOCAB = 2, 8, 12, 16
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.write.arguments import relaid_arguments
-from ucp_formats.megatron.write.model import check_topology, grid_problem, random_states, scaler_of
+from ucp_formats.megatron.write.model import check_topology, grid_problem, random_states
 
 from ucp.core.index import Extra, Index
 from ucp.core.topology import Topology
