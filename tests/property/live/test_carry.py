@@ -42,7 +42,7 @@ BOUNDS = {
     "live.exchange.stages._SMALL": 0,
     "live.exchange.reading._SPAN": 64,
     "live.exchange.loads.BLOCK": 64,
-    "transfer.plan.tiles.LEAST": 32,
+    "transfer.plan.tiles.MIN_TILED": 32,
     "transfer.plan.tiles.CALL": 32,
 }
 

@@ -19,7 +19,7 @@ from ucp.live.exchange.read_shares import share_out
 from ucp.live.exchange.reading import start_reading
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, together
-from ucp.transfer.checksums import gaps, mismatches
+from ucp.transfer.checksums import find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     spans = together(ranks, lambda: _spans_of_all(ordered, reader, ranks))
     mine = ordered[ranks.rank :: ranks.count]
     starts, lacking = [_start(record) for record in mine], Counter[int]()
-    for path, offset, nbytes in gaps(mine, spans):
+    for path, offset, nbytes in find_gaps(mine, spans):
         lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
     checked = [record for at, record in enumerate(mine) if lacking[at] <= max(_LITTLE, record.nbytes // 8)]
-    more = together(ranks, lambda: reader.scan(gaps(checked, spans)))
+    more = together(ranks, lambda: reader.scan(find_gaps(checked, spans)))
     kept = {_start(record) for record in checked}
     left = {record.path for record in mine if _start(record) not in kept}
-    told = ranks.share((mismatches(checked, [*spans, *more]), left))
+    told = ranks.share((find_mismatches(checked, [*spans, *more]), left))
     wrong = [record for own, _ in told for record in own]
     if wrong:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in wrong)

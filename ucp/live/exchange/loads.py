@@ -18,7 +18,7 @@ from ucp.core.tensor import TensorRef
 from ucp.live.exchange.read_shares import Segment
 from ucp.live.parts import LoadItem
 from ucp.transfer.plan.tasks import BLOCK
-from ucp.transfer.plan.tiles import is_crosswise, source_order
+from ucp.transfer.plan.tiles import find_source_order, needs_tiles
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +54,13 @@ class Load:
 def own_load(number: int, item: LoadItem) -> Load:
     """An item, number `number` of this rank, as one rank alone carries it."""
     own = Load(item=number, slice=item.slice, source=item.source)
-    return _permuted(own) if is_crosswise(own.slice, own.source, nbytes=BLOCK) else own
+    return _permuted(own) if needs_tiles(own.slice, own.source, nbytes=BLOCK) else own
 
 
 def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
     """An item as one rank alone carries it, and as ranks do that exchange what they read."""
     own = Load(item=number, slice=item.slice, source=item.source)
-    if not is_crosswise(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
+    if not needs_tiles(own.slice, own.source, nbytes=BLOCK, times=_COSTLY):
         return own, own
     alone = own_load(number, item)
     whole = whole_slice(own.slice.param, own.slice.state, own.source, dtype=own.slice.dtype)
@@ -71,7 +71,7 @@ def loads_of(number: int, item: LoadItem) -> tuple[Load, Load]:
 
 def _permuted(own: Load) -> Load:
     """The same with the dims in the order of the source, where that is another one and can be told of all pieces."""
-    order = source_order(own.source)
+    order = find_source_order(own.source)
     if order == tuple(sorted(order)) or not own.slice.is_whole:
         return own
 

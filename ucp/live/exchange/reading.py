@@ -13,12 +13,12 @@ from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.loads import Load
 from ucp.live.exchange.read_shares import Segment
-from ucp.transfer.gather import STRETCH, Gatherer, Reader
+from ucp.transfer.gather import MAX_READ, Gatherer, Reader
 
 _SPAN = 4 << 20
 """Bytes that a thread reads at a time: what follows one another in a file is read by one call."""
 
-THREAD_NBYTES = 2 * STRETCH
+THREAD_NBYTES = 2 * MAX_READ
 """Bytes that a thread may need for itself: a strided or cast stretch, before and after."""
 
 

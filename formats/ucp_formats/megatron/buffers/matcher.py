@@ -191,7 +191,7 @@ class Fingerprints:
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
         for own in self.candidates:
             length = min(own.numel, _WINDOW)
-            first = prober.joined(own.refs, 0, length, dtype=own.dtype)
+            first = prober.read_joined(own.refs, 0, length, dtype=own.dtype)
             self._by_first.setdefault((length, own.dtype, first), []).append(own)
             if not any(first):
                 self.zeros.add(own.name)
@@ -214,7 +214,7 @@ class Fingerprints:
         windows = ((low, min(low + _WINDOW, own.numel)) for low in {0, last // 2, last} if low or first)
         return all(
             self._read(buffer, start + low, start + high, own.dtype)
-            == self._prober.joined(own.refs, low, high, dtype=own.dtype)
+            == self._prober.read_joined(own.refs, low, high, dtype=own.dtype)
             for low, high in windows
         )
 
