@@ -41,7 +41,7 @@ MEMORY = st.sampled_from([64, 700, 5000, 1 << 20])
 BOUNDS = {
     "live.exchange.stages._SMALL": 0,
     "live.exchange.reads._SPAN": 64,
-    "live.exchange.loads.BLOCK": 64,
+    "live.exchange.reads.BLOCK": 64,
     "transfer.plan.tiles.LEAST": 32,
     "transfer.plan.tiles.CALL": 32,
 }
