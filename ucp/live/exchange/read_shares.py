@@ -7,7 +7,7 @@ gathered by all, in as many rounds as memory asks for.
 A window goes on in the order it is given, which is that of the layers; within it, what is of one state lies together,
 as it does in a flat source. It holds slices of one cost only, so that equal parts are equal amounts to read.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> own = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(6,), start=0, stop=6)
 >>> (window,) = share_out([own], costs=[1.0], readers=2, part_nbytes=1 << 20)
 >>> [[(segment.start, segment.stop) for segment in window.segments(reader)] for reader in range(2)]
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
 
 ALIGNMENT = 16
 """Bytes; a multiple of every itemsize, so that a part never ends inside an element."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
 from ucp.live.exchange.loads import Load, loads_of, own_load
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, aligned, share_out
 from ucp.live.exchange.traffic import Exchange

@@ -26,10 +26,10 @@ from functools import cache
 from itertools import chain
 
 from ucp.core.assign import bounds
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment, taken
+from ucp.core.index import Fragment
 from ucp.core.region import RegionPair, local_flat_pairs
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
+from ucp.core.union import taken
 from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, Place, walk

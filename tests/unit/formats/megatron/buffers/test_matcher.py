@@ -15,9 +15,8 @@ from ucp_formats.megatron.buffers.matcher import (
     fragments_of,
 )
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import Prober, cast_bits
 
