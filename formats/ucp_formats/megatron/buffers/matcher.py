@@ -32,11 +32,11 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.union import taken
 from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.layout import ALIGNMENT, Place, walk
+from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StoredRange:
     """Consecutive elements of a buffer."""
 
     start: int
@@ -51,31 +51,31 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatBuffer:
+class MasterBuffer:
     """One state of all parameters of a rank, end to end."""
 
     where: str
     """What it is, for messages."""
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[StoredRange, ...]
     """Its stored elements, in increasing start."""
     numel: int
     """Elements, gaps counted."""
 
     @classmethod
-    def of(cls, ref: TensorRef, where: str) -> FlatBuffer:
+    def from_tensor(cls, ref: TensorRef, where: str) -> MasterBuffer:
         """The elements of a tensor that are stored consecutively, end to end."""
-        return cls(where=where, stretches=(Stretch(0, ref.strided(0, (ref.numel,), (1,))),), numel=ref.numel)
+        return cls(where=where, ranges=(StoredRange(0, ref.strided(0, (ref.numel,), (1,))),), numel=ref.numel)
 
     @property
     def starts(self) -> tuple[int, ...]:
         """First elements of its stretches."""
-        return tuple(stretch.start for stretch in self.stretches)
+        return tuple(stretch.start for stretch in self.ranges)
 
-    def between(self, start: int, stop: int) -> Iterator[tuple[int, TensorRef]]:
+    def iter_stored(self, start: int, stop: int) -> Iterator[tuple[int, TensorRef]]:
         """What is stored of the elements `start` to `stop`: (first element, in the buffer; where)."""
-        at = max(bisect_right(self.stretches, start, key=lambda stretch: stretch.start) - 1, 0)
-        for number in range(at, len(self.stretches)):
-            stretch = self.stretches[number]
+        at = max(bisect_right(self.ranges, start, key=lambda stretch: stretch.start) - 1, 0)
+        for number in range(at, len(self.ranges)):
+            stretch = self.ranges[number]
             low, high = max(start, stretch.start), min(stop, stretch.stop)
             if stretch.start >= stop:
                 return
@@ -111,10 +111,10 @@ class Candidate:
         return self.refs[0].dtype
 
 
-def fragments_of(held: Candidate, buffer: FlatBuffer, start: int) -> Iterator[Fragment]:
+def cut_fragments(held: Candidate, buffer: MasterBuffer, start: int) -> Iterator[Fragment]:
     """Pieces of the parameter that lies in `buffer` from element `start` on."""
     strides = contiguous_strides(held.local_shape)
-    for low, ref in buffer.between(start, start + held.numel):
+    for low, ref in buffer.iter_stored(start, start + held.numel):
         first = low - start
         for run, position in local_flat_pairs(held.local_shape, first, first + ref.numel):
             stored = ref.strided(position, run.sizes, strides)
@@ -134,24 +134,24 @@ _REMEDY = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Spot:
+class ContentMatch:
     """A place where a parameter starts."""
 
     where: str
     """The buffer, for messages."""
     start: int
     """Its first element."""
-    fits: list[Candidate]
+    candidates: list[Candidate]
     """Parameters whose contents stand there, all of one length."""
 
     @property
     def stop(self) -> int:
         """One past the last element of a parameter there."""
-        return self.start + self.fits[0].numel
+        return self.start + self.candidates[0].numel
 
 
 @dataclass(slots=True)
-class Placement:
+class BufferPlacement:
     """Where the parameters of one buffer are."""
 
     starts: dict[str, int] = field(default_factory=dict)
@@ -163,12 +163,12 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BufferMatches:
     """What stands in a buffer, before parameters of equal contents are told apart."""
 
-    buffer: FlatBuffer
+    buffer: MasterBuffer
     """The buffer."""
-    spots: list[Spot]
+    matches: list[ContentMatch]
     """Where parameters start, in its order."""
     gaps: list[tuple[int, int]]
     """Elements (first, one past the last) that no parameter fits and that are no padding."""
@@ -197,16 +197,16 @@ class Fingerprints:
                 self.zeros.add(own.name)
         self._lengths = sorted({(length, dtype) for length, dtype, _ in self._by_first}, reverse=True)
 
-    def fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
+    def find_candidates(self, buffer: MasterBuffer, start: int) -> list[Candidate]:
         """Candidates whose contents stand in `buffer` from element `start` on."""
         found = []
         for length, dtype in self._lengths:
             first = self._read(buffer, start, start + length, dtype)
             fits = () if first is None else self._by_first.get((length, dtype, first), ())
-            found += [own for own in fits if self.holds(buffer, start, own, first=False)]
+            found += [own for own in fits if self.is_stored_at(buffer, start, own, first=False)]
         return found
 
-    def holds(self, buffer: FlatBuffer, start: int, own: Candidate, *, first: bool = True) -> bool:
+    def is_stored_at(self, buffer: MasterBuffer, start: int, own: Candidate, *, first: bool = True) -> bool:
         """Whether the contents of `own` stand there. `first`: whether the first window has to be compared, too."""
         if start + own.numel > buffer.numel:
             return False
@@ -218,10 +218,10 @@ class Fingerprints:
             for low, high in windows
         )
 
-    def _read(self, buffer: FlatBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
+    def _read(self, buffer: MasterBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
         """Elements of the buffer, cast; None where it does not store all of them."""
         parts, at = [], start
-        for low, ref in buffer.between(start, stop):
+        for low, ref in buffer.iter_stored(start, stop):
             if low != at:
                 return None
             parts.append(self._prober.window(ref, 0, ref.numel, dtype=dtype))
@@ -240,12 +240,12 @@ class FlatBufferMatcher:
 
     def find(
         self,
-        buffer: FlatBuffer,
+        buffer: MasterBuffer,
         *,
         starts: Iterable[int] | None = None,
         alignment: int = ALIGNMENT,
         unexpected: Collection[str] = frozenset(),
-    ) -> Found:
+    ) -> BufferMatches:
         """Places of parameters in `buffer`, and what fits them.
 
         Parameters
@@ -276,44 +276,44 @@ class FlatBufferMatcher:
                 end = stop
         narrowed = []
         for spot in spots:
-            expected = [own for own in spot.fits if own.name not in unexpected]
-            if expected and len(expected) < len(spot.fits):
-                spot.fits = expected
+            expected = [own for own in spot.candidates if own.name not in unexpected]
+            if expected and len(expected) < len(spot.candidates):
+                spot.candidates = expected
                 narrowed += [own.name for own in expected if len(expected) == 1]
-        return Found(buffer=buffer, spots=spots, gaps=gaps, narrowed=narrowed)
+        return BufferMatches(buffer=buffer, matches=spots, gaps=gaps, narrowed=narrowed)
 
     def place(
-        self, buffer: FlatBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
-    ) -> Placement:
+        self, buffer: MasterBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
+    ) -> BufferPlacement:
         """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `settled`."""
-        return self.settled([self.find(buffer, starts=starts, alignment=alignment)])[0]
+        return self.resolve([self.find(buffer, starts=starts, alignment=alignment)])[0]
 
-    def settled(self, found: Sequence[Found]) -> list[Placement]:
+    def resolve(self, found: Sequence[BufferMatches]) -> list[BufferPlacement]:
         """Where the parameters are in buffers that follow one another in the order of the model, last layers first.
 
         Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
         them is in a buffer twice; all are named.
         """
-        spots = [spot for own in found for spot in own.spots]
-        kinds = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
+        spots = [spot for own in found for spot in own.matches]
+        kinds = {spot.candidates[0].kind for spot in spots if len(spot.candidates) == 1}
         inside = {own.name for own in self._candidates if not kinds or own.kind in kinds}
         orders = [[name for name in reversed(order) if name in inside] for order in self._orders]
-        chosen = iter(resolve_ties([own.spots for own in found], orders))
+        chosen = iter(resolve_ties([own.matches for own in found], orders))
         placements = []
         for own in found:
-            held = [next(chosen).name for _ in own.spots]
+            held = [next(chosen).name for _ in own.matches]
             twice = {name for name in held if held.count(name) > 1} if len(set(held)) < len(held) else ()
             if twice:
                 raise MalformedError(
                     f"{own.buffer.where}: expected each parameter once; the contents of {len(twice)} stand in it "
                     f"twice:\n{listed(sorted(twice))}"
                 )
-            starts = {name: spot.start for name, spot in zip(held, own.spots, strict=True)}
-            ties = [name for name, spot in zip(held, own.spots, strict=True) if len(spot.fits) > 1]
-            placements.append(Placement(starts=starts, gaps=own.gaps, ties=[*own.narrowed, *ties]))
+            starts = {name: spot.start for name, spot in zip(held, own.matches, strict=True)}
+            ties = [name for name, spot in zip(held, own.matches, strict=True) if len(spot.candidates) > 1]
+            placements.append(BufferPlacement(starts=starts, gaps=own.gaps, ties=[*own.narrowed, *ties]))
         return placements
 
-    def layouts(self, segments: Sequence[FlatBuffer], *, slack: int) -> list[dict[str, Place]]:
+    def find_layouts(self, segments: Sequence[MasterBuffer], *, slack: int) -> list[dict[str, BufferPosition]]:
         """The first and the last layout that one order of registration and the contents allow; one if they are equal.
 
         A buffer is stored in `segments`, with at most `slack` elements of padding at the end of each. None where there
@@ -324,10 +324,10 @@ class FlatBufferMatcher:
         numels = {own.name: own.numel for own in part.candidates}
 
         @cache
-        def fitting(at: Place) -> list[int]:
-            return [numbers[own.name] for own in part.fitting(segments[at.segment], at.start)]
+        def fitting(at: BufferPosition) -> list[int]:
+            return [numbers[own.name] for own in part.find_candidates(segments[at.segment], at.start)]
 
-        def walked(*, last: bool) -> tuple[Place | None, ...] | None:
+        def walked(*, last: bool) -> tuple[BufferPosition | None, ...] | None:
             return walk(
                 [numels[name] for name in order],
                 [segment.numel for segment in segments],
@@ -346,12 +346,12 @@ class FlatBufferMatcher:
             if places is not None
         ]
 
-    def _fitting(self, buffer: FlatBuffer, start: int) -> list[Candidate]:
-        return [own for part in self._parts for own in part.fitting(buffer, start) if own.numel]
+    def _fitting(self, buffer: MasterBuffer, start: int) -> list[Candidate]:
+        return [own for part in self._parts for own in part.find_candidates(buffer, start) if own.numel]
 
-    def _among(self, buffer: FlatBuffer, starts: list[int]) -> list[Spot]:
+    def _among(self, buffer: MasterBuffer, starts: list[int]) -> list[ContentMatch]:
         """Parameters at known starts; those inside a parameter that was found are cuts between ranks."""
-        spots: list[Spot] = []
+        spots: list[ContentMatch] = []
         edges = {*starts, buffer.numel}
         end = 0
         for start in starts:
@@ -360,13 +360,13 @@ class FlatBufferMatcher:
             fits = [own for own in self._fitting(buffer, start) if start + own.numel in edges]
             fits = _of_one_length(buffer, start, fits, edges)
             if fits:
-                spots.append(Spot(where=buffer.where, start=start, fits=fits))
+                spots.append(ContentMatch(where=buffer.where, start=start, candidates=fits))
                 end = spots[-1].stop
         return spots
 
-    def _from_end_to_end(self, buffer: FlatBuffer, alignment: int) -> list[Spot]:
+    def _from_end_to_end(self, buffer: MasterBuffer, alignment: int) -> list[ContentMatch]:
         """Parameters one after the other, until none fits."""
-        spots: list[Spot] = []
+        spots: list[ContentMatch] = []
         bucket = end = 0
         while True:
             aligned = bucket + -(-(end - bucket) // alignment) * alignment
@@ -374,7 +374,7 @@ class FlatBufferMatcher:
                 fits = _of_one_length(buffer, start, self._fitting(buffer, start), None)
                 if fits:
                     bucket = bucket if start == aligned else start
-                    spots.append(Spot(where=buffer.where, start=start, fits=fits))
+                    spots.append(ContentMatch(where=buffer.where, start=start, candidates=fits))
                     end = spots[-1].stop
                     break
             else:
@@ -382,7 +382,7 @@ class FlatBufferMatcher:
 
 
 def _of_one_length(
-    buffer: FlatBuffer, start: int, fits: list[Candidate], edges: Collection[int] | None
+    buffer: MasterBuffer, start: int, fits: list[Candidate], edges: Collection[int] | None
 ) -> list[Candidate]:
     """Those that end first, where something ends, by the `edges`.
 
@@ -398,7 +398,7 @@ def _of_one_length(
     return [own for own in fits if own.numel == lengths[0]]
 
 
-def ambiguous(where: str, places: Sequence[str]) -> MalformedError:
+def ambiguity_error(where: str, places: Sequence[str]) -> MalformedError:
     """The error that names places which several parameters of equal contents can have."""
     return MalformedError(
         f"{where}{counted(len(places), 'parameter has', 'parameters have')} the same contents as others, and their "
@@ -406,44 +406,46 @@ def ambiguous(where: str, places: Sequence[str]) -> MalformedError:
     )
 
 
-def resolve_ties(runs: Sequence[Sequence[Spot]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
+def resolve_ties(runs: Sequence[Sequence[ContentMatch]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
     """The parameter at every place of `runs`, one after the other.
 
     `runs`: places of buffers, each in its order; the buffers in that of the model, where that is known. `orders`: names
     in the order of the buffers, as they may be. Raises MalformedError naming all places that stay open.
     """
     places = list(chain.from_iterable(runs))
-    if all(len(place.fits) == 1 for place in places):
-        return [place.fits[0] for place in places]
+    if all(len(place.candidates) == 1 for place in places):
+        return [place.candidates[0] for place in places]
     answers = [answer for order in orders for answer in _answers(places, order)]
     if not answers and len(runs) > 1:  # buffers are not in the order of the model: each by itself
         return [own for run in runs for own in resolve_ties([run], orders)]
     names = [{answer[number].name for answer in answers} for number in range(len(places))]
     open_ = [
-        f"{place.where}, element {place.start}: {', '.join(own.name for own in place.fits[:4])}"
+        f"{place.where}, element {place.start}: {', '.join(own.name for own in place.candidates[:4])}"
         for place, found in zip(places, names, strict=True)
-        if len(place.fits) > 1 and len(found) != 1
+        if len(place.candidates) > 1 and len(found) != 1
     ]
     if open_:
-        raise ambiguous("", open_)
+        raise ambiguity_error("", open_)
     return answers[0]
 
 
-def _answers(places: Sequence[Spot], order: Sequence[str]) -> list[list[Candidate]]:
+def _answers(places: Sequence[ContentMatch], order: Sequence[str]) -> list[list[Candidate]]:
     """The earliest and the latest answer that an order allows; none where known places contradict it."""
     ranks = {name: number for number, name in enumerate(order)}
-    known = Counter(place.fits[0].name for place in places if len(place.fits) == 1)
-    bound = [place for place in places if len(place.fits) > 1 or known[place.fits[0].name] == 1]  # no copies
-    found = bounds([sorted(ranks[own.name] for own in place.fits if own.name in ranks) for place in bound])
+    known = Counter(place.candidates[0].name for place in places if len(place.candidates) == 1)
+    bound = [
+        place for place in places if len(place.candidates) > 1 or known[place.candidates[0].name] == 1
+    ]  # no copies
+    found = bounds([sorted(ranks[own.name] for own in place.candidates if own.name in ranks) for place in bound])
     if found is None:
         return []
     answers = []
     for numbers in found:
         names = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
-        of_names = ({own.name: own for own in place.fits} for place in places)
+        of_names = ({own.name: own for own in place.candidates} for place in places)
         answers.append(
             [
-                by_name.get(names.get(id(place), ""), place.fits[0])
+                by_name.get(names.get(id(place), ""), place.candidates[0])
                 for place, by_name in zip(places, of_names, strict=True)
             ]
         )

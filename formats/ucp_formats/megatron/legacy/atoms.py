@@ -27,7 +27,7 @@ from ucp_formats.megatron.buffers.matcher import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
-from ucp_formats.megatron.mesh import data_parallel, known, stages
+from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, with_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +187,13 @@ def _layout(
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
     is_of_expert = is_expert(match.name)
-    outer = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
+    outer = pipeline_axes(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
     if is_of_expert:
         outer += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
-    degree = data_parallel(run.arguments.topology(), expert=is_of_expert)
+    degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
     copies = max(degree, *(1 + own["dp"] for own in coords))
     outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
-    return Layout((*outer, *known(by_rule, f"family {model.family.name}"))), shape
+    return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 
 def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:

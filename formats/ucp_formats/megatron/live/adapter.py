@@ -21,9 +21,9 @@ from ucp.live.optimizer.torch_optimizer import describe_optimizer
 from ucp.live.resume.scheduler import scaler_state
 from ucp.live.resume.values import live_value
 from ucp.live.run.ranks import together
-from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
+from ucp_formats.megatron.source import find_grad_scaler
 
 _MODULE = ("megatron.core.transformer.module", "MegatronModule")
 _OPTIMIZER = ("megatron.core.optimizer.optimizer", "MegatronOptimizer")
@@ -126,7 +126,7 @@ def _refresh(optimizer: MegatronLive) -> None:
 def _rescaled(optimizer: MegatronLive, index: Index, findings: Findings) -> dict[str, str]:
     """Set the scale of the loss that an fp16 run adapts; the extra that it was taken from."""
     every = (getattr(own.outer, "grad_scaler", None) for own in optimizer.members)
-    said = scaler_of(index)
+    said = find_grad_scaler(index)
     counts = {key: own for key, own in said.items() if isinstance(own, int)} if isinstance(said, dict) else {}
     told, taken = Findings(), {}
     for scaler in {id(own): own for own in every if own is not None and own.state_dict()}.values():

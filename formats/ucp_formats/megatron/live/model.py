@@ -26,7 +26,7 @@ from ucp.live.adapters import LiveModel
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.ranks import Ranks, together
-from ucp_formats.megatron.torch_dist.keys import DistNames, names_of
+from ucp_formats.megatron.torch_dist.keys import DistNames, name_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
     found = together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
     shapes = distinct_shapes({key: shape for one in found for key, shape in one.shapes.items()})
     every = {key: shape for told in ranks.share(shapes) for key, shape in told.items()}  # a stage has some of the keys
-    names = together(ranks, lambda: names_of(every, _arguments(models[0]), SourceOptions()))
+    names = together(ranks, lambda: name_tensors(every, _arguments(models[0]), SourceOptions()))
     tensors = together(ranks, lambda: _live(found, names))
     return LiveModel(
         tensors=tensors,
@@ -222,7 +222,7 @@ def _arguments(model: Any) -> Mapping[str, object]:
 
 
 def _name(own: Sharded, names: DistNames) -> str:
-    key = names.understood(own.key)
+    key = names.parse(own.key)
     if len(key.stacked) != len(own.stacked):
         raise UnsupportedError(
             f"expected {own.key} to count {' and '.join(key.stacked) or 'nothing'} in leading dims; it has "

@@ -218,7 +218,7 @@ class DistNames:
         self._templates: dict[str, str] = {}
         self._understood: dict[str, ModelKey] = {}
 
-    def understood(self, key: str) -> ModelKey:
+    def parse(self, key: str) -> ModelKey:
         """The key of a model's tensor, with the template of its canonical name; several states have the same."""
         known = self._understood.get(key)
         if known is None:
@@ -249,22 +249,22 @@ class DistNames:
         known = None if self.family is None or self.family.read(name) is None else self.family.match([name]).get(name)
         return name.rpartition(".")[2] in _BUFFERS if known is None else known.buffer
 
-    def orders(self, names: Iterable[str]) -> list[list[str]]:
+    def registration_orders(self, names: Iterable[str]) -> list[list[str]]:
         """Orders in which the model may have registered its parameters; none when its family is not known."""
         if self.family is None:
             return []
-        local = self.in_order(names)
+        local = self.sort(names)
         fused = local
         for norm, module in _FUSED_NORMS:
             fused = _moved(fused, norm, module)
         return [local, _moved(local, *_FUSED_NORMS[0]), fused]
 
-    def in_order(self, names: Iterable[str]) -> list[str]:
+    def sort(self, names: Iterable[str]) -> list[str]:
         """Names in the order of registration."""
         return list(names) if self.family is None else self.family.sorted(names)
 
 
-def names_of(
+def name_tensors(
     shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], options: SourceOptions
 ) -> DistNames:
     """Names for the tensors of a model, given its keys and their shapes.

@@ -184,7 +184,7 @@ _IN_INDEX = ("optimizer", "param_state")
 _DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
-def dist_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
+def collect_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
     """Extras out of the common state and the objects."""
     extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
     rest: dict[str, dict[str, object]] = {}

@@ -1,7 +1,7 @@
 """The common state, and lists in it."""
 
 import pytest
-from ucp_formats.megatron.torch_dist.common import as_list, optimizer_dicts
+from ucp_formats.megatron.torch_dist.objects import as_list, optimizer_dicts
 
 from ucp.errors import MalformedError
 
