@@ -27,7 +27,7 @@ from ucp.core.text.units import shape_text
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
 from ucp.io.files import Sources
-from ucp.live.resume.values import live_value
+from ucp.live.resume.values import load_extra
 from ucp.transfer.gather import Gatherer
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         found = next((own for own in self.index.extras if (own.name, own.rank) == (name, rank)), None)
         if found is None:
             raise NoSuchNameError(self._no_extra(name, rank))
-        return live_value(found, self.tensor)
+        return load_extra(found, self.tensor)
 
     def _no_extra(self, name: str, rank: int | None) -> str:
         own = [extra.rank for extra in self.index.extras if extra.name == name]

@@ -17,7 +17,7 @@ from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
 from ucp.io.identity import size_and_time
 from ucp.live.load import load_into
 from ucp.live.report import LoadReport
-from ucp.live.run.asked import ENVIRONMENT
+from ucp.live.run.request import ENVIRONMENT
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 RANDOM = np.random.default_rng(5)

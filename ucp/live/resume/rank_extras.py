@@ -40,7 +40,7 @@ class RankExtras:
     ranks: int
     """Ranks of the run that was saved."""
 
-    def of(self, rank: int, *, of: int, policy: RankPolicy) -> dict[str, Extra]:
+    def select(self, rank: int, *, of: int, policy: RankPolicy) -> dict[str, Extra]:
         """What a rank of a run of so many gets. Raises LoadError where it cannot be carried."""
         if policy is RankPolicy.DROP or not self.values:
             return {}
@@ -54,7 +54,7 @@ class RankExtras:
         return {name: own[source] for name, own in self.values.items() if source in own}
 
 
-def rank_extras(index: Index) -> RankExtras:
+def collect_rank_extras(index: Index) -> RankExtras:
     """What each rank kept for itself, by the numbers of extras and by the places that the format knows."""
     found: dict[str, dict[int, Extra]] = {}
     for extra in index.extras:
@@ -99,7 +99,7 @@ def _placed(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
 
 def _ranks(topology: Topology) -> Iterator[tuple[int, dict[str, int]]]:
     for rank in range(topology.ranks):
-        coords = dict(RunMesh.of(topology, rank=rank).coords)
+        coords = dict(RunMesh.from_topology(topology, rank=rank).coords)
         yield rank, {**coords, "ep": coords["dp"] % topology.ep}
 
 
@@ -112,7 +112,7 @@ _KEYS = {
 """Generator to what its state is called: by the Trainer, verl, accelerate, Megatron."""
 
 
-def generators_of(value: object) -> dict[str, Callable[[], None]]:
+def find_generators(value: object) -> dict[str, Callable[[], None]]:
     """Generator to what gives it the state in `value`; empty for what is not the random states of a rank."""
     if not isinstance(value, dict):
         return {}

@@ -33,12 +33,12 @@ _NUMBERS = re.compile(r"[iuf][1248]|b1")
 """Types of numpy's arrays. Examples: u4, f8, b1."""
 
 
-def live_value(extra: Extra, read: ReadTensor) -> object:
+def load_extra(extra: Extra, read: ReadTensor) -> object:
     """The value of an extra; of a companion file what it says, where torch or JSON wrote it, else its bytes."""
     return _made(_saved_in(extra), read)
 
 
-def inert_classes(value: object) -> list[str]:
+def list_inert_classes(value: object) -> list[str]:
     """Classes of the objects in a value that nobody has made."""
     return sorted({str(own.made_by) for own in walk([value], _PLAIN) if isinstance(own, Stub)})
 

@@ -23,7 +23,7 @@ from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
-from ucp_formats.megatron.buffers.matcher import Candidate
+from ucp_formats.megatron.buffers.state_buffer import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot

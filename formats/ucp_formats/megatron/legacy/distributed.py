@@ -25,7 +25,8 @@ from ucp.io.pickle.fields import described, mapping, sequence
 from ucp.io.pickle.values import GlobalName
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple
-from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher, MasterBuffer, ambiguity_error
+from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
 
@@ -51,9 +52,9 @@ class Buffer:
     """Whether padding at the ends of buckets is in the file."""
 
     @property
-    def segments(self) -> list[MasterBuffer]:
+    def segments(self) -> list[StateBuffer]:
         """The masters."""
-        return [MasterBuffer.from_tensor(ref, self.where) for ref in self.states[WEIGHT]]
+        return [StateBuffer.from_tensor(ref, self.where) for ref in self.states[WEIGHT]]
 
 
 def read_buffers(saved: object, where: str) -> list[list[Buffer] | None]:

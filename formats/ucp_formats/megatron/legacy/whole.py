@@ -19,7 +19,8 @@ from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import integer, mapping, sequence, tensor
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.matcher import Fingerprints, MasterBuffer, ambiguity_error
+from ucp_formats.megatron.buffers.matcher import Fingerprints, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
 from ucp_formats.megatron.groups import DEFAULT_RULE, SavedGroup, assign_params, group_rule
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
@@ -158,7 +159,7 @@ class _Whole:
         """Whether an entry can be the parameter: by shape, and by contents where it has a master."""
         if entry.shape not in (None, held.ref.shape) or entry.master is None:
             return entry.shape in (None, held.ref.shape)
-        return self._fingerprints.is_stored_at(MasterBuffer.from_tensor(entry.master, ""), 0, candidate("", held))
+        return self._fingerprints.is_stored_at(StateBuffer.from_tensor(entry.master, ""), 0, candidate("", held))
 
     def _fitting(self, entry: _Entry, *, bare: bool) -> list[int]:
         """Numbers of the parameters that an entry can be. `bare`: none has a master, so that shapes alone say."""
@@ -169,7 +170,7 @@ class _Whole:
         ]
         if entry.master is None:
             return allowed
-        found = self._fingerprints.find_candidates(MasterBuffer.from_tensor(entry.master, ""), 0)
+        found = self._fingerprints.find_candidates(StateBuffer.from_tensor(entry.master, ""), 0)
         return sorted({int(own.name) for own in found}.intersection(allowed))
 
     def name_by_contents(self) -> bool:

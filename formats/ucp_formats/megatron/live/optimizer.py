@@ -28,7 +28,7 @@ from ucp.live.match.groups import LiveGroup
 from ucp.live.model.module import dtype_of
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LiveParam, LivePart
-from ucp.live.run.ranks import Ranks, together
+from ucp.live.run.ranks import Ranks, run_together
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class MegatronLive:
 
 def describe_optimizers(optimizer: Any, model: LiveModel, ranks: Ranks) -> MegatronLive:
     """What the optimizers of this rank keep. Collective. Raises UnsupportedError, LoadError."""
-    found = together(ranks, lambda: [_member(own, model) for own in _members(optimizer)])
+    found = run_together(ranks, lambda: [_member(own, model) for own in _members(optimizer)])
     return MegatronLive(members=tuple(replace(own, everyone=_of_all(own)) for own in found))
 
 

@@ -20,22 +20,14 @@ from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.matcher import (
-    BufferMatches,
-    BufferPlacement,
-    Candidate,
-    Fingerprints,
-    FlatBufferMatcher,
-    MasterBuffer,
-    StoredRange,
-    cut_fragments,
-)
+from ucp_formats.megatron.buffers.matcher import BufferMatches, BufferPlacement, Fingerprints, FlatBufferMatcher
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
 from ucp_formats.megatron.groups import expert_numbers, is_expert
 from ucp_formats.megatron.torch_dist.keys import BucketKey
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
 
 
-def local_tensor(whole: GlobalTensor, *, rank: int, ranks: int, kind: str) -> Candidate | None:
+def find_local_tensor(whole: GlobalTensor, *, rank: int, ranks: int, kind: str) -> Candidate | None:
     """The tensor as rank `rank` of `ranks` held it; None when its chunks are no regular cut over so many ranks.
 
     `kind`: see `Candidate`.
@@ -110,7 +102,7 @@ class BucketRange:
     edges: frozenset[int]
     """Elements between `start` and `stop` where what is stored in one stretch starts."""
 
-    def share(self, ranks: int, *, multiple: int) -> int | None:
+    def find_share(self, ranks: int, *, multiple: int) -> int | None:
         """Elements of the share of each of so many ranks, of a bucket that is padded to a multiple.
 
         None where the stored stretches are not parts of such shares.
@@ -146,7 +138,7 @@ class Bucket:
 
     key: BucketKey
     """Which it is; the state is left empty."""
-    states: dict[str, MasterBuffer] = field(default_factory=dict)
+    states: dict[str, StateBuffer] = field(default_factory=dict)
     """State to its elements."""
     in_chunks: bool
     """Whether every parameter starts where a stretch starts."""
@@ -286,7 +278,7 @@ class _Ranks:
         for name, whole in self._weights.items():
             if is_expert(name) != experts:
                 continue
-            local = local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
+            local = find_local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
             if local is None:
                 boxes = ", ".join(str(piece.box) for piece in whole.boxes[:4])
                 irregular.append(f"{name} {list(whole.shape)} over {ranks} ranks: {boxes}")
@@ -307,8 +299,8 @@ class _Ranks:
         matcher, _ = self.of_group(bucket.key.group)
         master = bucket.states.get(MASTER)
         if master is None:
-            raise MalformedError(f"{where_is(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
-        starts = master.starts if bucket.in_chunks else None
+            raise MalformedError(f"{describe(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
+        starts = [stored.start for stored in master.ranges] if bucket.in_chunks else None
         return matcher.find(master, starts=starts, unexpected=self.elsewhere(bucket.key.group))
 
     def of_stage(self, found: Sequence[BufferMatches]) -> int:
@@ -330,13 +322,13 @@ class _Ranks:
         return self._elsewhere[rank]
 
 
-def stored_buckets(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucket]:
+def from_stored_tensors(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucket]:
     """Buckets that are stored as tensors."""
     buckets: dict[BucketKey, Bucket] = {}
     for key, tensor in tensors.items():
         base = replace(key, state="")
         bucket = buckets.setdefault(base, Bucket(key=base, in_chunks=True))
-        bucket.states[key.state] = _stretches(tensor, f"{where_is(base)}, {key.state}")
+        bucket.states[key.state] = _stretches(tensor, f"{describe(base)}, {key.state}")
     return list(buckets.values())
 
 
@@ -345,7 +337,7 @@ def _position(bucket: Bucket) -> tuple[int, int, int, int]:
     return -1 if key.chain is None else key.chain, key.group, key.buffer, key.bucket
 
 
-def _stretches(tensor: StoredTensor, where: str) -> MasterBuffer:
+def _stretches(tensor: StoredTensor, where: str) -> StateBuffer:
     """The stored chunks of one state as stretches of a buffer.
 
     Shape [numel], or [ranks, numel of a rank] where it was flattened to be saved (megatron-core 0.8 to 0.14).
@@ -364,10 +356,10 @@ def _stretches(tensor: StoredTensor, where: str) -> MasterBuffer:
             )
             stretches.append(StoredRange(start, ref))
     stretches.sort(key=lambda stretch: stretch.start)
-    return MasterBuffer(where=where, ranges=tuple(stretches), numel=numel)
+    return StateBuffer(where=where, ranges=tuple(stretches), numel=numel)
 
 
-def where_is(key: BucketKey) -> str:
+def describe(key: BucketKey) -> str:
     """Which bucket it is, for messages."""
     chain = "" if key.chain is None else f"optimizer {key.chain}, "
     return f"{chain}data-parallel group {key.group}, buffer {key.buffer}, bucket {key.bucket}"

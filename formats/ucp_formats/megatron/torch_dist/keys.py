@@ -77,7 +77,7 @@ class ModelKey(NamedTuple):
     """Name of the parameter, with {layer} and {expert} where the tensor is stacked along a dim of its own."""
     stacked: tuple[str, ...]
     """What its leading dims count: "layer", "expert"."""
-    whole: str
+    full_key: str
     """The key without the suffix of a part."""
     part: str = ""
     """Suffix of the part of a fused tensor that it is; empty for a whole one."""
@@ -120,7 +120,7 @@ class GroupObjectKey:
     """Which of several optimizers."""
     group: int
     """Data-parallel group."""
-    what: str
+    kind: str
     """"optimizer", "param_state", "grad_scaler", "per_bucket_numel", ..."""
 
 
@@ -223,7 +223,7 @@ class DistNames:
         known = self._understood.get(key)
         if known is None:
             parsed = parse_model_key(key)
-            known = ModelKey(self.template(parsed.whole), parsed.stacked, parsed.whole, parsed.part)
+            known = ModelKey(self.template(parsed.full_key), parsed.stacked, parsed.full_key, parsed.part)
             self._understood[key] = known
         return known
 
@@ -279,7 +279,7 @@ def name_tensors(
         first, *nearest = (line.strip() for line in str(error).splitlines())
         reason = "; ".join((first.rstrip(":"), *nearest[:1], *nearest[1:][-1:]))
         return DistNames(None, (f"names are those of the file, because the model family is not known: {reason}",))
-    wholes = dict.fromkeys(parse_model_key(key).whole for key in few)
+    wholes = dict.fromkeys(parse_model_key(key).full_key for key in few)
     strange = [key for key in wholes if not family.ignores(key) and family.read(key) is None]
     family.match(strange)  # raises: by evidence a family has a rule for every name, so the user named this one
     return DistNames(family, (f"model family {family.name}: {'; '.join(reasons)}",))

@@ -168,7 +168,7 @@ def optimizer_dicts(values: Mapping[object, object]) -> dict[int | None, Mapping
     return {None: found} if isinstance(found, dict) else {}
 
 
-def as_list(value: object, where: str) -> list[object]:
+def to_list(value: object, where: str) -> list[object]:
     """A list, or a dict that was one: its keys are 0, 1, 2, ... Raises MalformedError."""
     if isinstance(value, list | tuple):
         return list(value)
@@ -215,9 +215,9 @@ def _group_extras(objects: SavedObjects) -> list[Extra]:
     usual: dict[str, object] = {}
     extras = []
     for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
-        if key.what in (*_IN_INDEX, *_DERIVED):
+        if key.kind in (*_IN_INDEX, *_DERIVED):
             continue
-        name = f"optimizer/{key.what}" if key.chain is None else f"optimizer/{key.chain}/{key.what}"
+        name = f"optimizer/{key.kind}" if key.chain is None else f"optimizer/{key.chain}/{key.kind}"
         if name not in usual:
             usual[name] = value
             extras.append(Extra(name=name, value=value))

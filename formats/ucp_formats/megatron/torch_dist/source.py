@@ -44,7 +44,7 @@ from ucp_formats.megatron.groups import SavedGroup, assign_groups, drop_rank_set
 from ucp_formats.megatron.modules import find_modules, find_modules_by_state, is_recorded, with_modules
 from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
-from ucp_formats.megatron.torch_dist.buckets import ParallelDegrees, place_buckets, stored_buckets
+from ucp_formats.megatron.torch_dist.buckets import ParallelDegrees, from_stored_tensors, place_buckets
 from ucp_formats.megatron.torch_dist.keys import (
     BucketKey,
     DistNames,
@@ -56,21 +56,21 @@ from ucp_formats.megatron.torch_dist.keys import (
 from ucp_formats.megatron.torch_dist.objects import (
     CommonState,
     SavedObjects,
-    as_list,
     collect_extras,
     is_empty,
     optimizer_dicts,
     read_common,
     read_folder,
     read_objects,
+    to_list,
 )
 from ucp_formats.megatron.torch_dist.placement import place_params
 from ucp_formats.megatron.torch_dist.shifted import check_masters
 from ucp_formats.megatron.torch_dist.states import (
     DistStates,
     from_buckets,
+    from_gathered_objects,
     from_state_keys,
-    gathered_buckets,
     state_dtype,
 )
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, check_tiled, unstack
@@ -135,7 +135,7 @@ def _saved_groups(common: CommonState, objects: SavedObjects, found: DistGroups)
         where = f"{where}, or of an object 'optimizer' of a data-parallel group"
     for chain, own in sorted({**inner, **apart}.items(), key=lambda item: item[0] or 0):
         groups = own.get("param_groups") if isinstance(own, dict) else None
-        for group in as_list(groups, f"param_groups of {where}") if groups is not None else ():
+        for group in to_list(groups, f"param_groups of {where}") if groups is not None else ():
             entries = mapping(group, f"a group of {where}")
             hyper = {str(key): value for key, value in entries.items() if key not in ("params", "param_names")}
             yield SavedGroup(chain=chain, hyper=hyper)
@@ -145,7 +145,7 @@ def _of_data_parallel_groups(objects: SavedObjects, found: DistGroups) -> dict[i
     first: dict[int | None, object] = {}
     checksums = Checksums(objects.records)
     for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
-        if key.what != "optimizer":
+        if key.kind != "optimizer":
             continue
         usual = first.setdefault(key.chain, value)
         if not checksums.same(value, usual):
@@ -267,7 +267,7 @@ def _modules(model: _Model, common: CommonState, objects: SavedObjects) -> Mappi
     if model.names.family is None:
         return {}
     understood = (model.names.parse(key) for key in model.tensors.model)
-    shown = find_modules(model.names.family, {own.whole: own.template for own in understood}, renamed=True)
+    shown = find_modules(model.names.family, {own.full_key: own.template for own in understood}, renamed=True)
     if shown or is_recorded(common.arguments.raw):
         return shown
     return find_modules_by_state([key.name for key, value in objects.others.items() if is_empty(value)])
@@ -315,7 +315,7 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
             if isinstance(key, str) and isinstance(shape, tuple):
                 shapes[key] = tuple(int(n) for n in shape)
         found = from_state_keys(states, model.weights, model.names.parse, shapes.get)
-    buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
+    buckets = from_stored_tensors(tensors.buckets) or from_gathered_objects(objects.groups)
     if not buckets:
         return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"

@@ -20,8 +20,8 @@ from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.io.pickle.fields import described, mapping
-from ucp_formats.megatron.buffers.matcher import MasterBuffer
-from ucp_formats.megatron.torch_dist.buckets import Bucket, BucketRange, BucketStates, where_is
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
+from ucp_formats.megatron.torch_dist.buckets import Bucket, BucketRange, BucketStates, describe
 from ucp_formats.megatron.torch_dist.keys import BucketKey, GroupObjectKey, ModelKey, StateKey
 from ucp_formats.megatron.torch_dist.unstack import Flattened, GlobalTensor, StoredBox, unstack
 
@@ -143,12 +143,12 @@ def state_dtype(fragments: Iterable[Fragment]) -> DType:
     return next(fragment.ref.dtype for fragment in fragments if fragment.replica == 0)
 
 
-def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
+def from_gathered_objects(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
     """Buckets in the objects `param_state` of data-parallel groups. Raises MalformedError."""
     buckets: dict[BucketKey, Bucket] = {}
     for key, value in objects.items():
         where = f"the optimizer states of data-parallel group {key.group}"
-        for buffer, by_dtype in mapping(value, where).items() if key.what == "param_state" else ():
+        for buffer, by_dtype in mapping(value, where).items() if key.kind == "param_state" else ():
             if type(buffer) is not int:
                 continue
             for dtype, saved in mapping(by_dtype, f"buffer {buffer} of {where}").items():
@@ -157,9 +157,9 @@ def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
                         continue  # numel_unpadded
                     for number, tensor in enumerate(tensors if isinstance(tensors, list) else [tensors]):
                         at = BucketKey(key.chain, key.group, buffer, str(dtype), number, "")
-                        label = f"{where_is(at)}, {state}"
+                        label = f"{describe(at)}, {state}"
                         if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
                             raise MalformedError(f"{label}: expected a flat tensor; got {described(tensor)}")
                         bucket = buckets.setdefault(at, Bucket(key=at, in_chunks=False))
-                        bucket.states[str(state)] = MasterBuffer.from_tensor(tensor, label)
+                        bucket.states[str(state)] = StateBuffer.from_tensor(tensor, label)
     return list(buckets.values())

@@ -20,9 +20,9 @@ class Net(nn.Module):
 
 
 PLAIN = (
-    LiveTensor(names=("scale",), dtype=DType.BFLOAT16, part=LivePart.whole(())),
-    LiveTensor(names=("emb.weight", "head.weight"), dtype=DType.FLOAT32, part=LivePart.whole((4, 3))),
-    LiveTensor(names=("seen",), dtype=DType.INT64, part=LivePart.whole(())),
+    LiveTensor(names=("scale",), dtype=DType.BFLOAT16, part=LivePart.full(())),
+    LiveTensor(names=("emb.weight", "head.weight"), dtype=DType.FLOAT32, part=LivePart.full((4, 3))),
+    LiveTensor(names=("seen",), dtype=DType.INT64, part=LivePart.full(())),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.buffers.matcher import MasterBuffer, StoredRange
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer, StoredRange
 from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, BucketStates, ParallelDegrees, place_buckets
 from ucp_formats.megatron.torch_dist.keys import BucketKey
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
@@ -53,7 +53,7 @@ class Run:
             for at, name in enumerate(reversed(trained))
         )
         key = BucketKey(None, stage, buffer, "(bf16, fp32)", number, "")
-        flat = MasterBuffer(where=f"stage {stage}", ranges=stretches, numel=64 * len(trained))
+        flat = StateBuffer(where=f"stage {stage}", ranges=stretches, numel=64 * len(trained))
         return Bucket(key=key, states={MASTER: flat}, in_chunks=True)
 
     def place(self, *buckets: Bucket) -> BucketStates:
