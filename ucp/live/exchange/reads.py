@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.core.index import StateIndex
 from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
-from ucp.core.slices import Locator, Slice, block_ranges, resolve, whole_slice
+from ucp.core.slices import Locator, block_ranges, resolve
+from ucp.core.target import Slice, whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.read_shares import Segment
 from ucp.live.parts import LoadItem

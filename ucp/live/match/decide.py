@@ -10,9 +10,9 @@ from operator import or_
 
 import xxhash
 
-from ucp.core.dtypes import DType
-from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.gaps import check_doubts
+from ucp.core.index import DoubtKind, Index, Kind, ParamGroup
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import LoadError, listed
 from ucp.io.elements import viewed
 from ucp.io.files import open_source

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ucp.core.index import AtomIndex, Index
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.errors import counted
 from ucp.live.match.findings import Findings
 from ucp.live.match.tensors import is_castable, make_item, note_cast

@@ -1,6 +1,6 @@
 """What a live model wants of a checkpoint, and everything in which the two do not fit. Names and shapes only.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> from ucp.core.topology import Topology
 >>> from ucp.live.parts import LivePart
 >>> live = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.whole((2,)))
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index
-from ucp.core.names import WEIGHT
-from ucp.core.slices import whole_slice
+from ucp.core.index import WEIGHT, AtomIndex, Index
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.live.match.findings import Findings
 from ucp.live.parts import LivePart, LiveTensor, LoadItem
 

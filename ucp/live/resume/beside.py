@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
@@ -69,7 +68,7 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, asked: ResumeOpt
             used |= {
                 own.name
                 for own in index.extras
-                if own.name == found.extra and (is_companion(own) or found.taken_out_of(own) is None)
+                if own.name == found.extra and (own.is_sidecar or found.taken_out_of(own) is None)
             }  # which hold nothing beside it
     if asked.scaler is not None:
         scale = make_scaler_state(index, asked.scaler, read, findings)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ucp.contract.companions import is_companion
 from ucp.contract.registry import run_extras
 from ucp.core.index import Extra, Index
 from ucp.core.topology import Topology
@@ -67,7 +66,7 @@ def collect_rank_extras(index: Index) -> RankExtras:
 
 def _numbered(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
     """By `Extra.rank`: what a rank has otherwise than all, with what it has like them."""
-    if is_companion(extra):
+    if extra.is_sidecar:
         if extra.rank is not None:
             yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra
         return

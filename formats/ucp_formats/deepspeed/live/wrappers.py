@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.names import STEP
+from ucp.core.index import STEP
 from ucp.errors import UnsupportedError
 from ucp.live.adapters import LiveOptimizer, State
 from ucp.live.match.groups import LiveGroup

@@ -26,7 +26,7 @@ from functools import cache, partial
 from itertools import chain
 
 from ucp.core.assign import bounds
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk

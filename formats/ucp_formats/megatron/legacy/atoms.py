@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ucp.contract.axes import along
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.layouts import along
+from ucp.contract.ranks import Checksums
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair

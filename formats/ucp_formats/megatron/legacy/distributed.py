@@ -18,12 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.index import WEIGHT
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, sequence
+from ucp.io.pickle.values import GlobalName
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple
 from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher, ambiguity_error

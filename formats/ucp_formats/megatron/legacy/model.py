@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.core.fragments import Stored
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import Stored
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family

@@ -18,10 +18,9 @@ from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, ParamGroup
-from ucp.core.names import STEP
+from ucp.contract.ranks import Checksums
+from ucp.core.index import STEP, AtomIndex, Extra, Index, ParamGroup
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, shown
 from ucp.transfer.probe import Prober

@@ -14,10 +14,8 @@ from functools import cached_property
 from itertools import chain
 
 from ucp.core.assign import narrow, narrow_in_order
-from ucp.core.dtypes import DType
-from ucp.core.index import ParamGroup
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import TensorRef
+from ucp.core.index import STEP, WEIGHT, ParamGroup
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import integer, mapping, sequence, tensor
 from ucp.transfer.probe import Prober

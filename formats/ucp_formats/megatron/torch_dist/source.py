@@ -16,13 +16,22 @@ from dataclasses import dataclass, field
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.contract.ranks import Checksums
+from ucp.core.index import (
+    STEP,
+    WEIGHT,
+    AtomIndex,
+    Extra,
+    Fragment,
+    Index,
+    Kind,
+    Loss,
+    ParamGroup,
+    SourceFile,
+    StateIndex,
+)
 from ucp.core.layout import Layout
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import Record
+from ucp.core.tensor import DType, Record
 from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
