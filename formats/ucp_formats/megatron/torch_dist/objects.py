@@ -3,8 +3,8 @@
 Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
 `common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
 
-Extras are named as `ucp_formats.megatron.write.extras` says: `rerun_state_machine_state/3` is of one rank of a grid, by its
-place; `optimizer/[N/]WHAT` what else optimizers say.
+Names of extras are listed in `ucp_formats.megatron.write.extras`: `rerun_state_machine_state/3` belongs to one rank of
+a grid, and `optimizer/[N/]NAME` holds what else optimizers save.
 """
 
 from __future__ import annotations
