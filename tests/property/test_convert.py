@@ -16,11 +16,11 @@ from ucp_patterns.shard import Shard
 
 import ucp
 from tests.strategies import random_array, shapes, states_of
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box, flat_boxes
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.io.files import Sources
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint

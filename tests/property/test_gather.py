@@ -20,12 +20,12 @@ from ucp_patterns.unique import Unique
 import ucp.core.slices
 import ucp.transfer.gather
 from tests.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
+from ucp.core.slices import Locator, block_ranges, in_file_order, resolve, resolve_copies, runs_of
+from ucp.core.target import Slice, whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import CoverError
 from ucp.io.elements import numpy_dtype, viewed
 from ucp.io.files import Sources

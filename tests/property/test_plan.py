@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 from tests.strategies import cuts
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, TargetPlan
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.transfer.plan.job import check_target, choose_checking, make_job

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.checks.changes import change_tables
-from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
-from ucp.core.index import TAG, Index
-from ucp.core.names import WEIGHT, NameFilter
-from ucp.core.state_gaps import gap_text, state_gaps
+from ucp.core.gaps import gap_text, state_gaps
+from ucp.core.index import TAG, WEIGHT, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
 from ucp.errors import (
@@ -33,6 +31,7 @@ from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
 from ucp.io.identity import check_unchanged
 from ucp.source.read import index_of
+from ucp.source.selection import NameFilter
 from ucp.transfer.compare import count_checked_bytes
 from ucp.transfer.differences import Change, compare, describe_casts, find_equal_casts, keeps_extras, pair_states
 
@@ -198,7 +197,7 @@ def prove(
 def _without_chosen(index: Index, store: Index) -> Index:
     """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
     held = {extra.name for extra in store.extras}
-    extras = (own for own in index.extras if own.name in held or not is_companion(own))
+    extras = (own for own in index.extras if own.name in held or not own.is_sidecar)
     return replace(index, extras=tuple(own for own in extras if own.name != TAG))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
+from ucp.contract.plugins import producer
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.destination.place import Begun, Destination, Place
@@ -18,7 +19,7 @@ from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.destination.mark import dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.folder import MARK
-from ucp.io.identity import check_unchanged, is_remote, producer
+from ucp.io.identity import check_unchanged, is_remote
 from ucp.source.read import no_cycle_collection
 from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span

@@ -16,8 +16,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ucp.contract.protocols import Observer
-from ucp.core.fragments import Fragment
-from ucp.core.index import Index, StateIndex
+from ucp.core.index import Fragment, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import uncovered
 from ucp.errors import ReplicaError, counted, listed

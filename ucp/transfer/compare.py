@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from ucp.contract.protocols import Observer
-from ucp.core.dtypes import DType
 from ucp.core.index import Index, StateIndex
-from ucp.core.slices import GAP, Locator, Slice, block_ranges, resolve, whole_slice
-from ucp.core.tensor import Record, TensorRef
+from ucp.core.slices import Locator, block_ranges, resolve
+from ucp.core.target import Slice, whole_slice
+from ucp.core.tensor import GAP, DType, Record, TensorRef
 from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import differing, viewed, widened, without_payloads
 from ucp.io.files import join_ranges

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import isnan
 
 from ucp.contract.protocols import Observer
-from ucp.contract.rank_extras import Apart, Checksums, differing_values
-from ucp.core.index import Index, Kind, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.contract.ranks import Checksums
+from ucp.core.index import WEIGHT, Index, Kind, StateIndex
 from ucp.errors import counted
 from ucp.io.pickle.fields import shown
+from ucp.io.pickle.values import Apart, differing_values
 from ucp.transfer.compare import THREADS, Pair, compare_states
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ucp.core.dtypes import DType
-from ucp.core.slices import Locator, Piece, Slice, resolve, resolve_copies
-from ucp.core.tensor import TensorRef
+from ucp.core.slices import Locator, Piece, resolve, resolve_copies
+from ucp.core.target import Slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
 from ucp.transfer.gather import Gatherer
 

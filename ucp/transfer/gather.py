@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from zlib_ng import zlib_ng
 
-from ucp.core.dtypes import DType
 from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides, starts_of
+from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, starts_of
 from ucp.errors import CorruptError
 from ucp.io.codec import decode
 from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed

@@ -14,10 +14,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Self
 
-from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
-from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.core.tensor import Tensor, TensorRef
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
 

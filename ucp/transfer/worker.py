@@ -22,7 +22,8 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_copies
+from ucp.core.target import Slice
 from ucp.core.tensor import TensorRef, starts_of
 from ucp.errors import CorruptError
 from ucp.io.codec import encode

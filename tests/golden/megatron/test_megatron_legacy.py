@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.core.index import Index, Kind, StateIndex, check_cover
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind, StateIndex
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
 from ucp.io.files import Sources
 from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer

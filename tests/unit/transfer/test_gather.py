@@ -7,13 +7,12 @@ import pytest
 
 import ucp.core.slices
 import ucp.transfer.gather
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.core.tensor import TensorRef
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
 from ucp.io.codec import codec_name, encode
 from ucp.io.elements import numpy_dtype, viewed

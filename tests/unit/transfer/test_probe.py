@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ucp.core.dtypes import DType
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import CorruptError
 from ucp.io.codec import codec_name, encode
 from ucp.transfer.probe import Prober, cast_bits

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ucp.core.index import Index, StateIndex
 from ucp.core.region import RegionPair, intersect
-from ucp.core.slices import Locator, Slice, whole_slice
-from ucp.core.target import Placement, TargetPlan
+from ucp.core.slices import Locator
+from ucp.core.target import Placement, Slice, TargetPlan, whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
 from ucp.transfer.plan.task_list import count_bytes, list_tasks

@@ -22,22 +22,11 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import (
-    GAP,
-    Locator,
-    Piece,
-    Slice,
-    block_ranges,
-    in_file_order,
-    pieces_within,
-    resolve,
-    resolve_copies,
-    runs_of,
-)
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.slices import Locator, Piece, block_ranges, in_file_order, pieces_within, resolve, resolve_copies, runs_of
+from ucp.core.target import Slice
+from ucp.core.tensor import GAP, TensorRef, contiguous_strides
 
 MIN_TILED = 1 << 20
 """Bytes of a state below which it may as well be read several times."""

@@ -9,12 +9,10 @@ import pytest
 from ucp_patterns.shard import Shard
 
 from tests.unit.conftest import shrink
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
-from ucp.core.slices import Slice
-from ucp.core.target import OutputFile, Placement, TargetPlan
+from ucp.core.target import OutputFile, Placement, Slice, TargetPlan
+from ucp.core.tensor import DType
 from ucp.errors import DestinationError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint

@@ -14,13 +14,11 @@ import pytest
 from ucp_patterns.shard import Shard
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import OutputFile, Placement, RawCopy, TargetPlan
+from ucp.core.target import OutputFile, Placement, RawCopy, Slice, TargetPlan, whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, ReplicaError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint

@@ -9,9 +9,11 @@ import torch
 from ucp_formats.megatron.source import MegatronFormat
 
 from tests.unit.formats.megatron.conftest import FakeLegacy
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.io.files import Sources
 from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer
