@@ -12,7 +12,6 @@ from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.destination.place import Begun, Destination, Place
 from ucp.conversion.prepare import Prepared
-from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
@@ -20,8 +19,9 @@ from ucp.io.destination.mark import dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.folder import MARK
 from ucp.io.identity import check_unchanged, is_remote
-from ucp.source.read import no_cycle_collection
+from ucp.source.read import pause_gc
 from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
+from ucp.transfer.compare import describe_owners
 from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
@@ -41,7 +41,7 @@ class Written:
     """Bytes of tensors written by this run."""
     resumed: int = 0
     """Bytes of tensors that an earlier run had written."""
-    believed: int = 0
+    trusted: int = 0
     """How many of these were not read back, as parts vouch for them."""
     read_back: int = 0
     """How many of these were read back."""
@@ -66,9 +66,9 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
     written = carry_out_tasks(prepared, destination, begun, observer)
     _check_source(job.index, written)
     receipts, sizes = destination.finish(job, written.sums)
-    with no_cycle_collection():  # what tells of millions of pieces is millions of values
+    with pause_gc():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
-    closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
+    closing_files = (_make_mark(prepared, sizes, receipts, sealed), *sealed)
     destination.seal(closing_files)
     written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
@@ -81,7 +81,7 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
     for done in begun.done:
         written.add(done)
     written.resumed = job.nbytes - todo_nbytes
-    written.believed, written.read_back = begun.believed, begun.read_back
+    written.trusted, written.read_back = begun.believed, begun.read_back
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
     never_waits = is_memory(place.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
@@ -130,13 +130,15 @@ def check_read(index: Index, written: Written) -> None:
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
-            f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
+            f"{listed(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     check_unchanged(index.files)
 
 
-def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, sealed: Sequence[OutputFile]) -> OutputFile:
+def _make_mark(
+    prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, sealed: Sequence[OutputFile]
+) -> OutputFile:
     """The file that says how the destination was made, and which files it consists of.
 
     `sizes`: bytes of each planned file. `sealed`: files that are written after this one.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
-from ucp.conversion.values import DtypeLike, TopologyLike, type_path
+from ucp.conversion.option import DtypeLike, TopologyLike, type_path
 from ucp.io.identity import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
@@ -33,7 +33,7 @@ from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import LoadRequest
 from ucp.live.run.shared_index import read_once
-from ucp.source.read import index_as_told, index_of, no_cycle_collection
+from ucp.source.read import index_of, pause_gc, read_with_options
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +175,7 @@ def load_into(
         dtype=asked.dtype,
         masters=masters,
     )
-    with no_cycle_collection():  # of the user's objects there may be millions
+    with pause_gc():  # of the user's objects there may be millions
         plan = _plan(request, asked, beside, given, clock)
     decision = plan.decision
     run, files = decision.run, decision.index.files
@@ -209,7 +209,7 @@ def _plan(
 ) -> _Plan:
     """Match the checkpoint with the model, on all ranks alike. `given`: what the user passed beside the model."""
     ranks, source = request.ranks, asked.names.source
-    read = index_of if asked.mesh.topology is None else index_as_told  # rules may be for this run alone
+    read = index_of if asked.mesh.topology is None else read_with_options  # rules may be for this run alone
     index = read_once(ranks, asked.path, lambda: read(asked.path, source=source))
     told = {name: None if own is None else type(own).__name__ for name, own in given.items()}
     check_agreement(ranks, index, {**asked.agreed, **told})

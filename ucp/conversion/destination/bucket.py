@@ -21,7 +21,7 @@ from ucp.conversion.destination.disk import WRONG, why_unwritable
 from ucp.conversion.destination.place import Begun
 from ucp.conversion.destination.scratch import Scratch, scratch_folder
 from ucp.conversion.destination.uploads import Upload, Uploads, uploads_to
-from ucp.conversion.journal import done_of, line_of
+from ucp.conversion.journal import parse_done, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
@@ -291,7 +291,7 @@ class InBucket:
             wanted[fill.path].update((section.placement, section.start, section.nbytes) for section in fill.sections)
         found: dict[str, Done] = {}
         for line in lines:
-            path, done = str(line.get("file")), done_of(line)
+            path, done = str(line.get("file")), parse_done(line)
             own = there.get(path)
             if done is None or own is None or (own.nbytes, own.version) != (line.get("nbytes"), line.get("version")):
                 continue
@@ -318,7 +318,7 @@ class InBucket:
     def _upload(self, own: _Growing) -> None:
         path = own.file.path
         fill_checksums(self._job, self.root, [own.file], own.done.sums)
-        line = {"file": path, **line_of(own.done)}
+        line = {"file": path, **to_line(own.done)}
         assert self._uploads is not None  # `begin` was called
         file = self.root / path
         nbytes = file.stat().st_size  # of packs of encoded blocks it was not known before

@@ -15,10 +15,10 @@ from typing import Self
 from ucp.contract.output_names import check_fits
 from ucp.contract.protocols import Observer
 from ucp.conversion.destination.place import Begun, Destination, waiting_for
-from ucp.conversion.journal import Line, line_of, trusted
+from ucp.conversion.journal import Line, check_noted, to_line
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished, vouched
-from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.finalize import check_started, describe_busy, find_trusted, make_unfinished_error
+from ucp.conversion.parts.journals import list_runs
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, ReplicaError, UsageError
@@ -84,14 +84,14 @@ class OnDisk:
             staging.sweep()
             return None
         if options.finalize:
-            check_begun(self._job, staging)
+            check_started(self._job, staging)
         if not staging.folder.exists():
             check_space(sum(file.nbytes for file in self._job.target.files), staging.dst.parent)
         making, waiting = Making(prepared.fingerprint, prepared.facts), partial(waiting_for, observer)
         try:
             noted = staging.open(making, resume=resume, overwrite=options.overwrite, waiting=waiting)
         except BusyError as error:
-            raise BusyError(busy_text(error, staging)) from error
+            raise BusyError(describe_busy(error, staging)) from error
         except DestinationError:
             if resume and staging.is_complete(prepared.fingerprint):  # by another run, which was waited for
                 staging.sweep()
@@ -104,13 +104,13 @@ class OnDisk:
         self._begun = taken_up(
             self._job,
             self.root,
-            chain(noted, chain.from_iterable(run.lines() for run in runs_in(staging))),
-            known=vouched(self._job, staging) if believe else {},
+            chain(noted, chain.from_iterable(run.read_lines() for run in list_runs(staging))),
+            known=find_trusted(self._job, staging) if believe else {},
             observer=observer,
             threads=prepared.workers * prepared.threads,
         )
         if options.finalize and self._begun.todo:
-            raise unfinished(self._job, staging, self._begun.todo)
+            raise make_unfinished_error(self._job, staging, self._begun.todo)
         return self._begun
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
@@ -122,7 +122,7 @@ class OnDisk:
 
     def note(self, done: Done) -> None:
         """Add a line to the journal."""
-        self.staging.note(line_of(done))
+        self.staging.note(to_line(done))
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Fill in the checksum fields of all files, which end where they were planned to."""
@@ -181,7 +181,7 @@ def taken_up(
     `known`: reports that are believed, by task; what they speak of is not read.
     """
     rest = replace(job, tasks=_without(job.tasks, known))
-    finished = trusted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
+    finished = check_noted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
     todo = _without(rest.tasks, finished)
     return Begun(
         job=job,

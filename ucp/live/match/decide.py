@@ -23,7 +23,7 @@ from ucp.live.match.states import match_states, note_rounded
 from ucp.live.match.tensors import filter_fitting, find_unexpected, match_tensors, plan_weights
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
-from ucp.source.moments import ZeroMoments, before_first_step, check_moments
+from ucp.source.moments import ZeroMoments, check_moments, detect_first_step
 
 _LONG = 1000
 """Characters of an argument that ranks tell each other."""
@@ -98,7 +98,7 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     accepted = options.accept | ({DoubtKind.MOMENT_SHAPES} if run.optimizer is None else frozenset())
     check_doubts(index, accepted)
     if run.optimizer is not None:
-        check_moments(before_first_step(index), options.zero_moments)
+        check_moments(detect_first_step(index), options.zero_moments)
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
     matched = filter_fitting(run.model.tensors, named, index, findings)

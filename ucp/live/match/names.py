@@ -26,7 +26,7 @@ from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.source.naming import apply_rules, check_styles, list_size_names, restyle, translate_names
 from ucp.source.read import index_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class NameOptions:
     """Which family it is of."""
 
     def __post_init__(self) -> None:
-        unknown = self.settings.keys() - (family_sizes() if self.settings else set())
+        unknown = self.settings.keys() - (list_size_names() if self.settings else set())
         if unknown:
             raise UsageError(
                 f"expected sizes of the model as settings, by the names of Megatron or config.json "
@@ -92,17 +92,17 @@ def rename_to_model(
     if found.family is None or len(ways) != 1:
         return index, found.hints(ways)
     family = found.family
-    return run_together(ranks, lambda: under_style(index, family, ways[0])), ()
+    return run_together(ranks, lambda: translate_names(index, family, ways[0])), ()
 
 
 def _rename_as_asked(index: Index, asked: NameOptions) -> Index:
     if asked.naming.rules is not None:
-        index = by_rules(index, asked.naming.rules)
+        index = apply_rules(index, asked.naming.rules)
     if not asked.naming.style:
         return index
     family = asked.choose_family(index)
     check_styles(family, asked.naming)
-    return under_style(index, family, asked.naming.style, asked.naming.source)
+    return translate_names(index, family, asked.naming.style, asked.naming.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NameOptions) -> 
         if not all(_is_read(family, asked.checkpoint_names(own), style) for own in tensors):
             continue
         try:
-            _, made = restyled(index, family, style, source)
+            _, made = restyle(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue
