@@ -331,7 +331,7 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     bare = list(missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
-            f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as {bare[0]}: "
-            "torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
+            f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "
+            f"{bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )
