@@ -31,10 +31,9 @@ from ucp.errors import (
     listed,
     nearest,
 )
-from ucp.io.destination.staging import refuse_partial
-from ucp.io.folder import is_url, url_scheme
-from ucp.io.identity import entry_points
+from ucp.io.folder import is_url, refuse_partial, url_scheme
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
+from ucp.io.provenance import entry_points
 
 if TYPE_CHECKING:
     from ucp.families.family import Family

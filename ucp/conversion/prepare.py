@@ -27,7 +27,7 @@ from ucp.core.pickle_values import nbytes_in_memory
 from ucp.core.state_gaps import gap_text, state_gaps
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import contents_of, is_remote, producer
+from ucp.io.provenance import contents_of, is_remote, producer
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.source.read import index_as_told, index_of, no_cycle_collection

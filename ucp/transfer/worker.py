@@ -25,11 +25,10 @@ from ucp.core.layout import Overlap
 from ucp.core.slices import Locator, Piece, Slice, block_ranges, resolve, resolve_copies
 from ucp.core.tensor import TensorRef, starts_of
 from ucp.errors import CorruptError
-from ucp.io.codec import encode
-from ucp.io.destination.staging import TEMPORARY
-from ucp.io.destination.write import read_back, start_writeback, write_at
+from ucp.io.elements import encode_block
 from ucp.io.files import Sources
-from ucp.io.identity import is_remote
+from ucp.io.provenance import is_remote
+from ucp.io.writing import TEMPORARY, read_back, start_writeback, write_at
 from ucp.transfer.drift import drift, drifts
 from ucp.transfer.gather import Gatherer, Run, Span, extent_of, piece_values, run_of
 from ucp.transfer.plan.job import Job, raw_slice
@@ -244,7 +243,7 @@ class Worker:
         with open(growing, "xb") as file:
             for own in self._plain(fill, gatherer, found):
                 itemsize = self._job.target.placements[own.placement].slice.dtype.itemsize
-                encoded = encode(self._buffer[: own.nbytes], itemsize)
+                encoded = encode_block(self._buffer[: own.nbytes], itemsize)
                 file.write(encoded)
                 yield own._replace(block=(offset, len(encoded)))
                 offset += len(encoded)

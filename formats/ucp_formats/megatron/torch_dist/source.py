@@ -28,8 +28,8 @@ from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
+from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, deal, is_by_named_optimizer, rank_free
 from ucp_formats.megatron.modules import is_recorded, modules_keeping, modules_shown, with_modules

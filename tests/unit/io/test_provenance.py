@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from ucp.errors import MissingFileError
-from ucp.io.identity import entry_points, identity_of, producer, size_and_time
+from ucp.io.provenance import entry_points, identity_of, producer, size_and_time
 
 
 def test_both_ends_and_the_length_are_looked_at(tmp_path):
