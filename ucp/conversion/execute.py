@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ucp.contract.plugins import producer
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.destination.protocol import Destination, ResumePoint, WorkFolder
@@ -17,12 +18,12 @@ from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.folder import MARK
-from ucp.io.provenance import check_unchanged, dump_mark, is_remote, producer
+from ucp.io.provenance import check_unchanged, dump_mark, is_remote
 from ucp.io.writing import is_memory
 from ucp.source.read import no_cycle_collection
-from ucp.transfer.checksums import file_crc, gaps, mismatches
+from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
-from ucp.transfer.plan.task_list import nbytes_of
+from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
 
 
@@ -85,7 +86,7 @@ def execute(
 
 def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: ResumePoint, observer: Observer) -> Written:
     """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
-    job, todo_nbytes, written = resume_point.job, nbytes_of(resume_point.todo), Written()
+    job, todo_nbytes, written = resume_point.job, count_bytes(resume_point.todo), Written()
     for done in resume_point.done:
         written.add(done)
     written.resumed = job.nbytes - todo_nbytes
@@ -121,7 +122,7 @@ def _check_source(index: Index, written: Written) -> None:
     """
     if not written.drift:
         with Reader(1) as reader:
-            written.spans.extend(reader.scan(gaps(index.records, written.spans)))
+            written.spans.extend(reader.scan(find_gaps(index.records, written.spans)))
     check_read(index, written)
 
 
@@ -134,7 +135,7 @@ def check_read(index: Index, written: Written) -> None:
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
-    wrong = mismatches(index.records, written.spans)
+    wrong = find_mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
@@ -166,7 +167,7 @@ def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, seal
         {**sizes, **{file.path: None if file.is_pointer else file.nbytes for file in sealed}},
         {
             **{path: receipts.files[path] for path in plan.last},
-            **{file.path: file_crc(file, ()) for file in sealed if not file.is_pointer},
+            **{file.path: compute_file_crc(file, ()) for file in sealed if not file.is_pointer},
         },
     )
     return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import CorruptError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which program writes, which files were read, and the file in a destination that says how it was made.
+"""Which files were read, and the file in a destination that says how it was made.
 
 A finished destination holds `ucp-conversion.json` (its *mark*): the conversion, and every file with its size. By it a
 finished conversion can be checked for lost or changed files without reading a tensor.
@@ -7,11 +7,8 @@ finished conversion can be checked for lost or changed files without reading a t
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from zlib_ng import zlib_ng
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, DestinationError, SourceError, counted, listed
 from ucp.io.files import open_source, parts_of
-from ucp.io.folder import MARK, files_below, is_url, names_in, path_of, see_afresh
+from ucp.io.folder import MARK, files_below, is_url, path_of, see_afresh
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.remote.url import key_of
 
@@ -34,43 +31,6 @@ _LEVELS_ABOVE = 2
 
 _CHUNK = 8 << 20
 """Bytes that are summed at once."""
-
-
-def producer() -> str:
-    """This program and its version, e.g. "ucp 0.1.0"."""
-    packages = _installed_packages(tuple(sys.path))
-    version = next((version for name, version, _ in packages if name == "universal_checkpoint"), "")
-    return f"ucp {version or '(not installed)'}"
-
-
-def entry_points(group: str) -> dict[str, str]:
-    """Entry points that installed packages declare in a group: name to "module:attribute".
-
-    The same as `importlib.metadata.entry_points`, whose import alone takes longer.
-    """
-    declared = {}
-    for _, _, folder in _installed_packages(tuple(sys.path)):
-        with suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
-            section = ""
-            for line in map(str.strip, file):
-                if line.startswith("["):
-                    section = line.strip("[]")
-                elif section == group and "=" in line and line[0] not in "#;":
-                    name, _, value = line.partition("=")
-                    declared[name.strip()] = value.partition("[")[0].strip()  # without extras
-    return declared
-
-
-@cache
-def _installed_packages(search_path: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Name, version and metadata folder of the packages on Python's path; the first one of each name."""
-    packages: dict[str, tuple[str, str, str]] = {}
-    for folder in search_path:
-        for entry in names_in(Path(folder or ".")):
-            if entry.endswith((".dist-info", ".egg-info")):
-                name, _, version = os.path.splitext(entry)[0].lower().partition("-")
-                packages.setdefault(name, (name, version, os.path.join(folder, entry)))
-    return list(packages.values())
 
 
 def size_and_time(path: str) -> tuple[int, int]:

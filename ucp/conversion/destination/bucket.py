@@ -40,9 +40,9 @@ from ucp.io.remote.link import link_of, preview
 from ucp.io.remote.listing import forget
 from ucp.io.remote.url import key_of
 from ucp.io.remote.write import MEMORY, Stored, check_writable, put_file, remove, stored_below
-from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.output_files import create_file, fill_checksums, make_receipts
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
+from ucp.transfer.plan.rounds import Room, Round, plan_room, split_rounds
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
@@ -101,7 +101,7 @@ class BucketDestination:
                 "layout or target that names no file after a parameter"
             )
         free = shutil.disk_usage(self._scratch_parent).free
-        self._room = room_for(job, _tensor_files(job), free=free, place=str(self._scratch_parent))
+        self._room = plan_room(job, _tensor_files(job), free=free, place=str(self._scratch_parent))
         return self._room.nbytes
 
     def begin(self, prepared: Prepared, observer: Observer) -> ResumePoint | None:
@@ -123,7 +123,7 @@ class BucketDestination:
         self._is_owner = True
         finished = self._find_uploaded(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
-        self._job, self._rounds = in_rounds(job, _tensor_files(job), limit=self._room.limit, finished=finished)
+        self._job, self._rounds = split_rounds(job, _tensor_files(job), limit=self._room.limit, finished=finished)
         self._uploads = start_uploads(journal)
         todo = self._job.tasks[len(self._job.tasks) - sum(len(group.tasks) for group in self._rounds) :]
         return ResumePoint(job=self._job, done=tuple(finished.values()), todo=todo)
@@ -164,7 +164,7 @@ class BucketDestination:
                 self._observer.end()
         self._stop_uploads()
         sizes = {file.path: file.nbytes for file in job.target.files}
-        return receipts_of(job, sums), sizes | {path: stored.nbytes for path, stored in self._uploaded.items()}
+        return make_receipts(job, sums), sizes | {path: stored.nbytes for path, stored in self._uploaded.items()}
 
     def commit(self, files: Sequence[OutputFile], *, fsync: bool, verify: Callable[[Path], None] | None) -> None:
         """Upload the metadata files in order, then remove the journal."""
@@ -172,7 +172,7 @@ class BucketDestination:
         planned = [file for file in self._job.target.files if file.path in self._job.target.last]
         self._metadata = (files[0], *planned, *files[1:])
         for file in self._metadata:
-            create(self.root, file)
+            create_file(self.root, file)
         fill_checksums(self._job, self.root, planned, ())
         if verify is not None:
             forget(self.dst)
@@ -307,7 +307,7 @@ class BucketDestination:
             for fill in task.fills:
                 missing[fill.path].add(task.number)
         for file in group.files:
-            create(self.root, file)
+            create_file(self.root, file)
             number = self._numbers[file.path]
             self._pending[file.path] = _PendingFile(number, file, group.room[file.path], missing[file.path])
         self.scratch_bytes = max(self.scratch_bytes, self._pending_nbytes())

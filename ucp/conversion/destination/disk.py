@@ -26,9 +26,9 @@ from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, 
 from ucp.io.folder import is_url
 from ucp.io.provenance import is_complete
 from ucp.io.writing import check_space
-from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
+from ucp.transfer.output_files import create_file, fill_checksums, make_receipts, truncate_files
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
+from ucp.transfer.plan.task_list import count_bytes, pick_tasks
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
@@ -119,7 +119,7 @@ class DiskDestination:
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """All tasks at once, unless an earlier run finished them."""
         for file in self._files:
-            create(self.root, file, afresh=not self._has_finished_tasks)
+            create_file(self.root, file, afresh=not self._has_finished_tasks)
         if todo or not self._has_finished_tasks:
             yield todo
 
@@ -129,16 +129,16 @@ class DiskDestination:
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Cut the files to their planned length and fill in their checksum fields."""
-        cut_surplus(job, self.root, sums)
+        truncate_files(job, self.root, sums)
         fill_checksums(job, self.root, job.target.files, sums)
         files, compress = job.target.files, job.target.compress  # the size of a compressed pack is known only now
         sizes = {file.path: (self.root / file.path).stat().st_size if compress else file.nbytes for file in files}
-        return receipts_of(job, sums), sizes
+        return make_receipts(job, sums), sizes
 
     def commit(self, files: Sequence[OutputFile], *, fsync: bool, verify: Callable[[Path], None] | None) -> None:
         """Write the metadata files, and rename the folder to its place."""
         for file in files:
-            create(self.root, file)
+            create_file(self.root, file)
         if verify is not None:
             verify(self.root)
         self.staging.commit(fsync=fsync)
@@ -186,7 +186,7 @@ def resume(
         done=(*known.values(), *finished.values()),
         todo=todo,
         trusted_nbytes=job.nbytes - rest.nbytes,
-        read_back_nbytes=rest.nbytes - nbytes_of(todo),
+        read_back_nbytes=rest.nbytes - count_bytes(todo),
     )
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ucp.contract.axes import along
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.layouts import along
+from ucp.contract.ranks import Checksums
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
@@ -23,11 +23,11 @@ from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
-from ucp_formats.megatron.buffers.matcher import Candidate
+from ucp_formats.megatron.buffers.state_buffer import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
-from ucp_formats.megatron.mesh import data_parallel, known, stages
+from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, with_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +187,13 @@ def _layout(
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
     is_of_expert = is_expert(match.name)
-    outer = stages(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
+    outer = pipeline_axes(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
     if is_of_expert:
         outer += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
-    degree = data_parallel(run.arguments.topology(), expert=is_of_expert)
+    degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
     copies = max(degree, *(1 + own["dp"] for own in coords))
     outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
-    return Layout((*outer, *known(by_rule, f"family {model.family.name}"))), shape
+    return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 
 def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:

@@ -18,15 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.index import WEIGHT
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, sequence
+from ucp.io.pickle.values import GlobalName
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.layout import Place, bucket_multiple
-from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBuffer, FlatBufferMatcher, ambiguous
+from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple
+from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
 
@@ -52,9 +52,9 @@ class Buffer:
     """Whether padding at the ends of buckets is in the file."""
 
     @property
-    def segments(self) -> list[FlatBuffer]:
+    def segments(self) -> list[StateBuffer]:
         """The masters."""
-        return [FlatBuffer.of(ref, self.where) for ref in self.states[WEIGHT]]
+        return [StateBuffer.from_tensor(ref, self.where) for ref in self.states[WEIGHT]]
 
 
 def read_buffers(saved: object, where: str) -> list[list[Buffer] | None]:
@@ -149,21 +149,21 @@ def _matcher(held: Sequence[Held], prober: Prober) -> FlatBufferMatcher:
 
 def _placed(
     buffer: Buffer, guesses: Iterable[Sequence[Held]], slack: int, prober: Prober, *, only_first: bool
-) -> dict[str, Place] | None:
+) -> dict[str, BufferPosition] | None:
     """Parameters of the buffer in the order of the model, each proved; None when there is no such layout.
 
     `only_first`: the first guess that holds is right, because every chunk has a buffer. Raises MalformedError where
     several guesses hold else, or several layouts of one.
     """
-    found: list[dict[str, Place]] = []
+    found: list[dict[str, BufferPosition]] = []
     shown: dict[str, str] = {}
     for guess in guesses:
         shown |= {_label(held): f"{held.name} {list(held.ref.shape)}" for held in guess}
-        found += _matcher(guess, prober).layouts(buffer.segments, slack=slack)
+        found += _matcher(guess, prober).find_layouts(buffer.segments, slack=slack)
         if found and only_first:
             break
     if len(found) > 1:
-        at: dict[Place, list[str]] = {}  # places that hold another parameter in one layout than in the next
+        at: dict[BufferPosition, list[str]] = {}  # places that hold another parameter in one layout than in the next
         for label, place in chain.from_iterable(own.items() for own in found):
             at.setdefault(place, []).append(shown[label])
         lines = [
@@ -171,18 +171,18 @@ def _placed(
             for place, names in sorted(at.items())
             if len(names) < len(found) or len(set(names)) > 1
         ]
-        raise ambiguous(f"{buffer.where}: ", lines)
+        raise ambiguity_error(f"{buffer.where}: ", lines)
     return found[0] if found else None
 
 
-def _by_contents(buffer: Buffer, matcher: FlatBufferMatcher) -> tuple[dict[str, Place], list[str]]:
+def _by_contents(buffer: Buffer, matcher: FlatBufferMatcher) -> tuple[dict[str, BufferPosition], list[str]]:
     """Parameters of the buffer wherever they are, and the stretches that hold none."""
-    found: dict[str, Place] = {}
+    found: dict[str, BufferPosition] = {}
     unplaced: list[str] = []
     for number, segment in enumerate(buffer.segments):
         placement = matcher.place(segment, alignment=1)
         if placement.gaps and not buffer.is_padded:  # aligned since 2024-07, which the file does not say
             placement = matcher.place(segment)
-        found |= {label: Place(number, start) for label, start in placement.starts.items()}
+        found |= {label: BufferPosition(number, start) for label, start in placement.starts.items()}
         unplaced += [f"{buffer.where}: elements {low}:{high}" for low, high in placement.gaps]
     return found, unplaced

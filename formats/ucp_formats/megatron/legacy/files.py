@@ -32,8 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import Extra, SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.core.fragments import Stored
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.union import Stored
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
@@ -37,7 +37,7 @@ from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
 from ucp_formats.megatron.mesh import Chunk
-from ucp_formats.megatron.modules import modules_shown
+from ucp_formats.megatron.modules import find_modules
 
 _STACK_LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
 """Example: decoder.layers.12."""
@@ -220,7 +220,7 @@ def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
         if own[0].key in named:
             model.held += _held(own, named[own[0].key], run, numbers, family)
     model.matches = family.match(dict.fromkeys(own.name for own in model.held))
-    model.modules = modules_shown(family, {key: own.canonical for key, own in named.items() if own}, renamed=False)
+    model.modules = find_modules(family, {key: own.canonical for key, own in named.items() if own}, renamed=False)
     return model
 
 

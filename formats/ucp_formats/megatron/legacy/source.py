@@ -18,21 +18,20 @@ from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, ParamGroup
-from ucp.core.names import STEP
+from ucp.contract.ranks import Checksums
+from ucp.core.index import STEP, AtomIndex, Extra, Index, ParamGroup
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, shown
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
-from ucp_formats.megatron.groups import deal, is_by_named_optimizer, is_expert, rank_free
+from ucp_formats.megatron.groups import assign_groups, drop_rank_settings, is_by_named_optimizer, is_expert
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, atoms_of
 from ucp_formats.megatron.legacy.distributed import Buffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras, read_run, run_extras, source_files
 from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot, read_model
 from ucp_formats.megatron.legacy.whole import add_whole_optimizer
-from ucp_formats.megatron.mesh import data_parallel
+from ucp_formats.megatron.mesh import count_replicas
 from ucp_formats.megatron.modules import with_modules
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
@@ -63,7 +62,7 @@ def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> 
                     add_whole_optimizer(own, states, prober)
                 elif buffers is not None:
                     experts = own.chain is not None and bool(own.held) and is_expert(own.held[0].name)
-                    dp = data_parallel(run.arguments.topology(), expert=experts)
+                    dp = count_replicas(run.arguments.topology(), expert=experts)
                     add_buffers(buffers, own, dp, states, prober)
                     _add_groups(own, states)
                 prefix = "optimizer/" if own.chain is None else f"optimizer/{own.chain}/"
@@ -131,7 +130,7 @@ def _add_groups(own: Optimizer, states: LegacyStates) -> None:
         raise UnsupportedError(f"expected param_groups in {own.where}; got {described(own.saved.get('optimizer'))}")
     groups = [group for group, _ in own.groups()]
     placed = {held.name: held for held in own.held if held.slot in states.tensors}
-    dealt = deal(groups, {name: held.ref.shape for name, held in placed.items()}, own.arguments)
+    dealt = assign_groups(groups, {name: held.ref.shape for name, held in placed.items()}, own.arguments)
     steps = dict.fromkeys(dealt.lost, dealt.step)
     for group, params in zip(groups, dealt.groups, strict=True):
         number = states.group(group)
@@ -231,6 +230,6 @@ def _groups(
             members[number_of[name]].append(name)
     stepped = {name for name, atom in atoms.items() if STEP in atom.states}
     return tuple(
-        rank_free(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), stepped)
+        drop_rank_settings(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), stepped)
         for own, group in zip(members, states.groups, strict=True)
     )

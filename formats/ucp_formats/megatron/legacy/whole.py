@@ -14,15 +14,14 @@ from functools import cached_property
 from itertools import chain
 
 from ucp.core.assign import narrow, narrow_in_order
-from ucp.core.dtypes import DType
-from ucp.core.index import ParamGroup
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import TensorRef
+from ucp.core.index import STEP, WEIGHT, ParamGroup
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import integer, mapping, sequence, tensor
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBuffer, ambiguous
-from ucp_formats.megatron.groups import USUAL, SavedGroup, dealt_out, group_rule
+from ucp_formats.megatron.buffers.matcher import Fingerprints, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
+from ucp_formats.megatron.groups import DEFAULT_RULE, SavedGroup, assign_params, group_rule
 from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, candidate
 from ucp_formats.megatron.legacy.model import Held
 
@@ -132,8 +131,8 @@ class _Whole:
     def _dealt_out(self) -> tuple[tuple[ParamGroup, ...], list[str]]:
         """Parameters by group, and those left: by the usual rule where arguments were not saved: contents prove it."""
         saved, arguments = [own.saved for own in self.groups], self._own.arguments
-        rule = group_rule(arguments, [own.hyper for own in saved]) if arguments else USUAL
-        return dealt_out(saved, {held.name: held.ref.shape for held in self._held}, {}, rule)
+        rule = group_rule(arguments, [own.hyper for own in saved]) if arguments else DEFAULT_RULE
+        return assign_params(saved, {held.name: held.ref.shape for held in self._held}, {}, rule)
 
     def name_by_rule(self) -> bool:
         """Name the entries by the order of the model; whether shapes and masters bear it out."""
@@ -160,7 +159,7 @@ class _Whole:
         """Whether an entry can be the parameter: by shape, and by contents where it has a master."""
         if entry.shape not in (None, held.ref.shape) or entry.master is None:
             return entry.shape in (None, held.ref.shape)
-        return self._fingerprints.holds(FlatBuffer.of(entry.master, ""), 0, candidate("", held))
+        return self._fingerprints.is_stored_at(StateBuffer.from_tensor(entry.master, ""), 0, candidate("", held))
 
     def _fitting(self, entry: _Entry, *, bare: bool) -> list[int]:
         """Numbers of the parameters that an entry can be. `bare`: none has a master, so that shapes alone say."""
@@ -171,7 +170,7 @@ class _Whole:
         ]
         if entry.master is None:
             return allowed
-        found = self._fingerprints.fitting(FlatBuffer.of(entry.master, ""), 0)
+        found = self._fingerprints.find_candidates(StateBuffer.from_tensor(entry.master, ""), 0)
         return sorted({int(own.name) for own in found}.intersection(allowed))
 
     def name_by_contents(self) -> bool:
@@ -202,7 +201,7 @@ class _Whole:
             if len(numbers) != 1
         ]
         if several:
-            raise ambiguous(f"{self._own.where}: ", several)
+            raise ambiguity_error(f"{self._own.where}: ", several)
         for own, row in zip(self.groups, found, strict=True):
             own.named = [self._held[numbers[0]] for numbers in row]
         return chosen is not None

@@ -20,10 +20,9 @@ from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.destination.existing import ConversionId
 from ucp.conversion.destination.staging import Staging
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
