@@ -4,7 +4,7 @@ Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group stand 
 padded at its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each
 parameter is cut alone, and the chunks of a rank stand one after another in one flat tensor per sub-group.
 
-What a rank has of a parameter is said by patterns: see `ucp.contract.flat_buffer`.
+What a rank has of a parameter is said by patterns: see `ucp.contract.layouts`.
 
 `param_shapes` is in the order of the buffer, always. The optimizer's order differs from it under
 `round_robin_gradients`, which deals the parameters out to the ranks like cards. `param_slice_mappings` follows the
@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, repeat
 from math import gcd
 from operator import add
 
-from ucp.contract.flat_buffer import FlatBuffer
+from ucp.contract.layouts import FlatBuffer
 
 START_ALIGNMENT = 2
 """Elements; `nccl_start_alignment_factor` of stage_1_and_2.py and bf16_optimizer.py, 0.19.8."""

@@ -7,10 +7,9 @@ from itertools import product
 import numpy as np
 from ucp_formats.megatron.legacy.model import View
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import fragments
 from ucp.core.layout import Layout
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
+from ucp.core.union import fragments
 
 
 def test_an_expert_is_seen_in_the_tensor_of_all() -> None:
