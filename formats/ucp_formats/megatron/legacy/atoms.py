@@ -11,21 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ucp.contract.axes import along
-from ucp.contract.rank_extras import Checksums
-from ucp.core.fragments import Stored
+from ucp.contract.layouts import along
+from ucp.contract.ranks import Checksums
 from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
+from ucp.core.union import ShardedTensor, Shards, Stored, Union, joined_counts, scalar_state
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
-from ucp_formats.megatron.buffers.matcher import Candidate
+from ucp_formats.megatron.buffers.state_buffer import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
 from ucp_formats.megatron.legacy.model import LegacyModel, RankParam, Slot
-from ucp_formats.megatron.mesh import data_parallel, known, stages
+from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, with_source
 
 _FOLDERS = "names of folders"
 """Source of the layout over stages, chunks and expert-parallel ranks."""
@@ -117,7 +116,9 @@ def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dic
         )
     union = Union()
     return {
-        name: _build_atom(run, states, params_by_name[name], *layouts[name], union, model.matches[name].buffer)
+        name: _build_atom(
+            run, states, params_by_name[name], *layouts[name], union=union, is_buffer=model.matches[name].buffer
+        )
         for name in model.family.sorted(params_by_name)
     }
 
@@ -128,8 +129,9 @@ def _build_atom(
     params: Sequence[RankParam],
     layout: Layout,
     shape: tuple[int, ...],
+    *,
     union: Union,
-    is_buffer: bool,  # noqa: FBT001  # private, one caller
+    is_buffer: bool,
 ) -> AtomIndex:
     coords = {param.slot: _coordinates(run, param) for param in params}
 
@@ -178,13 +180,13 @@ def _find_layout(
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
     is_of_expert = is_expert(match.name)
-    outer = stages(run.grid.pp, run.vpp, {(place["pp"], place["vpp"]) for place in coords}, _FOLDERS)
+    outer = pipeline_axes(run.grid.pp, run.vpp, {(place["pp"], place["vpp"]) for place in coords}, _FOLDERS)
     if is_of_expert:
         outer += along("ep", run.grid.ep, _FOLDERS, {place["ep"] for place in coords})
-    degree = data_parallel(run.arguments.topology(), expert=is_of_expert)
+    degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
     copies = max(degree, *(1 + place["dp"] for place in coords))
     outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
-    return Layout((*outer, *known(by_rule, f"family {model.family.name}"))), shape
+    return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 
 def _coordinates(run: LegacyRun, param: RankParam) -> dict[str, int]:

@@ -8,7 +8,7 @@
 | 2024-07 | the same, parameters aligned to 64 elements |
 
 With expert parallelism the file is a list: dense parameters, then experts; None for what another rank saved. It records
-no names. Parameters lie in reversed order of registration: `FlatBufferMatcher.layouts` proves each place by the
+no names. Parameters lie in reversed order of registration: `FlatBufferMatcher.find_layouts` proves each place by the
 contents. If the order is another, the contents alone give the places (`FlatBufferMatcher.place`).
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.index import WEIGHT
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, sequence
+from ucp.io.pickle.values import GlobalName
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.layout import Place, bucket_multiple
-from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBuffer, FlatBufferMatcher, ambiguous
+from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple
+from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
 from ucp_formats.megatron.legacy.atoms import LegacyStates, RankOptimizer, to_candidate
 from ucp_formats.megatron.legacy.model import RankParam
 
@@ -124,7 +124,9 @@ def add_buffers(
             "The file is of another run than the model, or its weights were changed after it was saved"
         )
     if remaining:
-        shown = ", ".join(param.name for param in list(remaining.values())[:3]) + (", ..." if len(remaining) > 3 else "")
+        shown = ", ".join(param.name for param in list(remaining.values())[:3]) + (
+            ", ..." if len(remaining) > 3 else ""
+        )
         untrained = f"{counted(len(remaining), 'parameter')} not trained: {shown}"
         states.notes.append(f"{optimizer.where} has no states of {untrained}")
 
@@ -140,22 +142,22 @@ def _matcher(params: Sequence[RankParam], prober: Prober) -> FlatBufferMatcher:
 
 def _place_in_order(
     buffer: SavedBuffer, guesses: Iterable[Sequence[RankParam]], slack: int, prober: Prober, *, only_first: bool
-) -> dict[str, Place] | None:
+) -> dict[str, BufferPosition] | None:
     """Places of parameters in the order of the model, proved by contents; None if no guess fits.
 
     `only_first`: take the first guess that fits, because every chunk has a buffer. Otherwise raises MalformedError if
     several guesses fit, or one has several layouts.
     """
-    layouts: list[dict[str, Place]] = []
+    layouts: list[dict[str, BufferPosition]] = []
     names: dict[str, str] = {}
-    segments = [FlatBuffer.of(ref, buffer.where) for ref in buffer.states[WEIGHT]]
+    segments = [StateBuffer.from_tensor(ref, buffer.where) for ref in buffer.states[WEIGHT]]
     for params in guesses:
         names |= {_label(param): f"{param.name} {list(param.ref.shape)}" for param in params}
-        layouts += _matcher(params, prober).layouts(segments, slack=slack)
+        layouts += _matcher(params, prober).find_layouts(segments, slack=slack)
         if layouts and only_first:
             break
     if len(layouts) > 1:
-        names_by_place: dict[Place, list[str]] = {}
+        names_by_place: dict[BufferPosition, list[str]] = {}
         for label, place in chain.from_iterable(layout.items() for layout in layouts):
             names_by_place.setdefault(place, []).append(names[label])
         lines = [
@@ -163,19 +165,19 @@ def _place_in_order(
             for place, at_place in sorted(names_by_place.items())
             if len(at_place) < len(layouts) or len(set(at_place)) > 1  # the layouts differ here
         ]
-        raise ambiguous(f"{buffer.where}: ", lines)
+        raise ambiguity_error(f"{buffer.where}: ", lines)
     return layouts[0] if layouts else None
 
 
-def _place_by_contents(buffer: SavedBuffer, matcher: FlatBufferMatcher) -> tuple[dict[str, Place], list[str]]:
+def _place_by_contents(buffer: SavedBuffer, matcher: FlatBufferMatcher) -> tuple[dict[str, BufferPosition], list[str]]:
     """Places of parameters in any order, and a line per range that holds none."""
-    places: dict[str, Place] = {}
+    places: dict[str, BufferPosition] = {}
     gaps: list[str] = []
     for number, ref in enumerate(buffer.states[WEIGHT]):
-        segment = FlatBuffer.of(ref, buffer.where)
+        segment = StateBuffer.from_tensor(ref, buffer.where)
         placement = matcher.place(segment, alignment=1)
         if placement.gaps and not buffer.is_padded:  # aligned to 64 elements since 2024-07, which is not recorded
             placement = matcher.place(segment)
-        places |= {label: Place(number, start) for label, start in placement.starts.items()}
+        places |= {label: BufferPosition(number, start) for label, start in placement.starts.items()}
         gaps += [f"{buffer.where}: elements {low}:{high}" for low, high in placement.gaps]
     return places, gaps

@@ -8,9 +8,9 @@
 6. Raise one error with all problems.
 
 The ranks of a pipeline stage have two numberings (parallel_state.py, order tp-cp-ep-dp-pp): `tp + TP * d` for dense
-layers, `etp + ETP * (ep + EP * copy)` for experts. A rank saves, under its tp and ep, if it is the first of its dense or
-of its expert data-parallel group (checkpointing.py: save_checkpoint). If tensor and expert parallelism share ranks, the
-grid is sparse:
+layers, `etp + ETP * (ep + EP * copy)` for experts. A rank saves, under its tp and ep, if it is the first of its dense
+or of its expert data-parallel group (checkpointing.py: save_checkpoint). If tensor and expert parallelism share ranks,
+the grid is sparse:
 
 >>> grid = Grid(tp=2, pp=1, ep=2, etp=1)
 >>> [(place.tp, place.ep) for place in grid.places()]
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ucp.contract.problems import Problems
+from ucp.contract.ranks import Problems
 from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError

@@ -36,7 +36,7 @@ from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
 from ucp_formats.megatron.mesh import Chunk
-from ucp_formats.megatron.modules import modules_shown
+from ucp_formats.megatron.modules import find_modules
 
 _STACK_LAYER = re.compile(r"\A(?P<stack>decoder|encoder)\.layers\.(?P<number>\d+)\.")
 """Example: decoder.layers.12."""
@@ -182,9 +182,10 @@ def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
     first_layers = count_layers(by_chunk, num_layers=run.arguments.num_layers)
     for slot, ref in refs.items():
         if slot.key in named:
-            model.params += _find_params(slot, ref, named[slot.key], run, first_layers, family)
+            params = _find_params(slot, ref, named[slot.key], run, first_layers=first_layers, family=family)
+            model.params += params
     model.matches = family.match(dict.fromkeys(param.name for param in model.params))
-    model.modules = modules_shown(family, {key: name.canonical for key, name in named.items() if name}, renamed=False)
+    model.modules = find_modules(family, {key: name.canonical for key, name in named.items() if name}, renamed=False)
     return model
 
 
@@ -216,7 +217,7 @@ def _chunk(run: LegacyRun, slot: Slot) -> Chunk:
 
 
 def _find_params(
-    slot: Slot, ref: TensorRef, named: Named | None, run: LegacyRun, first_layers: FirstLayers, family: Family
+    slot: Slot, ref: TensorRef, named: Named | None, run: LegacyRun, *, first_layers: FirstLayers, family: Family
 ) -> Iterator[RankParam]:
     """Parameters in a stored tensor; one without a rule keeps its key, which `Family.match` reports."""
     chunk = _chunk(run, slot)

@@ -14,15 +14,14 @@ from functools import cached_property
 from itertools import chain
 
 from ucp.core.assign import narrow, narrow_in_order
-from ucp.core.dtypes import DType
-from ucp.core.index import ParamGroup
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import TensorRef
+from ucp.core.index import STEP, WEIGHT, ParamGroup
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, listed
 from ucp.io.pickle.fields import integer, mapping, sequence, tensor
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBuffer, ambiguous
-from ucp_formats.megatron.groups import USUAL, SavedGroup, dealt_out, group_rule
+from ucp_formats.megatron.buffers.matcher import Fingerprints, ambiguity_error
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
+from ucp_formats.megatron.groups import DEFAULT_RULE, SavedGroup, assign_params, group_rule
 from ucp_formats.megatron.legacy.atoms import LegacyStates, RankOptimizer, to_candidate
 from ucp_formats.megatron.legacy.model import RankParam
 
@@ -129,10 +128,10 @@ class _Naming:
 
     @cached_property
     def _groups_by_rule(self) -> tuple[tuple[ParamGroup, ...], list[str]]:
-        """Parameters by group, and those in none: by the usual rule if arguments were not saved, as contents prove it."""
+        """Parameters by group, and those in none; without arguments by the default rule, as contents prove it."""
         saved, arguments = [group.saved for group in self.groups], self._optimizer.arguments
-        rule = group_rule(arguments, [group.hyper for group in saved]) if arguments else USUAL
-        return dealt_out(saved, {param.name: param.ref.shape for param in self._params}, {}, rule)
+        rule = group_rule(arguments, [group.hyper for group in saved]) if arguments else DEFAULT_RULE
+        return assign_params(saved, {param.name: param.ref.shape for param in self._params}, {}, rule)
 
     def name_by_rule(self) -> bool:
         """Name the entries by the order of the model; whether shapes and masters confirm it."""
@@ -160,7 +159,7 @@ class _Naming:
         """Whether an entry can be the parameter: by shape, and by contents if it has a master."""
         if entry.shape not in (None, param.ref.shape) or entry.master is None:
             return entry.shape in (None, param.ref.shape)
-        return self._fingerprints.holds(FlatBuffer.of(entry.master, ""), 0, to_candidate("", param))
+        return self._fingerprints.is_stored_at(StateBuffer.from_tensor(entry.master, ""), 0, to_candidate("", param))
 
     def _find_fitting(self, entry: _Entry, *, has_masters: bool) -> list[int]:
         """Numbers of the parameters that an entry can be. `has_masters`: whether its optimizer has masters."""
@@ -172,7 +171,7 @@ class _Naming:
         ]
         if entry.master is None:
             return allowed
-        equal = self._fingerprints.fitting(FlatBuffer.of(entry.master, ""), 0)
+        equal = self._fingerprints.find_candidates(StateBuffer.from_tensor(entry.master, ""), 0)
         return sorted({int(candidate.name) for candidate in equal}.intersection(allowed))
 
     def name_by_contents(self) -> bool:
@@ -206,7 +205,7 @@ class _Naming:
             if len(numbers) != 1
         ]
         if open_entries:
-            raise ambiguous(f"{self._optimizer.where}: ", open_entries)
+            raise ambiguity_error(f"{self._optimizer.where}: ", open_entries)
         for group, row in zip(self.groups, answers, strict=True):
             group.params = [self._params[numbers[0]] for numbers in row]
         return in_order is not None

@@ -15,21 +15,20 @@ from dataclasses import replace
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, ParamGroup
-from ucp.core.names import STEP
+from ucp.contract.ranks import Checksums
+from ucp.core.index import STEP, AtomIndex, Extra, Index, ParamGroup
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import described, mapping, shown
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
-from ucp_formats.megatron.groups import deal, is_by_named_optimizer, is_expert, rank_free
+from ucp_formats.megatron.groups import assign_groups, drop_rank_settings, is_by_named_optimizer, is_expert
 from ucp_formats.megatron.legacy.atoms import LegacyStates, RankOptimizer, build_atoms
 from ucp_formats.megatron.legacy.distributed_optimizer import SavedBuffer, add_buffers, read_buffers
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, read_run
 from ucp_formats.megatron.legacy.model import LegacyModel, RankParam, Slot, read_model
 from ucp_formats.megatron.legacy.plain_optimizer import add_plain_optimizer
-from ucp_formats.megatron.mesh import data_parallel
+from ucp_formats.megatron.mesh import count_replicas
 from ucp_formats.megatron.modules import with_modules
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
@@ -55,8 +54,8 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
     steps = (run.root.get(key) for key in ("iteration", "total_iters"))
     modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
     unread = (
-        f"{path}, which is not read: "
-        + ("states of a layer-wise optimizer (Muon)" if "optimizer" in path else "position of a data loader")
+        f"{path}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in path else 'position of a data loader'}, "
+        "which is not read"
         for path in run.unread
     )
     return Index(
@@ -107,7 +106,7 @@ def _read_optimizers(run: LegacyRun, model: LegacyModel, checksums: Checksums) -
                 elif buffers is not None:
                     params = optimizer.params
                     experts = optimizer.chain is not None and bool(params) and is_expert(params[0].name)
-                    dp = data_parallel(run.arguments.topology(), expert=experts)
+                    dp = count_replicas(run.arguments.topology(), expert=experts)
                     add_buffers(buffers, optimizer, dp, states, prober)
                     _add_groups(optimizer, states)
                 prefix = "optimizer/" if optimizer.chain is None else f"optimizer/{optimizer.chain}/"
@@ -180,7 +179,7 @@ def _add_groups(optimizer: RankOptimizer, states: LegacyStates) -> None:
         raise UnsupportedError(f"expected param_groups in {optimizer.where}; got {got}")
     groups = [group for group, _ in optimizer.groups()]
     params = {param.name: param for param in optimizer.params if param.slot in states.tensors}
-    assigned = deal(groups, {name: param.ref.shape for name, param in params.items()}, optimizer.arguments)
+    assigned = assign_groups(groups, {name: param.ref.shape for name, param in params.items()}, optimizer.arguments)
     steps = dict.fromkeys(assigned.lost, assigned.step)
     for group, members in zip(groups, assigned.groups, strict=True):
         number = states.add_group(group)
@@ -231,7 +230,7 @@ def _param_groups(
             members[number_of[name]].append(name)
     stepped_names = {name for name, atom in atoms.items() if STEP in atom.states}
     return tuple(
-        rank_free(ParamGroup(params=tuple(names), hyper=dict(group.hyper)), stepped_names)
+        drop_rank_settings(ParamGroup(params=tuple(names), hyper=dict(group.hyper)), stepped_names)
         for names, group in zip(members, states.groups, strict=True)
     )
 
