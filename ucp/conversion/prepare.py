@@ -212,7 +212,7 @@ def workers_of(options: ConvertOptions, index: Index, beside_bytes: int = 0) -> 
     if options.engine is not None and options.engine.spans_machines:
         most = max(1, options.memory // (_THREADS * lane))
     return fit_workers(
-        options.memory, workers=options.workers or most, threads=_THREADS, lane=lane, beside=beside_bytes
+        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=beside_bytes
     )
 
 

@@ -101,7 +101,7 @@ class Fingerprints:
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
         for candidate in self.candidates:
             length = min(candidate.numel, _WINDOW)
-            first = prober.joined(candidate.refs, 0, length, dtype=candidate.dtype)
+            first = prober.read_joined(candidate.refs, 0, length, dtype=candidate.dtype)
             self._by_first.setdefault((length, candidate.dtype, first), []).append(candidate)
             if not any(first):
                 self.zeros.add(candidate.name)
@@ -127,7 +127,7 @@ class Fingerprints:
         windows = ((low, min(low + _WINDOW, numel)) for low in {0, last // 2, last} if low or compare_first)
         return all(
             self._read(buffer, start + low, start + high, dtype)
-            == self._prober.joined(candidate.refs, low, high, dtype=dtype)
+            == self._prober.read_joined(candidate.refs, low, high, dtype=dtype)
             for low, high in windows
         )
 
