@@ -122,7 +122,7 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     from ucp.transfer.compare import fit_threads
 
     remote = any(path is not None and is_url(os.fspath(path)) for path in paths)
-    return fit_threads(options.memory, asked=options.workers or 0, remote=remote)
+    return fit_threads(options.memory, requested=options.workers or 0, remote=remote)
 
 
 @takes_options(CompareArguments)

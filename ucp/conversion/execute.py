@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
+from ucp.contract.plugins import producer
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.destination.place import Begun, Destination, Place
@@ -18,11 +19,11 @@ from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.destination.mark import dump_mark
 from ucp.io.destination.write import is_memory
 from ucp.io.folder import MARK
-from ucp.io.identity import check_unchanged, is_remote, producer
+from ucp.io.identity import check_unchanged, is_remote
 from ucp.source.read import no_cycle_collection
-from ucp.transfer.checksums import file_crc, gaps, mismatches
+from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
-from ucp.transfer.plan.task_list import nbytes_of
+from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
 
 
@@ -76,7 +77,7 @@ def execute(prepared: Prepared, destination: Destination, begun: Begun, observer
 
 def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Observer) -> Written:
     """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
-    job, todo_nbytes, written = begun.job, nbytes_of(begun.todo), Written()
+    job, todo_nbytes, written = begun.job, count_bytes(begun.todo), Written()
     for done in begun.done:
         written.add(done)
     written.resumed = job.nbytes - todo_nbytes
@@ -112,7 +113,7 @@ def _check_source(index: Index, written: Written) -> None:
     """
     if not written.drift:
         with Reader(1) as reader:
-            written.spans.extend(reader.scan(gaps(index.records, written.spans)))
+            written.spans.extend(reader.scan(find_gaps(index.records, written.spans)))
     check_read(index, written)
 
 
@@ -125,7 +126,7 @@ def check_read(index: Index, written: Written) -> None:
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
-    wrong = mismatches(index.records, written.spans)
+    wrong = find_mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
@@ -157,7 +158,7 @@ def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, seal
         {**sizes, **{file.path: None if file.is_pointer else file.nbytes for file in sealed}},
         {
             **{path: receipts.files[path] for path in plan.last},
-            **{file.path: file_crc(file, ()) for file in sealed if not file.is_pointer},
+            **{file.path: compute_file_crc(file, ()) for file in sealed if not file.is_pointer},
         },
     )
     return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))

@@ -54,7 +54,7 @@ def trusted(
         observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
     try:
         with Reader(threads) as reader:
-            reader.each(reports, look)
+            reader.run_all(reports, look)
         return {number: found[number] for number in reports if number in found}
     finally:
         if observer is not None:

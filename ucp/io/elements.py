@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,12 +1,9 @@
-"""Which program this is, and which file that is."""
+"""Which file that is: its size and time, what a store tells its versions apart by, digests of its contents."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import xxhash
@@ -14,46 +11,10 @@ import xxhash
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, listed
 from ucp.io.files import open_source, parts_of
-from ucp.io.folder import files_below, is_url, names_in, path_of, see_afresh
+from ucp.io.folder import files_below, is_url, path_of, see_afresh
 
 _TAIL = 64 << 10
 """Bytes at each end of a file that its identity is taken from."""
-
-
-def producer() -> str:
-    """This program and its version, e.g. "ucp 0.1.0"."""
-    version = next((version for name, version, _ in _installed(tuple(sys.path)) if name == "universal_checkpoint"), "")
-    return f"ucp {version or '(not installed)'}"
-
-
-def entry_points(group: str) -> dict[str, str]:
-    """Entry points that installed packages declare in a group: name to "module:attribute".
-
-    As `importlib.metadata` finds them, whose import takes longer than to read them all.
-    """
-    declared = {}
-    for _, _, folder in _installed(tuple(sys.path)):
-        with suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
-            section = ""
-            for line in map(str.strip, file):
-                if line.startswith("["):
-                    section = line.strip("[]")
-                elif section == group and "=" in line and line[0] not in "#;":
-                    name, _, value = line.partition("=")
-                    declared[name.strip()] = value.partition("[")[0].strip()  # without extras
-    return declared
-
-
-@cache
-def _installed(path: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    """Packages on Python's path (name, version, folder that describes it), the first one of each name."""
-    found: dict[str, tuple[str, str, str]] = {}
-    for place in path:
-        for entry in names_in(Path(place or ".")):
-            if entry.endswith((".dist-info", ".egg-info")):
-                name, _, version = os.path.splitext(entry)[0].lower().partition("-")
-                found.setdefault(name, (name, version, os.path.join(place, entry)))
-    return list(found.values())
 
 
 def size_and_time(path: str) -> tuple[int, int]:

@@ -18,11 +18,9 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from ucp.contract.registry import pattern_factory
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.contract.plugins import pattern_factory
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Index, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap
-from ucp.core.names import WEIGHT
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology

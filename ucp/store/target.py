@@ -17,13 +17,24 @@ from itertools import accumulate
 from urllib.parse import quote
 
 from ucp.contract.output_names import check_named, check_text
+from ucp.contract.plugins import producer
 from ucp.contract.protocols import Target
 from ucp.core.index import Extra, Index
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.target import (
+    Literal,
+    OutputFile,
+    Placement,
+    RawCopy,
+    Receipts,
+    Slice,
+    TargetOptions,
+    TargetPlan,
+    casts,
+    whole_slice,
+)
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.io.identity import identity_of, producer, size_and_time
+from ucp.io.identity import identity_of, size_and_time
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import layout_safetensors
 from ucp.io.torch_file.draft import torch_file

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ucp.contract.run_extras import LossScale
-from ucp.core.dtypes import DType
 from ucp.core.index import Index
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import DType
+from ucp.io.pickle.values import GlobalName, Stub
 
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements; default of `zero_optimization.sub_group_size` (runtime/zero/config.py, 0.19.8)."""

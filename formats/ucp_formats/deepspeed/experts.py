@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
-from ucp.contract.problems import Problems
+from ucp.contract.ranks import Problems
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import Shape, text

@@ -3,7 +3,7 @@
 Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group follow one another in a flat buffer, padded at
 its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each parameter is
 split alone, and the chunks of a rank follow one another in a flat tensor per sub-group. Patterns compute what a rank
-has of a parameter: see `ucp.contract.flat_buffer`.
+has of a parameter: see `ucp.contract.layouts`.
 
 `param_shapes` is always in the order of the buffer. The optimizer's order differs from it under
 `round_robin_gradients`, which assigns parameters to the ranks in turn. `param_slice_mappings` follows the optimizer's
@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise, repeat
 from math import gcd
 from operator import add
 
-from ucp.contract.flat_buffer import FlatBuffer
+from ucp.contract.layouts import FlatBuffer
 
 START_ALIGNMENT = 2
 """Elements; `nccl_start_alignment_factor` of stage_1_and_2.py and bf16_optimizer.py, 0.19.8."""

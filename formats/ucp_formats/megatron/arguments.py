@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
 
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.state_gaps import gaps
+from ucp.core.gaps import gaps
+from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.families.family import Family
 from ucp.families.library import contradictions
 from ucp.io.pickle.fields import described
+from ucp.io.pickle.values import GlobalName, Stub
 
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),
@@ -68,7 +68,7 @@ _FLAGS: Mapping[str, tuple[str, ...]] = {
 }
 """The same of what is true or false."""
 _KEYS = {**_NUMBERS, **_SIZES, **_FLAGS}
-KNOWN = frozenset(key for keys in _KEYS.values() for key in keys) | {"transformer_impl", "moe_grouped_gemm"}
+READ_ARGUMENTS = frozenset(key for keys in _KEYS.values() for key in keys) | {"transformer_impl", "moe_grouped_gemm"}
 """Names of all arguments that are read; the last two say how a target names what it writes."""
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 """Ranks that a tensor-parallel part of a weight is cut over once more."""
@@ -180,7 +180,7 @@ _PADDING = "padded_vocab_size"
 """Rows that a run pads its embedding to; torch_dist adds and drops padding at loading, so files may have others."""
 
 
-def sizes_in_doubt(
+def compare_sizes(
     family: Family, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], *, pads_on_load: bool
 ) -> tuple[str, ...]:
     """What arguments and whole tensors say differently, a line each.
@@ -205,7 +205,7 @@ def check_recorded(
 
     `where`: the checkpoint, for the message; the rest as for `sizes_in_doubt`.
     """
-    lines = sizes_in_doubt(family, arguments, shapes, pads_on_load=pads_on_load)
+    lines = compare_sizes(family, arguments, shapes, pads_on_load=pads_on_load)
     if lines:
         raise MalformedError(
             f"expected the tensors of {where} to have the sizes that its arguments record; put together by the rules "

@@ -28,8 +28,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.core.index import Loss, ParamGroup
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Loss, ParamGroup
 from ucp.errors import counted
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
@@ -112,7 +111,7 @@ class GroupRule:
     optimizer: str = "adam"
     """Name of the optimizer."""
 
-    def fitting(self, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> Sequence[int]:
+    def find_groups(self, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> Sequence[int]:
         """Numbers of the groups that a parameter may be in. `shape`: of the whole parameter."""
         fits = [number for number, group in enumerate(groups) if self._allows(group, groups, name, shape)]
         for key, value in zip(("max_lr", "min_lr"), self._own_rate(name, shape) or self.rate, strict=True):
@@ -162,7 +161,7 @@ class GroupRule:
         high, low = self.rate
         return None if high is None else high * factor, None if low is None else low * factor
 
-    def open(self) -> str:
+    def describe_gap(self) -> str:
         """What the arguments leave open, for the user."""
         if not self.recorded:
             return "arguments were not saved; apply_wd_to_qk_layernorm, embedding_init_method_std, decoupled_lr decide"
@@ -170,7 +169,7 @@ class GroupRule:
             return "the no_weight_decay_cond_type in the arguments is none of Megatron's"
         return "by the arguments it fits none of the groups, or several that differ"
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """What the rule is, for the user."""
         if not self.recorded:
             yield "which were not saved"
@@ -185,7 +184,7 @@ class GroupRule:
             yield f"learning rates go by the width (use_mup, {self.width:g})"
 
 
-USUAL = GroupRule()
+DEFAULT_RULE = GroupRule()
 """The rule of a run without any of these arguments."""
 
 
@@ -236,11 +235,11 @@ def expert_numbers(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return {name: (int(match["number"]), counts[match["layer"], match["rest"]]) for name, match in matches.items()}
 
 
-def dealt_out(
+def assign_params(
     groups: Sequence[SavedGroup],
     shapes: Mapping[str, tuple[int, ...]],
     chains: Mapping[str, int | None],
-    rule: GroupRule = USUAL,
+    rule: GroupRule = DEFAULT_RULE,
 ) -> tuple[tuple[ParamGroup, ...], list[str]]:
     """The groups with the names of their parameters, and the parameters that the rule puts in none, or in several.
 
@@ -252,7 +251,7 @@ def dealt_out(
     members: list[list[str]] = [[] for _ in groups]
     left = []
     for name, shape in shapes.items():
-        fits = range(len(groups)) if len(groups) == 1 else rule.fitting(groups, name, shape)
+        fits = range(len(groups)) if len(groups) == 1 else rule.find_groups(groups, name, shape)
         if name in chains and len(groups) > 1:
             fits = [number for number in fits if groups[number].chain == chains[name]]
         if fits and all(groups[number].hyper == groups[fits[0]].hyper for number in fits):
@@ -264,7 +263,7 @@ def dealt_out(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DealtGroups:
+class AssignedGroups:
     """What is known of the groups of a run."""
 
     groups: tuple[ParamGroup, ...]
@@ -279,33 +278,33 @@ class DealtGroups:
     """The same as `lost`, as an entry of `Index.dropped`; nothing for none."""
 
 
-def deal(
+def assign_groups(
     saved: Sequence[SavedGroup],
     shapes: Mapping[str, tuple[int, ...]],
     arguments: Mapping[str, object],
     chains: Mapping[str, int | None] | None = None,
-) -> DealtGroups:
+) -> AssignedGroups:
     """The groups of a run of these arguments; `shapes`, `chains`: as in `dealt_out`."""
     rule = group_rule(arguments, [group.hyper for group in saved])
-    groups, left = dealt_out(saved, shapes, chains or {}, rule)
+    groups, left = assign_params(saved, shapes, chains or {}, rule)
     why = (
-        f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.open()}. Megatron "
-        "records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
+        f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.describe_gap()}. "
+        "Megatron records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
     )
     lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
     steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
-    return DealtGroups(
+    return AssignedGroups(
         groups=groups,
         lost={name: Loss(why=why, detail=str(list(shapes[name]))) for name in left},
         step=steps[0] if steps and all(type(own) is type(steps[0]) and own == steps[0] for own in steps) else None,
         note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
-        f"arguments ({'; '.join(rule.told())}); a no_weight_decay_cond or config_overrides of the run's own would not "
-        "show",
+        f"arguments ({'; '.join(rule.describe())}); a no_weight_decay_cond or config_overrides of the run's own would "
+        "not show",
         dropped=(f"{why}\n{lines}",) if left else (),
     )
 
 
-def rank_free(group: ParamGroup, counted: Container[str]) -> ParamGroup:
+def drop_rank_settings(group: ParamGroup, counted: Container[str]) -> ParamGroup:
     """A group without what belongs to the layout of the run or to the states of its parameters.
 
     `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;

@@ -9,7 +9,7 @@
 Layers are dealt out in order, chunk 0 of all stages before chunk 1 of any (transformer_layer.py:
 get_transformer_layer_offset, core_v0.16). Stages are even, but the first and last may be told apart.
 
->>> stage_layers(8, pp=2, vpp=2, arguments={})
+>>> split_layers(8, pp=2, vpp=2, arguments={})
 {(0, 0): range(0, 2), (1, 0): range(2, 4), (0, 1): range(4, 6), (1, 1): range(6, 8)}
 """
 
@@ -19,13 +19,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from ucp.contract.axes import along
+from ucp.contract.layouts import along
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UnsupportedError
 
 
-def data_parallel(topology: Topology, *, expert: bool) -> int:
+def count_replicas(topology: Topology, *, expert: bool) -> int:
     """Ranks that hold copies of a dense parameter, or of an expert's.
 
     >>> mesh = Topology(dp=2, tp=2, ep=2, etp=1)
@@ -36,7 +36,7 @@ def data_parallel(topology: Topology, *, expert: bool) -> int:
     return max(dense * topology.tp // (topology.ep * topology.expert_tp), 1) if expert else dense
 
 
-def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
+def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
     """The axes of a pipeline, for a tensor that is in these chunks, each a stage and the number of its chunk.
 
     That of the chunks is left out where they differ by stage.
@@ -46,7 +46,7 @@ def stages(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: s
     return there + (along("vpp", vpp, known_from, within) if len(within) == 1 else ())
 
 
-def known(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
+def with_source(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
     """The axes of a layout over dims, with where they are known from."""
     return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
 
@@ -64,7 +64,7 @@ _BAR = "|"
 """Between the chunks of a hybrid model (megatron-core 0.17 and later)."""
 
 
-def stage_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
+def split_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
     """Layers of every chunk, in the order of the layers. Raises TopologyError when they cannot be dealt out."""
     if arguments.get(_LAYOUT):
         raise UnsupportedError(

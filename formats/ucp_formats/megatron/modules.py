@@ -38,7 +38,7 @@ _GROUPED_KEY = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias)\d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ModuleChoice:
     """The modules that a checkpoint is written for."""
 
     settings: Mapping[str, object]
@@ -61,7 +61,7 @@ class Choice:
         )
 
 
-def modules_shown(family: Family, keys: Mapping[str, str], *, renamed: bool) -> dict[str, object]:
+def find_modules(family: Family, keys: Mapping[str, str], *, renamed: bool) -> dict[str, object]:
     """What keys tell of modules, as arguments of Megatron, and `seen_in`, a key that shows it.
 
     Empty where all fit both kinds, or some show the one and some the other.
@@ -103,7 +103,7 @@ def modules_shown(family: Family, keys: Mapping[str, str], *, renamed: bool) -> 
     return {_ARGUMENT: kind, **({_GROUPED: True} if grouped else {}), _SEEN: key}
 
 
-def modules_keeping(empty: Collection[str]) -> dict[str, object]:
+def find_modules_by_state(empty: Collection[str]) -> dict[str, object]:
     """The same of keys that modules keep a state of their own under, though `empty`: names without `/shard_...`.
 
     Linear layers of both kinds ask for one, attention of Transformer Engine's alone. `ucp` writes all of them, so this
@@ -128,7 +128,7 @@ def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -
     return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
 
 
-def chosen_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[str, object]) -> Choice:
+def choose_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[str, object]) -> ModuleChoice:
     """The modules to write for. `recorded`: arguments of the source; `asked`: those that the user gave.
 
     Raises UsageError for modules that Megatron does not have.
@@ -148,4 +148,4 @@ def chosen_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[
         chosen, why = seen, f"those of the source are: it has {shown.get(_SEEN)}{against}"
     elif said not in _VALUES:
         chosen, why = _ENGINE, ""
-    return Choice(settings={**settings, _ARGUMENT: chosen}, known_from=why)
+    return ModuleChoice(settings={**settings, _ARGUMENT: chosen}, known_from=why)

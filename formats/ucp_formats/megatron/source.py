@@ -26,8 +26,8 @@ from pathlib import Path
 
 from ucp.contract import locating
 from ucp.contract.companions import with_companions
-from ucp.contract.locating import Located, Pointer, the_checkpoint
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.locating import Evidence, Located, Pointer, the_checkpoint
+from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
@@ -77,7 +77,7 @@ def locate(path: Path) -> Located[SavedAs] | None:
     return replace(located, notes=(note,))
 
 
-def the_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
+def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
     """The iteration folder found.
 
     Raises UnknownFormatError when there is none, MalformedError when the tracker names one that is not there, and
@@ -173,10 +173,24 @@ _REMEDIES = {
 }
 
 
-def _scale(index: Index) -> LossScale | None:
-    from ucp_formats.megatron.extras import megatron_scale  # of no use where a folder is only recognised
+def read_loss_scale(index: Index) -> LossScale | None:
+    """The dynamic loss scale, as DynamicGradScaler keeps it (core/optimizer/grad_scaler.py); None for a fixed one."""
+    state = find_grad_scaler(index)
+    if not isinstance(state, dict) or not {"scale", "growth_tracker"} <= state.keys():
+        return None
+    return LossScale(found_in="optimizer", scale=state["scale"], growth_tracker=state["growth_tracker"])
 
-    return megatron_scale(index)
+
+def find_grad_scaler(index: Index) -> object:
+    """State of the gradient scaler that fp16 needs; None if the source has none."""
+    for extra in index.extras:
+        if extra.name.startswith("optimizer/") and "grad_scaler" in extra.name.split("/"):
+            return extra.value
+        if extra.name == "optimizer" and isinstance(extra.value, dict):
+            for optimizer in (extra.value, *extra.value.values()):  # one optimizer, or several by number
+                if isinstance(optimizer, dict) and optimizer.get("grad_scaler"):
+                    return optimizer["grad_scaler"]
+    return None
 
 
 class MegatronFormat(Format):
@@ -200,7 +214,7 @@ class MegatronFormat(Format):
 
     run = RunExtras(
         scheduler="opt_param_scheduler",
-        scale=_scale,
+        scale=read_loss_scale,
         places=re.compile(r"(?P<name>rng_state)/pp(?P<pp>\d+)\.tp(?P<tp>\d+)(?:\.ep(?P<ep>\d+))?"),
     )
 
@@ -222,7 +236,7 @@ class MegatronFormat(Format):
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
-        located = the_folder(locate(path), path)
+        located = require_folder(locate(path), path)
         return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
 
     def _read(self, located: Located[SavedAs]) -> Index:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from megatron_versions import environment
-from ucp_formats.megatron.groups import SavedGroup, dealt_out, group_rule
+from ucp_formats.megatron.groups import SavedGroup, assign_params, group_rule
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -79,7 +79,7 @@ def test_parameters_are_in_the_groups_that_megatron_puts_them_in(
     groups = asked(release, tmp_path_factory.getbasetemp() / f"groups-{release}")[name]
     saved = [SavedGroup(chain=None, hyper=hyper) for hyper, _ in groups]
     rule = group_rule(ARGUMENTS[name], [hyper for hyper, _ in groups])
-    found, left = dealt_out(saved, SHAPES, {}, rule)
+    found, left = assign_params(saved, SHAPES, {}, rule)
     assert left == []
     assert [group.params for group in found] == [params for _, params in groups]
     assert sum(len(params) for _, params in groups) == len(SHAPES)
@@ -91,6 +91,6 @@ def test_without_arguments_nothing_is_put_wrong(
 ) -> None:
     groups = asked(release, tmp_path_factory.getbasetemp() / f"groups-{release}")[name]
     saved = [SavedGroup(chain=None, hyper=hyper) for hyper, _ in groups]
-    found, left = dealt_out(saved, SHAPES, {}, group_rule({}, [hyper for hyper, _ in groups]))
+    found, left = assign_params(saved, SHAPES, {}, group_rule({}, [hyper for hyper, _ in groups]))
     for group, (_, params) in zip(found, groups, strict=True):
         assert set(group.params) == set(params) - set(left)

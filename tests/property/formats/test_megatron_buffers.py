@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.megatron.buffers.layout import BufferLayout, Place, simulate, walk
+from ucp_formats.megatron.buffers.layout import BufferLayout, BufferPosition, simulate, walk
 
 NUMELS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 
@@ -29,11 +29,11 @@ def test_a_walk_undoes_a_simulation(data: st.DataObject, numels: list[int]) -> N
     for number, start in enumerate(layout.starts):
         contents[start : start + numels[number]] = [number] * numels[number]
 
-    def fitting(place: Place) -> list[int]:
+    def fitting(place: BufferPosition) -> list[int]:
         stretches = [contents[place.start : place.start + numel] for numel in numels]
         return [number for number, own in enumerate(stretches) if own == [number] * numels[number]]
 
-    expected = tuple(Place(0, start) for start in layout.starts)
+    expected = tuple(BufferPosition(0, start) for start in layout.starts)
     assert walk(numels, [layout.numel], fitting) == expected
     assert walk(numels, [layout.numel], fitting, last=True) == expected
 
@@ -55,5 +55,5 @@ def test_parameters_that_are_not_trained_are_passed_over(data: st.DataObject, nu
     layout = simulate([numels[number] for number in trained]) if trained else None
     starts = dict(zip(trained, layout.starts, strict=True)) if layout else {}
     total = layout.numel if layout else 0
-    found = walk(numels, [total], lambda place: [n for n, start in starts.items() if place == Place(0, start)])
-    assert found == tuple(Place(0, starts[n]) if n in starts else None for n in range(len(numels)))
+    found = walk(numels, [total], lambda place: [n for n, start in starts.items() if place == BufferPosition(0, start)])
+    assert found == tuple(BufferPosition(0, starts[n]) if n in starts else None for n in range(len(numels)))

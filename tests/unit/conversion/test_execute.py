@@ -19,11 +19,10 @@ import pytest
 
 import ucp
 from tests.unit.conftest import sample_arrays
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import (
     CorruptError,
     CoverError,

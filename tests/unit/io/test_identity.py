@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import os
-import sys
-from importlib import metadata
 
 import pytest
 
 from ucp.errors import MissingFileError
-from ucp.io.identity import entry_points, identity_of, producer, size_and_time
+from ucp.io.identity import identity_of, size_and_time
 
 
 def test_both_ends_and_the_length_are_looked_at(tmp_path):
@@ -48,22 +46,3 @@ def test_what_is_not_there_is_an_error(tmp_path):
         size_and_time(str(tmp_path / "nope"))
     with pytest.raises(MissingFileError):
         identity_of(str(tmp_path / "nope"))
-
-
-def test_the_program_has_a_name():
-    assert producer().startswith("ucp ")
-
-
-@pytest.mark.parametrize("group", ["ucp.formats", "ucp.patterns", "ucp.nothing"])
-def test_entry_points_are_those_that_python_finds(group: str) -> None:
-    assert entry_points(group) == {point.name: point.value for point in metadata.entry_points(group=group)}
-
-
-def test_a_comment_is_no_entry_point_and_an_extra_no_part_of_one(tmp_path, monkeypatch) -> None:
-    for folder in (tmp_path / "near" / "a-1.dist-info", tmp_path / "far" / "A-2.dist-info"):
-        folder.mkdir(parents=True)
-        version = folder.stem[-1]
-        (folder / "entry_points.txt").write_text(f"# [x]\n[x]\n; b = c:d\nb = c{version}:d.e [more]\n\n[y]\nf = g\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "near"), str(tmp_path / "none"), str(tmp_path / "far")])
-    assert entry_points("x") == {"b": "c1:d.e"}
-    assert producer() == "ucp (not installed)"

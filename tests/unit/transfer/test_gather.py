@@ -7,13 +7,12 @@ import pytest
 
 import ucp.core.slices
 import ucp.transfer.gather
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.core.tensor import TensorRef
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
 from ucp.io.codec import codec_name, encode
 from ucp.io.elements import numpy_dtype, viewed
@@ -62,14 +61,14 @@ class TestReads:
         assert [(offset, len(views)) for offset, views in calls] == [(0, 3)]
 
     def test_a_transposed_source_is_read_once(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 256)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 256)
         array = np.arange(64 * 50, dtype="float32").reshape(64, 50)
         state = state_of(shards.put(array, order=(1, 0)), shape=(64, 50))
         assert (read(gatherer, state) == array).all()
         assert gatherer.nbytes_read == array.nbytes
 
     def test_every_order_of_dims_is_read_once(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 128)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 128)
         array = np.arange(6 * 7 * 8, dtype="int16").reshape(6, 7, 8)
         for order in [(2, 1, 0), (1, 0, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)]:
             before = gatherer.nbytes_read
@@ -92,7 +91,7 @@ class TestReads:
         assert gatherer.nbytes_read == (9 * 40 + 4) * 4
 
     def test_a_row_longer_than_a_stretch_is_cut_too(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 64)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 64)
         wide = np.arange(4 * 64, dtype="float32").reshape(4, 64)
         ref = shards.put(wide)
         narrow = TensorRef(path=ref.path, offset=0, dtype=ref.dtype, shape=(4, 40), strides=(64, 1))

@@ -41,9 +41,9 @@ from ucp.io.remote.listing import forget
 from ucp.io.remote.unfinished import FOLDER, Unfinished
 from ucp.io.remote.url import key_of
 from ucp.io.remote.write import MEMORY, Stored, check_writable, put_file, remove, stored_below
-from ucp.transfer.output_files import create, fill_checksums, receipts_of
+from ucp.transfer.output_files import create_file, fill_checksums, make_receipts
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.rounds import Room, Round, in_rounds, room_for
+from ucp.transfer.plan.rounds import Room, Round, plan_room, split_rounds
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
@@ -108,7 +108,7 @@ class InBucket:
         Raises DestinationError where one has no room there.
         """
         free = shutil.disk_usage(self._parent).free
-        self._room = room_for(job, _grown(job), free=free, place=str(self._parent))
+        self._room = plan_room(job, _grown(job), free=free, place=str(self._parent))
         return self._room.nbytes
 
     def begin(self, prepared: Prepared, observer: Observer) -> Begun | None:
@@ -130,7 +130,7 @@ class InBucket:
         self._is_taken = True
         finished = self._finished(job)
         job = replace(job, fsync=False)  # what is uploaded need not reach the disk
-        self._job, self._rounds = in_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
+        self._job, self._rounds = split_rounds(job, _grown(job), limit=self._room.limit, finished=finished)
         self._uploads = uploads_to(unfinished)
         todo = self._job.tasks[len(self._job.tasks) - sum(len(each.tasks) for each in self._rounds) :]
         return Begun(job=self._job, done=tuple(finished.values()), todo=todo)
@@ -171,14 +171,14 @@ class InBucket:
                 self._observer.end()
         self._stop()
         sizes = {file.path: file.nbytes for file in job.target.files}
-        return receipts_of(job, sums), sizes | {path: stored.nbytes for path, stored in self._stored.items()}
+        return make_receipts(job, sums), sizes | {path: stored.nbytes for path, stored in self._stored.items()}
 
     def seal(self, files: Sequence[OutputFile]) -> None:
         """Make the last files here; they are uploaded by `commit`."""
         planned = [file for file in self._job.target.files if file.path in self._job.target.last]
         self._last = (files[0], *planned, *files[1:])
         for file in self._last:
-            create(self.root, file)
+            create_file(self.root, file)
         fill_checksums(self._job, self.root, planned, ())
 
     @contextmanager
@@ -307,7 +307,7 @@ class InBucket:
             for fill in task.fills:
                 missing[fill.path].add(task.number)
         for file in own.files:
-            create(self.root, file)
+            create_file(self.root, file)
             number = self._numbers[file.path]
             self._growing[file.path] = _Growing(number, file, own.room[file.path], missing[file.path])
         self.scratch_bytes = max(self.scratch_bytes, self._taken())

@@ -26,9 +26,9 @@ from ucp.io.destination.goal import Making, check_apart, check_destination
 from ucp.io.destination.staging import Staging
 from ucp.io.destination.write import check_space
 from ucp.io.folder import is_url
-from ucp.transfer.output_files import create, cut_surplus, fill_checksums, receipts_of
+from ucp.transfer.output_files import create_file, fill_checksums, make_receipts, truncate_files
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.task_list import nbytes_of, pick_tasks
+from ucp.transfer.plan.task_list import count_bytes, pick_tasks
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
@@ -116,7 +116,7 @@ class OnDisk:
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """All at once: every file is there. None where all was done before."""
         for file in self._job.target.files:
-            create(self.root, file, afresh=not self._begun.done)
+            create_file(self.root, file, afresh=not self._begun.done)
         if todo or not self._begun.done:
             yield todo
 
@@ -126,16 +126,16 @@ class OnDisk:
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Fill in the checksum fields of all files, which end where they were planned to."""
-        cut_surplus(job, self.root, sums)
+        truncate_files(job, self.root, sums)
         fill_checksums(job, self.root, job.target.files, sums)
         files, is_packed = job.target.files, job.target.compress  # packs of encoded blocks are as long as they came out
         sizes = {file.path: (self.root / file.path).stat().st_size if is_packed else file.nbytes for file in files}
-        return receipts_of(job, sums), sizes
+        return make_receipts(job, sums), sizes
 
     def seal(self, files: Sequence[OutputFile]) -> None:
         """Make the files that say what the others hold."""
         for file in files:
-            create(self.root, file)
+            create_file(self.root, file)
 
     def as_written(self) -> AbstractContextManager[Path]:
         """The folder in which it grows."""
@@ -188,7 +188,7 @@ def taken_up(
         done=(*known.values(), *finished.values()),
         todo=todo,
         believed=job.nbytes - rest.nbytes,
-        read_back=rest.nbytes - nbytes_of(todo),
+        read_back=rest.nbytes - count_bytes(todo),
     )
 
 

@@ -26,7 +26,7 @@ from ucp.errors import BusyError, DestinationError
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging, sync
 from ucp.io.destination.write import check_space
-from ucp.transfer.output_files import create, is_whole
+from ucp.transfer.output_files import create_file, has_full_length
 from ucp.transfer.plan.tasks import Share
 
 
@@ -91,11 +91,11 @@ def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> l
     filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
     files = [file for file in prepared.job.target.files if file.path in filled]
     known = {path for run in runs_in(staging) for path in run.files}
-    lost = [file.path for file in files if file.path in known and not is_whole(staging.data, file)]
+    lost = [file.path for file in files if file.path in known and not has_full_length(staging.data, file)]
     if lost:
         journal.lose(lost)
     for file in files:
-        create(staging.data, replace(file, literals=()), afresh=False)
+        create_file(staging.data, replace(file, literals=()), afresh=False)
     journal.begin([file.path for file in files])
     return [file.path for file in files]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.names import STEP
+from ucp.core.index import STEP
 from ucp.errors import UnsupportedError
 from ucp.live.adapters import LiveOptimizer, State
 from ucp.live.match.groups import LiveGroup
@@ -104,7 +104,9 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
             forms[key] = {STEP: 0, **dict.fromkeys(_KEPT[kind], like[:0].float() if is_float else like)}
     base = TorchOptimizer(handle=optimizer, names=members, live=tensors, memory=tensors, forms=forms)
     slots = {
-        names[param]: Slot(key=key, usual=usual, apart={state: of[param] for state, of in own.apart.items()})
+        names[param]: Slot(
+            key=key, flat_range=usual, ranges_by_state={state: of[param] for state, of in own.apart.items()}
+        )
         for key, own in held
         for param, usual in own.params.items()
     }
@@ -113,7 +115,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
         for key, own in held
         for state, of in own.apart.items()
     }
-    return BufferedOptimizer(base=base, slots=slots, cure=_CURE, shapes=shapes, buffers=dict(held))
+    return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(held))
 
 
 def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
@@ -225,7 +227,7 @@ def _buffered(
 ) -> Wrapped:
     held = tuple(buffers)
     masters: dict[torch.Tensor, Master] = {
-        param: Master(memory=own.of(buffer.tensor.detach()), part=own.part)
+        param: Master(memory=own.narrow(buffer.tensor.detach()), part=own.part)
         for buffer in held
         for param, own in buffer.params.items()
     }

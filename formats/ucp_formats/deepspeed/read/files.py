@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
+from ucp.contract.ranks import Problems
 from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import (

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind
+from ucp.contract.ranks import Checksums
+from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import Layout
-from ucp.core.names import WEIGHT
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, State, Union
 from ucp.errors import MalformedError, listed

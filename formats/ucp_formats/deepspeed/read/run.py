@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ucp.contract.problems import Problems
+from ucp.contract.ranks import Problems
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder

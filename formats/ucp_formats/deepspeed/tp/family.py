@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import Layout, whole_shape
-from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
 from ucp.families.match import cut_dim
 from ucp.io.pickle.fields import Shape
+from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.tp.layout import (
     MisfitError,
     TensorLayout,

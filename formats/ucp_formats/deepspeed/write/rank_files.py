@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
 from ucp.errors import UnsupportedError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision

@@ -13,20 +13,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ucp.contract.companions import place_companions
-from ucp.contract.flat_buffer import FlatLayout
+from ucp.contract.layouts import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.run_extras import LR_SCHEDULER
-from ucp.core.dtypes import DType
-from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
+from ucp.core.gaps import check_weights
+from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.core.layout import Part as LocalPart
-from ucp.core.names import WEIGHT
 from ucp.core.region import RegionPair
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import InlineTensor
+from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, whole_slice
+from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.folder import MARK

@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ucp.contract.axes import along
-from ucp.core.index import Index
+from ucp.contract.layouts import along
+from ucp.core.index import WEIGHT, Index
 from ucp.core.layout import AxisLayout
-from ucp.core.names import WEIGHT
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted

@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Elements to whose multiple a parameter is aligned, since 2024-07-01."""
 
 
-class Place(NamedTuple):
+class BufferPosition(NamedTuple):
     """Where a parameter starts."""
 
     segment: int
@@ -83,7 +83,7 @@ def _padded(number: int, multiple: int) -> int:
 class _Step(NamedTuple):
     """A parameter put in a place, and how far a walk has come with it."""
 
-    place: Place | None
+    place: BufferPosition | None
     """The place; None at the beginning and at the end of a walk."""
     number: int
     """The parameter; all after it are placed, or passed over."""
@@ -106,7 +106,7 @@ class _Ground:
 
     numels: Sequence[int]
     segments: Sequence[int]
-    fitting: Callable[[Place], Iterable[int]]
+    fitting: Callable[[BufferPosition], Iterable[int]]
     slack: int
     zeros: Container[int]
 
@@ -128,30 +128,30 @@ class _Ground:
         if at.segment >= len(self.segments) - 1 and sum(self.segments[at.segment :]) - at.end <= self.slack:
             yield at._replace(place=None)
 
-    def _starts(self, at: _Step) -> Iterator[tuple[Place, int]]:
+    def _starts(self, at: _Step) -> Iterator[tuple[BufferPosition, int]]:
         """Where the next parameter may start, and where its bucket begins.
 
         Padding is zeros: it does not start where a parameter of other contents stands.
         """
         aligned = at.begin + _padded(at.end - at.begin, ALIGNMENT)
-        at_end = self.fitting(Place(at.segment, at.end)) if at.segment < len(self.segments) else ()
+        at_end = self.fitting(BufferPosition(at.segment, at.end)) if at.segment < len(self.segments) else ()
         if aligned == at.end or all(own in self.zeros for own in at_end if own < at.number):
-            yield Place(at.segment, aligned), at.begin
+            yield BufferPosition(at.segment, aligned), at.begin
         if aligned != at.end:
-            yield Place(at.segment, at.end), at.end
+            yield BufferPosition(at.segment, at.end), at.end
         if self.segments and self.segments[at.segment] - at.end <= self.slack:
-            yield Place(at.segment + 1, 0), 0
+            yield BufferPosition(at.segment + 1, 0), 0
 
 
 def walk(
     numels: Sequence[int],
     segments: Sequence[int],
-    fitting: Callable[[Place], Iterable[int]],
+    fitting: Callable[[BufferPosition], Iterable[int]],
     *,
     slack: int = 0,
     zeros: Container[int] = (),
     last: bool = False,
-) -> tuple[Place | None, ...] | None:
+) -> tuple[BufferPosition | None, ...] | None:
     """Where every parameter starts, or None when there is no such layout.
 
     Parameters

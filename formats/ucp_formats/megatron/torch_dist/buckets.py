@@ -14,37 +14,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.core.fragments import Fragment
+from ucp.core.index import Fragment
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.transfer.probe import Prober
-from ucp_formats.megatron.buffers.matcher import (
-    Candidate,
-    Fingerprints,
-    FlatBuffer,
-    FlatBufferMatcher,
-    Found,
-    Placement,
-    Stretch,
-    fragments_of,
-)
+from ucp_formats.megatron.buffers.matcher import BufferMatches, BufferPlacement, Fingerprints, FlatBufferMatcher
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
 from ucp_formats.megatron.groups import expert_numbers, is_expert
 from ucp_formats.megatron.torch_dist.keys import BucketKey
-from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
+from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
 
 
-def local_tensor(whole: Whole, *, rank: int, ranks: int, kind: str) -> Candidate | None:
+def find_local_tensor(whole: GlobalTensor, *, rank: int, ranks: int, kind: str) -> Candidate | None:
     """The tensor as rank `rank` of `ranks` held it; None when its chunks are no regular cut over so many ranks.
 
     `kind`: see `Candidate`.
     """
-    chosen: list[Piece] = []
+    chosen: list[StoredBox] = []
     start = 0
     for length in whole.parts or (whole.shape[0] if whole.shape else 1,):
         stop = start + length
-        inside = [own for own in whole.pieces if not own.box.offsets or start <= own.box.offsets[0] < stop]
+        inside = [own for own in whole.boxes if not own.box.offsets or start <= own.box.offsets[0] < stop]
         own = _of_rank(inside, rank=rank, ranks=ranks)
         if own is None:
             return None
@@ -64,7 +56,7 @@ def local_tensor(whole: Whole, *, rank: int, ranks: int, kind: str) -> Candidate
     )
 
 
-def _of_rank(pieces: Sequence[Piece], *, rank: int, ranks: int) -> list[Piece] | None:
+def _of_rank(pieces: Sequence[StoredBox], *, rank: int, ranks: int) -> list[StoredBox] | None:
     """Pieces of a rank, in the order of the local tensor; None when they are no regular cut."""
     if not pieces or not all(piece.ref.is_contiguous for piece in pieces):
         return None
@@ -86,7 +78,7 @@ MASTER = "param"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class ParallelDegrees:
     """Degrees of the run that matter for local tensors."""
 
     tp: int
@@ -98,7 +90,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketPlace:
+class BucketRange:
     """A parameter in a bucket of which every data-parallel rank stored an equal share."""
 
     start: int
@@ -110,7 +102,7 @@ class BucketPlace:
     edges: frozenset[int]
     """Elements between `start` and `stop` where what is stored in one stretch starts."""
 
-    def share(self, ranks: int, *, multiple: int) -> int | None:
+    def find_share(self, ranks: int, *, multiple: int) -> int | None:
         """Elements of the share of each of so many ranks, of a bucket that is padded to a multiple.
 
         None where the stored stretches are not parts of such shares.
@@ -134,7 +126,7 @@ class BucketStates:
     """Parameters told from others of equal contents by their order."""
     chains: dict[str, int | None] = field(default_factory=dict)
     """Parameter to which of several optimizers it belongs to."""
-    places: dict[str, BucketPlace | None] = field(default_factory=dict)
+    bucket_ranges: dict[str, BucketRange | None] = field(default_factory=dict)
     """Parameter to its place in a bucket that is stored cut; None where ranks of the grid differ in that."""
     gaps: list[str] = field(default_factory=list)
     """Stretches that are the master of no parameter."""
@@ -146,14 +138,17 @@ class Bucket:
 
     key: BucketKey
     """Which it is; the state is left empty."""
-    states: dict[str, FlatBuffer] = field(default_factory=dict)
+    states: dict[str, StateBuffer] = field(default_factory=dict)
     """State to its elements."""
     in_chunks: bool
     """Whether every parameter starts where a stretch starts."""
 
 
 def place_buckets(
-    buckets: Iterable[Bucket], weights: Mapping[str, Whole], orders: Sequence[Sequence[str]], grid: Grid
+    buckets: Iterable[Bucket],
+    weights: Mapping[str, GlobalTensor],
+    orders: Sequence[Sequence[str]],
+    grid: ParallelDegrees,
 ) -> BucketStates:
     """States of the parameters `weights` out of buckets; of those that several groups hold, the first is taken.
 
@@ -178,23 +173,23 @@ def place_buckets(
     return found
 
 
-def _placed(buckets: Iterable[Bucket], ranks: _Ranks, names: Iterable[str]) -> Iterator[tuple[Bucket, Placement]]:
+def _placed(buckets: Iterable[Bucket], ranks: _Ranks, names: Iterable[str]) -> Iterator[tuple[Bucket, BufferPlacement]]:
     """Buckets and where parameters are in them; those of all stages of a pipeline are told apart together."""
     found = [(bucket, ranks.find(bucket)) for bucket in sorted(buckets, key=_position)]
-    fits = {held.name for _, own in found for spot in own.spots for held in spot.fits}
+    fits = {held.name for _, own in found for spot in own.matches for held in spot.candidates}
     _check_gaps([gap for bucket, own in found for gap in _gaps(bucket, own.gaps)], [n for n in names if n not in fits])
-    chains: dict[int | None, list[Found]] = {}
+    chains: dict[int | None, list[BufferMatches]] = {}
     for bucket, own in found:
         chains.setdefault(bucket.key.chain, []).append(own)
     of_stage = {number: ranks.of_stage(own) for number, own in chains.items()}
-    runs: dict[tuple[object, ...], list[tuple[Bucket, Found]]] = {}
+    runs: dict[tuple[object, ...], list[tuple[Bucket, BufferMatches]]] = {}
     for bucket, own in found:
         key = bucket.key
         runs.setdefault((key.chain, key.dtype, key.group % of_stage[key.chain]), []).append((bucket, own))
     for members in runs.values():
         turned = _backwards(members)
         matcher, _ = ranks.of_group(turned[0][0].key.group)
-        placements = matcher.settled([own for _, own in turned])
+        placements = matcher.resolve([own for _, own in turned])
         yield from zip((bucket for bucket, _ in turned), placements, strict=True)
 
 
@@ -203,7 +198,7 @@ def _gaps(bucket: Bucket, gaps: Sequence[tuple[int, int]]) -> list[str]:
     return [f"{master.where}: elements {low}:{high} of {master.numel}" for low, high in gaps]
 
 
-def _backwards(members: Sequence[tuple[Bucket, Found]]) -> list[tuple[Bucket, Found]]:
+def _backwards(members: Sequence[tuple[Bucket, BufferMatches]]) -> list[tuple[Bucket, BufferMatches]]:
     """Buckets from the end of the model to its start.
 
     Layers are in chunks; each stage has one of each. In a chunk, the last stage has the last layers. A buffer is of one
@@ -215,7 +210,7 @@ def _backwards(members: Sequence[tuple[Bucket, Found]]) -> list[tuple[Bucket, Fo
         if bucket.key.buffer not in numbers:
             numbers.append(bucket.key.buffer)
 
-    def order(member: tuple[Bucket, Found]) -> tuple[int, int, int]:
+    def order(member: tuple[Bucket, BufferMatches]) -> tuple[int, int, int]:
         key = member[0].key
         return -sorted(buffers[key.group]).index(key.buffer), -key.group, key.bucket
 
@@ -225,7 +220,7 @@ def _backwards(members: Sequence[tuple[Bucket, Found]]) -> list[tuple[Bucket, Fo
 def _take(
     found: BucketStates,
     bucket: Bucket,
-    placement: Placement,
+    placement: BufferPlacement,
     candidates: Mapping[str, Candidate],
     seen: dict[tuple[object, ...], int],
 ) -> None:
@@ -240,20 +235,24 @@ def _take(
         found.chains.setdefault(name, bucket.key.chain)
         if bucket.in_chunks:
             master, stop = bucket.states[MASTER], start + held.numel
-            edges = frozenset(low for low, _ in master.between(start, stop))
-            place = BucketPlace(start=start, stop=stop, bucket=master.numel, edges=edges)
-            if found.places.setdefault(name, place) != place:
-                found.places[name] = None
+            edges = frozenset(low for low, _ in master.iter_stored(start, stop))
+            place = BucketRange(start=start, stop=stop, bucket=master.numel, edges=edges)
+            if found.bucket_ranges.setdefault(name, place) != place:
+                found.bucket_ranges[name] = None
         states = found.fragments.setdefault(name, {})
         for state, buffer in bucket.states.items():
-            states.setdefault(state, []).extend(fragments_of(own, buffer, start))
+            states.setdefault(state, []).extend(cut_fragments(own, buffer, start))
 
 
 class _Ranks:
     """Local tensors of every rank of the model-parallel grid, made when they are asked for."""
 
     def __init__(
-        self, weights: Mapping[str, Whole], orders: Sequence[Sequence[str]], grid: Grid, prober: Prober
+        self,
+        weights: Mapping[str, GlobalTensor],
+        orders: Sequence[Sequence[str]],
+        grid: ParallelDegrees,
+        prober: Prober,
     ) -> None:
         self._weights = weights
         self._orders = orders
@@ -279,9 +278,9 @@ class _Ranks:
         for name, whole in self._weights.items():
             if is_expert(name) != experts:
                 continue
-            local = local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
+            local = find_local_tensor(whole, rank=rank, ranks=ranks, kind=kind)
             if local is None:
-                boxes = ", ".join(str(piece.box) for piece in whole.pieces[:4])
+                boxes = ", ".join(str(piece.box) for piece in whole.boxes[:4])
                 irregular.append(f"{name} {list(whole.shape)} over {ranks} ranks: {boxes}")
             else:
                 found[name] = local
@@ -295,20 +294,20 @@ class _Ranks:
         self._parts[experts, rank] = Fingerprints(found.values(), self._prober), found
         return self._parts[experts, rank]
 
-    def find(self, bucket: Bucket) -> Found:
+    def find(self, bucket: Bucket) -> BufferMatches:
         """Places of parameters in a bucket, and what fits them. Raises MalformedError."""
         matcher, _ = self.of_group(bucket.key.group)
         master = bucket.states.get(MASTER)
         if master is None:
-            raise MalformedError(f"{where_is(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
-        starts = master.starts if bucket.in_chunks else None
+            raise MalformedError(f"{describe(bucket.key)}: expected masters, the state {MASTER!r}; there are none")
+        starts = [stored.start for stored in master.ranges] if bucket.in_chunks else None
         return matcher.find(master, starts=starts, unexpected=self.elsewhere(bucket.key.group))
 
-    def of_stage(self, found: Sequence[Found]) -> int:
+    def of_stage(self, found: Sequence[BufferMatches]) -> int:
         """Ranks of a stage that have such buffers, all of one optimizer: dense parameters, or experts apart."""
-        spots = [spot for own in found for spot in own.spots]
-        certain = {spot.fits[0].kind for spot in spots if len(spot.fits) == 1}
-        kinds = certain or {own.kind for spot in spots for own in spot.fits}
+        spots = [spot for own in found for spot in own.matches]
+        certain = {spot.candidates[0].kind for spot in spots if len(spot.candidates) == 1}
+        kinds = certain or {own.kind for spot in spots for own in spot.candidates}
         return self._grid.expert_tp * self._grid.ep if kinds == {"expert"} else self._grid.tp
 
     def elsewhere(self, group: int) -> frozenset[str]:
@@ -323,13 +322,13 @@ class _Ranks:
         return self._elsewhere[rank]
 
 
-def stored_buckets(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucket]:
+def from_stored_tensors(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucket]:
     """Buckets that are stored as tensors."""
     buckets: dict[BucketKey, Bucket] = {}
     for key, tensor in tensors.items():
         base = replace(key, state="")
         bucket = buckets.setdefault(base, Bucket(key=base, in_chunks=True))
-        bucket.states[key.state] = _stretches(tensor, f"{where_is(base)}, {key.state}")
+        bucket.states[key.state] = _stretches(tensor, f"{describe(base)}, {key.state}")
     return list(buckets.values())
 
 
@@ -338,7 +337,7 @@ def _position(bucket: Bucket) -> tuple[int, int, int, int]:
     return -1 if key.chain is None else key.chain, key.group, key.buffer, key.bucket
 
 
-def _stretches(tensor: StoredTensor, where: str) -> FlatBuffer:
+def _stretches(tensor: StoredTensor, where: str) -> StateBuffer:
     """The stored chunks of one state as stretches of a buffer.
 
     Shape [numel], or [ranks, numel of a rank] where it was flattened to be saved (megatron-core 0.8 to 0.14).
@@ -355,12 +354,12 @@ def _stretches(tensor: StoredTensor, where: str) -> FlatBuffer:
             ref = TensorRef(
                 path=chunk.ref.path, offset=chunk.ref.offset, dtype=chunk.ref.dtype, shape=(length,), strides=(1,)
             )
-            stretches.append(Stretch(start, ref))
+            stretches.append(StoredRange(start, ref))
     stretches.sort(key=lambda stretch: stretch.start)
-    return FlatBuffer(where=where, stretches=tuple(stretches), numel=numel)
+    return StateBuffer(where=where, ranges=tuple(stretches), numel=numel)
 
 
-def where_is(key: BucketKey) -> str:
+def describe(key: BucketKey) -> str:
     """Which bucket it is, for messages."""
     chain = "" if key.chain is None else f"optimizer {key.chain}, "
     return f"{chain}data-parallel group {key.group}, buffer {key.buffer}, bucket {key.bucket}"

@@ -77,7 +77,7 @@ class ModelKey(NamedTuple):
     """Name of the parameter, with {layer} and {expert} where the tensor is stacked along a dim of its own."""
     stacked: tuple[str, ...]
     """What its leading dims count: "layer", "expert"."""
-    whole: str
+    full_key: str
     """The key without the suffix of a part."""
     part: str = ""
     """Suffix of the part of a fused tensor that it is; empty for a whole one."""
@@ -120,7 +120,7 @@ class GroupObjectKey:
     """Which of several optimizers."""
     group: int
     """Data-parallel group."""
-    what: str
+    kind: str
     """"optimizer", "param_state", "grad_scaler", "per_bucket_numel", ..."""
 
 
@@ -218,12 +218,12 @@ class DistNames:
         self._templates: dict[str, str] = {}
         self._understood: dict[str, ModelKey] = {}
 
-    def understood(self, key: str) -> ModelKey:
+    def parse(self, key: str) -> ModelKey:
         """The key of a model's tensor, with the template of its canonical name; several states have the same."""
         known = self._understood.get(key)
         if known is None:
             parsed = parse_model_key(key)
-            known = ModelKey(self.template(parsed.whole), parsed.stacked, parsed.whole, parsed.part)
+            known = ModelKey(self.template(parsed.full_key), parsed.stacked, parsed.full_key, parsed.part)
             self._understood[key] = known
         return known
 
@@ -249,22 +249,22 @@ class DistNames:
         known = None if self.family is None or self.family.read(name) is None else self.family.match([name]).get(name)
         return name.rpartition(".")[2] in _BUFFERS if known is None else known.buffer
 
-    def orders(self, names: Iterable[str]) -> list[list[str]]:
+    def registration_orders(self, names: Iterable[str]) -> list[list[str]]:
         """Orders in which the model may have registered its parameters; none when its family is not known."""
         if self.family is None:
             return []
-        local = self.in_order(names)
+        local = self.sort(names)
         fused = local
         for norm, module in _FUSED_NORMS:
             fused = _moved(fused, norm, module)
         return [local, _moved(local, *_FUSED_NORMS[0]), fused]
 
-    def in_order(self, names: Iterable[str]) -> list[str]:
+    def sort(self, names: Iterable[str]) -> list[str]:
         """Names in the order of registration."""
         return list(names) if self.family is None else self.family.sorted(names)
 
 
-def names_of(
+def name_tensors(
     shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], options: SourceOptions
 ) -> DistNames:
     """Names for the tensors of a model, given its keys and their shapes.
@@ -279,7 +279,7 @@ def names_of(
         first, *nearest = (line.strip() for line in str(error).splitlines())
         reason = "; ".join((first.rstrip(":"), *nearest[:1], *nearest[1:][-1:]))
         return DistNames(None, (f"names are those of the file, because the model family is not known: {reason}",))
-    wholes = dict.fromkeys(parse_model_key(key).whole for key in few)
+    wholes = dict.fromkeys(parse_model_key(key).full_key for key in few)
     strange = [key for key in wholes if not family.ignores(key) and family.read(key) is None]
     family.match(strange)  # raises: by evidence a family has a rule for every name, so the user named this one
     return DistNames(family, (f"model family {family.name}: {'; '.join(reasons)}",))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from ucp.contract.axes import along
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import along
+from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
@@ -24,12 +24,12 @@ from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
 from ucp_formats.megatron.buffers.layout import bucket_multiple
 from ucp_formats.megatron.groups import expert_numbers
-from ucp_formats.megatron.mesh import Chunk, data_parallel, known, stage_layers, stages
+from ucp_formats.megatron.mesh import Chunk, count_replicas, pipeline_axes, split_layers, with_source
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
-from ucp_formats.megatron.torch_dist.common import CommonState
 from ucp_formats.megatron.torch_dist.keys import DistNames
+from ucp_formats.megatron.torch_dist.objects import CommonState
 from ucp_formats.megatron.torch_dist.states import DistStates
-from ucp_formats.megatron.torch_dist.unstack import Whole
+from ucp_formats.megatron.torch_dist.unstack import GlobalTensor
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
@@ -60,7 +60,7 @@ class Layouts:
     unstated: dict[str, str] = field(default_factory=dict)
     """Parameter of which no layout is stated, to the reason: it is recorded whole, or its rule cannot be computed."""
 
-    def of(self, name: str) -> Layout:
+    def get(self, name: str) -> Layout:
         """The layout of a parameter; one without an axis where it is not stated."""
         return self.by_name.get(name, _NOWHERE)
 
@@ -85,7 +85,9 @@ class Layouts:
 _NOWHERE = Layout()
 
 
-def layouts_of(weights: Mapping[str, Whole], names: DistNames, common: CommonState, states: DistStates) -> Layouts:
+def place_params(
+    weights: Mapping[str, GlobalTensor], names: DistNames, common: CommonState, states: DistStates
+) -> Layouts:
     """Layouts of the parameters `weights`, whose states are `states`."""
     found = Layouts()
     mesh = common.arguments.topology()
@@ -97,7 +99,7 @@ def layouts_of(weights: Mapping[str, Whole], names: DistNames, common: CommonSta
         if isinstance(cut, FamilyError):
             found.unstated[name] = str(cut)
         elif isinstance(cut, str):
-            is_cut = any(piece.box.sizes != whole.shape for piece in whole.pieces)
+            is_cut = any(piece.box.sizes != whole.shape for piece in whole.boxes)
             (found.contradicted if is_cut else found.unstated)[name] = cut
         else:
             found.by_name[name] = laws.layout(name, cut)
@@ -107,7 +109,9 @@ def layouts_of(weights: Mapping[str, Whole], names: DistNames, common: CommonSta
 class _Laws:
     """Rules of the family and of Megatron, for one run."""
 
-    def __init__(self, family: Family, common: CommonState, weights: Mapping[str, Whole], states: DistStates) -> None:
+    def __init__(
+        self, family: Family, common: CommonState, weights: Mapping[str, GlobalTensor], states: DistStates
+    ) -> None:
         self._family = family
         self._arguments = common.arguments
         self._mesh = common.arguments.topology()
@@ -118,10 +122,10 @@ class _Laws:
         self._cuts: dict[tuple[object, ...], _Cut] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
 
-    def cut(self, whole: Whole) -> _Cut:
+    def cut(self, whole: GlobalTensor) -> _Cut:
         """The axes of the rule of a parameter, compared with the pieces that are recorded."""
         degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
-        boxes = tuple(piece.box for piece in whole.pieces)
+        boxes = tuple(piece.box for piece in whole.boxes)
         if set(degrees.values()) == {1} and set(boxes) == {Box.whole(whole.shape)}:
             return ()
         key = (_NUMBER.sub("#", whole.name), whole.shape, boxes)
@@ -129,7 +133,7 @@ class _Laws:
             self._cuts[key] = self._compared(whole, boxes, degrees)
         return self._cuts[key]
 
-    def _compared(self, whole: Whole, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Cut:
+    def _compared(self, whole: GlobalTensor, boxes: Collection[Box], degrees: Mapping[str, int]) -> _Cut:
         if prod(degrees.values()) > _MOST_RANKS:
             ranks = " and ".join(map(str, degrees.values()))
             return FamilyError(f"tensor-parallel ranks: {ranks}, more than any run has")
@@ -142,20 +146,20 @@ class _Laws:
         if {box for box in placed if box.numel} != {box for box in boxes if box.numel}:
             by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)
             return f"{' '.join(map(str, boxes))} of {list(whole.shape)}, and by its rule {by_rule}"
-        return known(layout, f"family {self._family.name}")
+        return with_source(layout, f"family {self._family.name}")
 
     def layout(self, name: str, cut: _Axes) -> Layout:
         """The layout, the same object again for parameters that lie alike."""
         number, count = self._experts.get(name, (0, 0))
         owner = number // (count // self._mesh.ep) if count and count % self._mesh.ep == 0 else -1
         chunks, share = self._chunks(name), self._share(name)
-        copied = name not in self._states.places and self._is_copied(name, cut)
+        copied = name not in self._states.bucket_ranges and self._is_copied(name, cut)
         key = (cut, owner, bool(count), chunks, share, copied)
         if key not in self._layouts:
-            axes = stages(self._mesh.pp, self._mesh.vpp, chunks, self._from) if chunks else ()
+            axes = pipeline_axes(self._mesh.pp, self._mesh.vpp, chunks, self._from) if chunks else ()
             if owner >= 0:
                 axes += along("ep", self._mesh.ep, self._from, (owner,))
-            copies = data_parallel(self._mesh, expert=bool(count))
+            copies = count_replicas(self._mesh, expert=bool(count))
             if copied:
                 axes += along("dp", copies, self._from)
             self._layouts[key] = Layout((*axes, *cut), () if share is None else (share,))
@@ -183,7 +187,7 @@ class _Laws:
         if not layers or pp * vpp > layers + _NO_LAYERS:
             return {}
         try:
-            chunks = stage_layers(layers, pp=pp, vpp=vpp, arguments=self._arguments.raw)
+            chunks = split_layers(layers, pp=pp, vpp=vpp, arguments=self._arguments.raw)
         except (TopologyError, UnsupportedError):
             return {}
         homes = {layer: chunk for chunk, own in chunks.items() for layer in own}
@@ -191,11 +195,11 @@ class _Laws:
 
     def _share(self, name: str) -> AxisLayout | None:
         """How the distributed optimizer cuts a parameter's states; None where no law says it, or nothing is cut."""
-        own = self._states.places.get(name)
-        ranks = data_parallel(self._mesh, expert=name in self._experts)
+        own = self._states.bucket_ranges.get(name)
+        ranks = count_replicas(self._mesh, expert=name in self._experts)
         if own is None or ranks == 1 or self._arguments.raw.get(_INSTANCES) not in (None, 1):
             return None
-        share = own.share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
+        share = own.find_share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
         if share is None:
             return None
         made = pattern("partition", start=own.start, share=share)

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, Loss, StateIndex
 from ucp.errors import listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
@@ -38,7 +36,7 @@ _WHY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class CheckedMasters:
     """What a look at the masters gave."""
 
     atoms: Mapping[str, AtomIndex]
@@ -51,7 +49,7 @@ class Checked:
     """Every parameter whose states were left out, and why."""
 
 
-def checked_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) -> Checked:
+def check_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) -> CheckedMasters:
     """`atoms`, after a few windows of the masters were compared with the weights.
 
     `layout`: of the states. `tied`: whether the output layer is the embedding.
@@ -69,7 +67,7 @@ def checked_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) 
     shifted = {name: shift for name, shift in found.items() if shift}
     odd = [name for name, shift in found.items() if not shift]
     lines = listed(f"{name}: by {shift} elements" for name, shift in shifted.items())
-    return Checked(
+    return CheckedMasters(
         atoms={name: _weight_alone(atom) if name in shifted else atom for name, atom in atoms.items()},
         notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),
         dropped=(f"{_WHY}:\n{lines}",) if shifted else (),

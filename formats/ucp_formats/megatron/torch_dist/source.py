@@ -16,13 +16,22 @@ from dataclasses import dataclass, field
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.contract.ranks import Checksums
+from ucp.core.index import (
+    STEP,
+    WEIGHT,
+    AtomIndex,
+    Extra,
+    Fragment,
+    Index,
+    Kind,
+    Loss,
+    ParamGroup,
+    SourceFile,
+    StateIndex,
+)
 from ucp.core.layout import Layout
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import Record
+from ucp.core.tensor import DType, Record
 from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
@@ -31,40 +40,40 @@ from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
-from ucp_formats.megatron.groups import SavedGroup, deal, is_by_named_optimizer, rank_free
-from ucp_formats.megatron.modules import is_recorded, modules_keeping, modules_shown, with_modules
+from ucp_formats.megatron.groups import SavedGroup, assign_groups, drop_rank_settings, is_by_named_optimizer
+from ucp_formats.megatron.modules import find_modules, find_modules_by_state, is_recorded, with_modules
 from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
-from ucp_formats.megatron.torch_dist.buckets import Grid, place_buckets, stored_buckets
-from ucp_formats.megatron.torch_dist.common import (
+from ucp_formats.megatron.torch_dist.buckets import ParallelDegrees, from_stored_tensors, place_buckets
+from ucp_formats.megatron.torch_dist.keys import (
+    BucketKey,
+    DistNames,
+    StateKey,
+    name_tensors,
+    parse_bucket_key,
+    parse_state_key,
+)
+from ucp_formats.megatron.torch_dist.objects import (
     CommonState,
     SavedObjects,
-    as_list,
-    dist_extras,
+    collect_extras,
     is_empty,
     optimizer_dicts,
     read_common,
     read_folder,
     read_objects,
+    to_list,
 )
-from ucp_formats.megatron.torch_dist.keys import (
-    BucketKey,
-    DistNames,
-    StateKey,
-    names_of,
-    parse_bucket_key,
-    parse_state_key,
-)
-from ucp_formats.megatron.torch_dist.placement import layouts_of
-from ucp_formats.megatron.torch_dist.shifted import checked_masters
+from ucp_formats.megatron.torch_dist.placement import place_params
+from ucp_formats.megatron.torch_dist.shifted import check_masters
 from ucp_formats.megatron.torch_dist.states import (
     DistStates,
     from_buckets,
+    from_gathered_objects,
     from_state_keys,
-    gathered_buckets,
     state_dtype,
 )
-from ucp_formats.megatron.torch_dist.unstack import Whole, check_tiled, taken_apart
+from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, check_tiled, unstack
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +107,7 @@ def read_groups(
     saved = list(_saved_groups(common, objects, found))
     if not saved or not shapes:
         return found
-    dealt = deal(saved, shapes, arguments, chains)
+    dealt = assign_groups(saved, shapes, arguments, chains)
     found.notes.append(dealt.note)
     found.dropped += dealt.dropped
     found.lost |= dealt.lost
@@ -110,7 +119,7 @@ def read_groups(
     agreed = shared or scalar_state(dealt.step)
     if agreed is not None:
         found.steps |= dict.fromkeys(dealt.lost, agreed)
-    found.groups = tuple(rank_free(group, found.steps) for group in dealt.groups)
+    found.groups = tuple(drop_rank_settings(group, found.steps) for group in dealt.groups)
     if not found.steps:
         found.notes.append("no step is recorded")
     return found
@@ -126,7 +135,7 @@ def _saved_groups(common: CommonState, objects: SavedObjects, found: DistGroups)
         where = f"{where}, or of an object 'optimizer' of a data-parallel group"
     for chain, own in sorted({**inner, **apart}.items(), key=lambda item: item[0] or 0):
         groups = own.get("param_groups") if isinstance(own, dict) else None
-        for group in as_list(groups, f"param_groups of {where}") if groups is not None else ():
+        for group in to_list(groups, f"param_groups of {where}") if groups is not None else ():
             entries = mapping(group, f"a group of {where}")
             hyper = {str(key): value for key, value in entries.items() if key not in ("params", "param_names")}
             yield SavedGroup(chain=chain, hyper=hyper)
@@ -136,7 +145,7 @@ def _of_data_parallel_groups(objects: SavedObjects, found: DistGroups) -> dict[i
     first: dict[int | None, object] = {}
     checksums = Checksums(objects.records)
     for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
-        if key.what != "optimizer":
+        if key.kind != "optimizer":
             continue
         usual = first.setdefault(key.chain, value)
         if not checksums.same(value, usual):
@@ -190,7 +199,7 @@ class _Model:
     """As stored."""
     names: DistNames
     """Their names."""
-    weights: dict[str, Whole]
+    weights: dict[str, GlobalTensor]
     """Parameter to its tensor, in the order of registration."""
 
 
@@ -208,11 +217,11 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
     trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
     modules = _modules(model, common, objects)
     groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
-    laid = layouts_of(model.weights, model.names, common, states)
-    atoms = {own: _atom(it, states, groups, model.names, laid.of(own)) for own, it in model.weights.items()}
+    laid = place_params(model.weights, model.names, common, states)
+    atoms = {own: _atom(it, states, groups, model.names, laid.get(own)) for own, it in model.weights.items()}
     is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not common.arguments.untied
     recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
-    checked = checked_masters(atoms, layout=states.layout, tied=is_tied)
+    checked = check_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(
         path=dcp.folder,
         format=name,
@@ -223,7 +232,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         atoms=checked.atoms,
         groups=groups.groups,
         aliases={OUTPUT: EMBEDDING} if is_tied else {},
-        extras=(*dist_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
+        extras=(*collect_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
         files=tuple(_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
@@ -245,23 +254,23 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
 
 def _model(tensors: _Tensors, common: CommonState, options: SourceOptions, where: str) -> _Model:
     shapes = {key: tensor.saved.shape for key, tensor in tensors.model.items()}
-    names = names_of(shapes, common.arguments.raw, options)
-    weights = taken_apart(tensors.model.items(), names.understood, lambda _: None)
+    names = name_tensors(shapes, common.arguments.raw, options)
+    weights = unstack(tensors.model.items(), names.parse, lambda _: None)
     if names.family is not None:
         wholes = {own: whole.shape for own, whole in weights.items()}
         check_recorded(names.family, common.arguments.raw, wholes, where, pads_on_load=True)
-    return _Model(tensors, names, {own: weights[own] for own in names.in_order(weights)})
+    return _Model(tensors, names, {own: weights[own] for own in names.sort(weights)})
 
 
 def _modules(model: _Model, common: CommonState, objects: SavedObjects) -> Mapping[str, object]:
     """What keys show of the modules that layers were built of; empty where they do not."""
     if model.names.family is None:
         return {}
-    understood = (model.names.understood(key) for key in model.tensors.model)
-    shown = modules_shown(model.names.family, {own.whole: own.template for own in understood}, renamed=True)
+    understood = (model.names.parse(key) for key in model.tensors.model)
+    shown = find_modules(model.names.family, {own.full_key: own.template for own in understood}, renamed=True)
     if shown or is_recorded(common.arguments.raw):
         return shown
-    return modules_keeping([key.name for key, value in objects.others.items() if is_empty(value)])
+    return find_modules_by_state([key.name for key, value in objects.others.items() if is_empty(value)])
 
 
 def _sorted_out(dcp: Dcp) -> _Tensors:
@@ -305,18 +314,18 @@ def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model)
             shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
             if isinstance(key, str) and isinstance(shape, tuple):
                 shapes[key] = tuple(int(n) for n in shape)
-        found = from_state_keys(states, model.weights, model.names.understood, shapes.get)
-    buckets = stored_buckets(tensors.buckets) or gathered_buckets(objects.groups)
+        found = from_state_keys(states, model.weights, model.names.parse, shapes.get)
+    buckets = from_stored_tensors(tensors.buckets) or from_gathered_objects(objects.groups)
     if not buckets:
         return found
     usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
     rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
     arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
     # where arguments were not saved, the chunks of the embedding tell
-    tp = arguments.tp or (1 if embedding is None else len(embedding.pieces))
-    grid = Grid(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
-    placed = place_buckets(buckets, rest, model.names.orders(rest), grid)
-    return found.joined(from_buckets(placed, common.sharding or usual))
+    tp = arguments.tp or (1 if embedding is None else len(embedding.boxes))
+    grid = ParallelDegrees(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+    placed = place_buckets(buckets, rest, model.names.registration_orders(rest), grid)
+    return found.merge(from_buckets(placed, common.sharding or usual))
 
 
 def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
@@ -343,7 +352,7 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         yield source_file(path, role)
 
 
-def _atom(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
+def _atom(whole: GlobalTensor, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
     """The atom of one parameter or buffer: the master is its weight where there is one."""
     made = {
         key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
@@ -351,7 +360,7 @@ def _atom(whole: Whole, states: DistStates, groups: DistGroups, names: DistNames
     }
     if whole.name in groups.steps and made.keys() - {WEIGHT}:
         made[STEP] = groups.steps[whole.name]
-    pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.pieces)
+    pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.boxes)
     model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
     kind = Kind.PARAMETER
     if whole.name not in states.fragments:

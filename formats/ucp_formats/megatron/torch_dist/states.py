@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, Fragment
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp.io.pickle.fields import described, mapping
-from ucp_formats.megatron.buffers.matcher import FlatBuffer
-from ucp_formats.megatron.torch_dist.buckets import Bucket, BucketPlace, BucketStates, where_is
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer
+from ucp_formats.megatron.torch_dist.buckets import Bucket, BucketRange, BucketStates, describe
 from ucp_formats.megatron.torch_dist.keys import BucketKey, GroupObjectKey, ModelKey, StateKey
-from ucp_formats.megatron.torch_dist.unstack import Flattened, Piece, Whole, taken_apart
+from ucp_formats.megatron.torch_dist.unstack import Flattened, GlobalTensor, StoredBox, unstack
 
 _MASTERS = frozenset({"param", "fp32_param", "master_param"})
 """Names of the state that holds the masters."""
@@ -41,12 +39,12 @@ class DistStates:
     """Parameter to state (`weight` for the master) to its pieces."""
     chains: dict[str, int | None] = field(default_factory=dict)
     """Parameter to which of several optimizers it belongs to, where that is recorded."""
-    places: dict[str, BucketPlace | None] = field(default_factory=dict)
+    bucket_ranges: dict[str, BucketRange | None] = field(default_factory=dict)
     """Parameter to where it lies in a bucket whose data-parallel shares are in the files; None where ranks differ."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
-    def joined(self, other: DistStates) -> DistStates:
+    def merge(self, other: DistStates) -> DistStates:
         """These and those of `other`, which are of other parameters.
 
         With a layer-wise optimizer, matrices have states under their own keys; the distributed optimizer has the rest.
@@ -58,14 +56,14 @@ class DistStates:
             layout=other.layout,
             fragments=self.fragments | other.fragments,
             chains=self.chains | other.chains,
-            places=self.places | other.places,
+            bucket_ranges=self.bucket_ranges | other.bucket_ranges,
             notes=[*self.notes, *other.notes, f"{counts[0]} have states of their own keys, {counts[1]} lie in buckets"],
         )
 
 
 def from_state_keys(
     tensors: Mapping[StateKey, StoredTensor],
-    weights: Mapping[str, Whole],
+    weights: Mapping[str, GlobalTensor],
     understood: Callable[[str], ModelKey],
     flattened: Flattened,
 ) -> DistStates:
@@ -82,7 +80,7 @@ def from_state_keys(
     problems: list[str] = []
     turned: list[str] = []
     for state, entries in keys.items():
-        wholes = taken_apart(((key.model, tensor) for key, tensor in entries), understood, flattened)
+        wholes = unstack(((key.model, tensor) for key, tensor in entries), understood, flattened)
         for name, whole in wholes.items():
             fitted = _fitted(whole, weights.get(name), turned)
             if fitted is None:
@@ -90,7 +88,7 @@ def from_state_keys(
                 shape = "no parameter of the model" if weight is None else f"a parameter of {list(weight.shape)}"
                 problems.append(f"{state} of {name} {list(whole.shape)}: {shape}")
                 continue
-            pieces = [Fragment(box=piece.box, ref=piece.ref) for piece in fitted.pieces]
+            pieces = [Fragment(box=piece.box, ref=piece.ref) for piece in fitted.boxes]
             found.fragments.setdefault(name, {})[WEIGHT if state in _MASTERS else state] = pieces
     if problems:
         raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{listed(problems)}")
@@ -103,7 +101,7 @@ def from_state_keys(
     return found
 
 
-def _fitted(whole: Whole, weight: Whole | None, turned: list[str]) -> Whole | None:
+def _fitted(whole: GlobalTensor, weight: GlobalTensor | None, turned: list[str]) -> GlobalTensor | None:
     """The state in the shape of the weight: as it is, or transposed (GroupedMLP up to megatron-core 0.15)."""
     if weight is None:
         return None
@@ -113,15 +111,15 @@ def _fitted(whole: Whole, weight: Whole | None, turned: list[str]) -> Whole | No
         return None
     turned.append(whole.name)
     pieces = []
-    for box, ref in whole.pieces:
+    for box, ref in whole.boxes:
         transposed = ref.strided(0, ref.shape[::-1], ref.strides[::-1])
-        pieces.append(Piece(Box(box.offsets[::-1], box.sizes[::-1]), transposed))
-    return Whole(name=whole.name, shape=weight.shape, dtype=whole.dtype, pieces=pieces)
+        pieces.append(StoredBox(Box(box.offsets[::-1], box.sizes[::-1]), transposed))
+    return GlobalTensor(name=whole.name, shape=weight.shape, dtype=whole.dtype, boxes=pieces)
 
 
 def from_buckets(buckets: BucketStates, layout: str) -> DistStates:
     """States that were found in flat buckets."""
-    found = DistStates(layout=layout, chains=dict(buckets.chains), places=buckets.places)
+    found = DistStates(layout=layout, chains=dict(buckets.chains), bucket_ranges=buckets.bucket_ranges)
     for name, states in buckets.fragments.items():
         found.fragments[name] = {WEIGHT if key in _MASTERS else key: own for key, own in states.items()}
     found.notes.append(
@@ -145,12 +143,12 @@ def state_dtype(fragments: Iterable[Fragment]) -> DType:
     return next(fragment.ref.dtype for fragment in fragments if fragment.replica == 0)
 
 
-def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
+def from_gathered_objects(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
     """Buckets in the objects `param_state` of data-parallel groups. Raises MalformedError."""
     buckets: dict[BucketKey, Bucket] = {}
     for key, value in objects.items():
         where = f"the optimizer states of data-parallel group {key.group}"
-        for buffer, by_dtype in mapping(value, where).items() if key.what == "param_state" else ():
+        for buffer, by_dtype in mapping(value, where).items() if key.kind == "param_state" else ():
             if type(buffer) is not int:
                 continue
             for dtype, saved in mapping(by_dtype, f"buffer {buffer} of {where}").items():
@@ -159,9 +157,9 @@ def gathered_buckets(objects: Mapping[GroupObjectKey, object]) -> list[Bucket]:
                         continue  # numel_unpadded
                     for number, tensor in enumerate(tensors if isinstance(tensors, list) else [tensors]):
                         at = BucketKey(key.chain, key.group, buffer, str(dtype), number, "")
-                        label = f"{where_is(at)}, {state}"
+                        label = f"{describe(at)}, {state}"
                         if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
                             raise MalformedError(f"{label}: expected a flat tensor; got {described(tensor)}")
                         bucket = buckets.setdefault(at, Bucket(key=at, in_chunks=False))
-                        bucket.states[str(state)] = FlatBuffer.of(tensor, label)
+                        bucket.states[str(state)] = StateBuffer.from_tensor(tensor, label)
     return list(buckets.values())

@@ -14,9 +14,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, local_flat_pairs, uncovered
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
 from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
@@ -27,7 +26,7 @@ _MOST_EMPTY = 1 << 20
 """Tensors without elements that one may be taken apart into: no chunk bears them out."""
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a parameter, and where it lies."""
 
     box: Box
@@ -37,7 +36,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Whole:
+class GlobalTensor:
     """One tensor of one parameter."""
 
     name: str
@@ -46,7 +45,7 @@ class Whole:
     """Elements per dim."""
     dtype: DType
     """Element type."""
-    pieces: list[Piece] = field(default_factory=list)
+    boxes: list[StoredBox] = field(default_factory=list)
     """Its pieces."""
     parts: tuple[int, ...] = ()
     """Lengths along dim 0 of the parts it was stored in, where it is a fused tensor stored apart."""
@@ -59,9 +58,9 @@ Flattened = Callable[[str], Shape | None]
 """Shape of the tensor saved under a key that was flattened to be saved; None for one that was not."""
 
 
-def taken_apart(
+def unstack(
     tensors: Iterable[tuple[str, StoredTensor]], understood: Callable[[str], ModelKey], flattened: Flattened
-) -> dict[str, Whole]:
+) -> dict[str, GlobalTensor]:
     """Parameters in `tensors`, each given with the key of the model that it belongs to.
 
     `understood`: a key, with the template of the canonical name. `flattened`: see there.
@@ -72,17 +71,17 @@ def taken_apart(
         A part of a fused tensor is not there, or a tensor does not have the dims that its key says.
     """
     problems: list[str] = []
-    fused: dict[str, dict[str, list[Whole]]] = {}
-    found: dict[str, Whole] = {}
+    fused: dict[str, dict[str, list[GlobalTensor]]] = {}
+    found: dict[str, GlobalTensor] = {}
     for key, tensor in tensors:
         parsed = understood(key)
         original = flattened(tensor.saved.key)
         if parsed.stacked or original is not None:
             wholes = _Apart(parsed, tensor, original).wholes(problems)
         else:
-            pieces = [Piece(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+            pieces = [StoredBox(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
             saved = tensor.saved
-            wholes = [Whole(name=parsed.template, shape=saved.shape, dtype=saved.dtype, pieces=pieces)]
+            wholes = [GlobalTensor(name=parsed.template, shape=saved.shape, dtype=saved.dtype, boxes=pieces)]
         if parsed.part:
             fused.setdefault(parsed.template, {})[parsed.part] = wholes
             continue
@@ -102,7 +101,7 @@ def taken_apart(
     return found
 
 
-def check_tiled(wholes: Iterable[Whole], where: str) -> None:
+def check_tiled(wholes: Iterable[GlobalTensor], where: str) -> None:
     """Prove that pieces tile tensors which are read as copies of masters; for all others, whoever reads them does so.
 
     Raises CoverError listing every hole and overlap.
@@ -110,10 +109,10 @@ def check_tiled(wholes: Iterable[Whole], where: str) -> None:
     problems = [
         f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
         for whole in wholes
-        if len(whole.pieces) != 1 or whole.pieces[0].box.sizes != whole.shape
-        if all(len(own.box.sizes) == len(whole.shape) for own in whole.pieces)
-        if not any(stop > n for own in whole.pieces for stop, n in zip(own.box.stops, whole.shape, strict=True))
-        for gap in uncovered(whole.shape, [piece.box for piece in whole.pieces])
+        if len(whole.boxes) != 1 or whole.boxes[0].box.sizes != whole.shape
+        if all(len(own.box.sizes) == len(whole.shape) for own in whole.boxes)
+        if not any(stop > n for own in whole.boxes for stop, n in zip(own.box.stops, whole.shape, strict=True))
+        for gap in uncovered(whole.shape, [piece.box for piece in whole.boxes])
     ]
     if problems:
         raise CoverError(
@@ -132,7 +131,7 @@ class _Apart:
         self._flattened = original is not None
         self._lead = len(key.stacked)
 
-    def wholes(self, problems: list[str]) -> list[Whole]:
+    def wholes(self, problems: list[str]) -> list[GlobalTensor]:
         """A whole per layer and expert."""
         saved = self._tensor.saved
         if len(self._shape) < self._lead:
@@ -141,17 +140,17 @@ class _Apart:
         inner = self._shape[self._lead :]
         if not self._is_borne_out(inner, problems):
             return []
-        wholes: dict[Shape, Whole] = {}
+        wholes: dict[Shape, GlobalTensor] = {}
         for index in product(*map(range, self._shape[: self._lead])):
             name = self._key.template
             for what, number in zip(self._key.stacked, index, strict=True):
                 name = name.replace(f"{{{what}}}", str(number))
-            wholes[index] = Whole(name=name, shape=inner, dtype=saved.dtype)
+            wholes[index] = GlobalTensor(name=name, shape=inner, dtype=saved.dtype)
         for chunk in self._tensor.chunks:
             pieces = self._unflattened(chunk, problems) if self._flattened else self._cut(chunk)
             for index, piece in pieces:
                 if index in wholes:
-                    wholes[index].pieces.append(piece)
+                    wholes[index].boxes.append(piece)
                 else:
                     problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
         return list(wholes.values())
@@ -169,15 +168,15 @@ class _Apart:
         problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {held:,} elements")
         return False
 
-    def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, Piece]]:
+    def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, StoredBox]]:
         lead = self._lead
         box = _box(chunk.offsets[lead:], chunk.sizes[lead:])
         for at in product(*map(range, chunk.sizes[:lead])):
             index = tuple(map(int.__add__, chunk.offsets[:lead], at))
             skip = sum(map(int.__mul__, at, chunk.ref.strides[:lead]))
-            yield index, Piece(box, chunk.ref.strided(skip, chunk.ref.shape[lead:], chunk.ref.strides[lead:]))
+            yield index, StoredBox(box, chunk.ref.strided(skip, chunk.ref.shape[lead:], chunk.ref.strides[lead:]))
 
-    def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, Piece]]:
+    def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, StoredBox]]:
         """Boxes of a flattened chunk.
 
         A tensor of shape [X, Y] in local tensors of [x, y] is saved as [X/x, Y/y, x*y] (megatron-core 0.15
@@ -199,10 +198,10 @@ class _Apart:
                 index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims
                 offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
                 sizes = box.sizes[lead:]
-                yield index, Piece(Box(offsets, sizes), chunk.ref.strided(position + inside, sizes, strides))
+                yield index, StoredBox(Box(offsets, sizes), chunk.ref.strided(position + inside, sizes, strides))
 
 
-def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -> Iterator[Whole]:
+def _joined(template: str, parts: dict[str, list[GlobalTensor]], problems: list[str]) -> Iterator[GlobalTensor]:
     """Fused tensors out of their parts, one per layer and expert."""
     row = next((row for row in PARTS if parts.keys() == set(row)), None)
     if row is None:
@@ -220,10 +219,10 @@ def _joined(template: str, parts: dict[str, list[Whole]], problems: list[str]) -
         first, before = own[0], 0
         pieces = []
         for part, length in zip(own, lengths, strict=True):
-            pieces += [Piece(_below(box, before), ref) for box, ref in part.pieces] if before else part.pieces
+            pieces += [StoredBox(_below(box, before), ref) for box, ref in part.boxes] if before else part.boxes
             before += length
         shape = before, *first.shape[1:]
-        yield Whole(name=first.name, shape=shape, dtype=first.dtype, pieces=pieces, parts=lengths)
+        yield GlobalTensor(name=first.name, shape=shape, dtype=first.dtype, boxes=pieces, parts=lengths)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.core.dtypes import DType
 from ucp.core.index import Kind
 from ucp.core.layout import place
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UsageError, listed
 from ucp.io.pickle.fields import shown
-from ucp_formats.megatron.arguments import KNOWN, read_arguments, sizes_in_doubt
+from ucp_formats.megatron.arguments import READ_ARGUMENTS, compare_sizes, read_arguments
 from ucp_formats.megatron.mesh import hybrid_pattern, stage_problem
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 from ucp_formats.megatron.write.arguments import LETTERS, layer_letters
@@ -69,7 +69,7 @@ _NAMES = {
 }
 """What Megatron takes from a checkpoint (training/checkpointing.py: load_args_from_checkpoint) and what ucp reads."""
 SETTINGS = {name: about for about, names in _NAMES.items() for name in names.split()}
-SETTINGS |= dict.fromkeys(sorted(KNOWN - SETTINGS.keys()), "layout and progress of the run")
+SETTINGS |= dict.fromkeys(sorted(READ_ARGUMENTS - SETTINGS.keys()), "layout and progress of the run")
 """Setting to what it is about."""
 _UNTIED = "untie_embeddings_and_output_weights"
 _HALVES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
@@ -81,7 +81,7 @@ def check_settings(asked: Mapping[str, object], recorded: Mapping[str, object]) 
 
     `recorded`: arguments of the source; empty where it has none.
     """
-    numbers = {name: own for name, own in asked.items() if name in KNOWN and isinstance(own, int)}
+    numbers = {name: own for name, own in asked.items() if name in READ_ARGUMENTS and isinstance(own, int)}
     wrong = [
         *(f"{name}: {number} is below 0" for name, number in numbers.items() if number < 0),
         *(f"{name}: {text}" for name, value in asked.items() if (text := _other_kind(value, recorded.get(name)))),
@@ -127,8 +127,8 @@ def check_asked(
         lines.append(f"{_UNTIED} = {asked[_UNTIED]!r}: there is {'an' if is_untied else 'no'} {OUTPUT}")
     lines += [*_hybrid_problems(asked, model), *_types(asked, model)]
     shapes = model.shapes
-    known = sizes_in_doubt(model.family, before, shapes, pads_on_load=True)
-    lines += [own for own in sizes_in_doubt(model.family, written, shapes, pads_on_load=True) if own not in known]
+    known = compare_sizes(model.family, before, shapes, pads_on_load=True)
+    lines += [own for own in compare_sizes(model.family, written, shapes, pads_on_load=True) if own not in known]
     if lines:
         raise UsageError(
             f"expected --set to say what holds for the checkpoint that is written; got\n{listed(lines)}\n"

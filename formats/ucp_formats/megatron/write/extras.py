@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ucp.contract.run_extras import ExtraValues
-from ucp.core.index import Index, Kind
-from ucp.core.names import STEP, WEIGHT
+from ucp.contract.run_extras import ExtraRow, ExtraTable, ExtraValues
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Placement
 from ucp.errors import counted
-from ucp_formats.megatron.extras import EXTRAS, RANDOM, SCHEDULER
+from ucp_formats.megatron.names import MODULES
 from ucp_formats.megatron.write.checks import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
 from ucp_formats.megatron.write.model import TargetRun
@@ -24,16 +23,48 @@ _VERSION = 3.0
 """`checkpoint_version`: the order of rows in fused attention."""
 
 
+_SCHEDULER = "opt_param_scheduler"
+"""Learning rate and weight decay."""
+_RANDOM = "rng_state"
+"""RNG states of one rank, by its place in the grid (`rng_state/pp1.tp0`): only the same layout can use them."""
+
+_NOT_CARRIED = ExtraRow(is_carried=False)
+
+_EXTRAS: ExtraTable = {
+    _SCHEDULER: ExtraRow(),
+    "num_floating_point_operations_so_far": ExtraRow(),
+    "checkpoint_version": ExtraRow(),
+    # arguments of the run, layout of the writer, modules that layers are built of
+    "args": _NOT_CARRIED,
+    "client_state/args": _NOT_CARRIED,
+    "iteration": _NOT_CARRIED,
+    "content_metadata": _NOT_CARRIED,
+    MODULES: _NOT_CARRIED,
+    # other entries of optimizers (gradient scaler, sharding type), of one or of the Nth of a chain
+    "optimizer": _NOT_CARRIED,
+    "optimizer/": _NOT_CARRIED,
+    # `_extra_state` of modules
+    "extra_state/": _NOT_CARRIED,
+    _RANDOM: _NOT_CARRIED,
+    f"{_RANDOM}/": _NOT_CARRIED,
+    # has no meaning in another run; Megatron starts without it
+    "rerun_state_machine": _NOT_CARRIED,
+    "rerun_state_machine/": _NOT_CARRIED,
+    "rerun_state_machine_state": _NOT_CARRIED,
+    "rerun_state_machine_state/": _NOT_CARRIED,
+}
+
+
 def common_state(
     index: Index, chain: tuple[tuple[OptimizerGroup, ...], ...], *, iteration: int, samples: int
 ) -> dict[str, object]:
     """What all ranks have in common: counts and the scheduler. `samples`: seen in training so far."""
-    extras = ExtraValues(index, EXTRAS)
-    carried = [name for name in extras.names() if name in EXTRAS and EXTRAS[name].is_carried]
+    extras = ExtraValues(index, _EXTRAS)
+    carried = [name for name in extras.names() if name in _EXTRAS and _EXTRAS[name].is_carried]
     state = {name: value for name in carried if (value := extras.get(name)) is not None}
-    if chain and SCHEDULER not in state:
+    if chain and _SCHEDULER not in state:
         hyper = chain[0][0].hyper
-        state[SCHEDULER] = {  # one that has counted `samples`; whoever loads it overrides the rest
+        state[_SCHEDULER] = {  # one that has counted `samples`; whoever loads it overrides the rest
             "max_lr": hyper.get("max_lr", hyper.get("lr")),
             "min_lr": hyper.get("min_lr", 0.0),
             "lr_warmup_steps": 0,
@@ -49,14 +80,14 @@ def consumed_samples(index: Index, arguments: Mapping[str, object]) -> int | Non
     recorded = arguments.get("consumed_train_samples")
     if isinstance(recorded, int):
         return recorded
-    samples = ExtraValues(index, EXTRAS).mapping("engine").get("global_samples")  # of DeepSpeed
+    samples = ExtraValues(index, _EXTRAS).mapping("engine").get("global_samples")  # of DeepSpeed
     return samples if isinstance(samples, int) else None
 
 
 def extra_notes(run: TargetRun) -> Iterator[str]:
     """What a run has to know of what is written beside tensors; docs/reference/megatron.md has what it refuses."""
     yield from vocabulary_notes(run)
-    if run.chain and SCHEDULER not in {extra.name for extra in run.index.extras}:
+    if run.chain and _SCHEDULER not in {extra.name for extra in run.index.extras}:
         samples = run.arguments.get("consumed_train_samples")
         seen = f"{samples} samples" if samples else "no sample (say so with --set consumed_train_samples=N)"
         yield (
@@ -67,9 +98,9 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
 
 def lost_extras(run: TargetRun) -> Iterator[str]:
     """What of the source's extras is not in the files."""
-    extras = ExtraValues(run.index, EXTRAS)
+    extras = ExtraValues(run.index, _EXTRAS)
     names = extras.names()
-    if not run.random and any(name.partition("/")[0] == RANDOM for name in names):
+    if not run.random and any(name.partition("/")[0] == _RANDOM for name in names):
         drawn = _WITHOUT_RANDOM if run.is_legacy else "the run draws new ones, also without --no-load-rng"
         yield f"random states, which belong to the layout of the source: {drawn}"
     if lost := extras.without_place():

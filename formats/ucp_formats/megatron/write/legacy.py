@@ -21,19 +21,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from ucp.core.dtypes import DType
+from ucp.core.index import WEIGHT
 from ucp.core.layout import Layout, Overlap, local_shape, place
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName
 from ucp.core.region import RegionPair
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.families.family import Family
+from ucp.io.pickle.values import GlobalName
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate
 from ucp_formats.megatron.legacy.files import Grid as LegacyGrid
-from ucp_formats.megatron.mesh import Chunk, known, stage_layers
+from ucp_formats.megatron.mesh import Chunk, split_layers, with_source
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, EMBEDDING, MODEL, OUTPUT, GridPlace, rank_folder_name
 from ucp_formats.megatron.write.arguments import namespace
 from ucp_formats.megatron.write.groups import OptimizerGroup
@@ -163,7 +163,7 @@ class _Legacy:
             grouped=is_fused and bool(own.arguments.get("moe_grouped_gemm")),
             expert_layers=own.model.expert_layers,
         )
-        self._stages = stage_layers(own.model.layers, pp=topology.pp, vpp=topology.vpp, arguments=own.arguments)
+        self._stages = split_layers(own.model.layers, pp=topology.pp, vpp=topology.vpp, arguments=own.arguments)
         self._chunks = _chunk_tensors(own.model, self._stages)
 
     def files(self) -> Iterator[Drafted]:
@@ -204,7 +204,7 @@ class _Legacy:
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
         shape = local_shape(layout, own.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
-        axes = known(layout, f"family {self._own.model.family.name}")
+        axes = with_source(layout, f"family {self._own.model.family.name}")
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, layout=Layout(axes))
 
     def _model_file(self, path: str, at: GridPlace, chunks: Mapping[Chunk, Sequence[_Local]]) -> Drafted:

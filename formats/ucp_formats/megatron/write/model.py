@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ucp.contract.axes import along
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind
+from ucp.contract.layouts import along
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family
 from ucp.families.match import Match
 from ucp.io.torch_file.draft import Part
-from ucp_formats.megatron.extras import scaler_of
-from ucp_formats.megatron.mesh import data_parallel, stage_layers, stages
+from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, split_layers
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT, GridPlace
+from ucp_formats.megatron.source import find_grad_scaler
 from ucp_formats.megatron.write.groups import OptimizerGroup
 
 
@@ -210,7 +209,7 @@ class TargetRun:
     @property
     def scaler(self) -> Mapping[str, object]:
         """Entry of an optimizer with the scale of the loss, where the source has one."""
-        found = scaler_of(self.index)
+        found = find_grad_scaler(self.index)
         return {} if found is None else {"grad_scaler": found}
 
     def is_optimized(self, tensor: ModelTensor) -> bool:
@@ -227,7 +226,7 @@ def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
     mesh, tensors = run.topology, {own.name: own for own in run.model.tensors}
     is_tied = EMBEDDING in tensors and OUTPUT not in tensors
     try:
-        chunks = stage_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
+        chunks = split_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
     except UnsupportedError:
         chunks = {}
     homes = {layer: chunk for chunk, layers in chunks.items() for layer in layers}
@@ -239,9 +238,9 @@ def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
         there = {first, last} if is_tied and name == EMBEDDING else {home}
         owner = None if own.expert is None else own.expert * mesh.ep // run.model.experts
         return (
-            *(stages(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
+            *(pipeline_axes(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
             *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
-            *along("dp", data_parallel(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+            *along("dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
         )
 
     return axes

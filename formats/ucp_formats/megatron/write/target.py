@@ -17,17 +17,17 @@ from ucp.contract.model import recorded_arguments, run_arguments, said_values
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.gaps import check_weights
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, listed
 from ucp.families.naming import CANONICAL
 from ucp.io.torch_file.draft import target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.groups import is_by_named_optimizer
-from ucp_formats.megatron.modules import chosen_modules
+from ucp_formats.megatron.modules import choose_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.write.arguments import configured, derived_arguments, relaid_arguments, scaling_note
 from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
@@ -94,7 +94,7 @@ class MegatronTarget(Target):
         """Those of a run of Megatron, with the modules that its layers are built of."""
         native, asked = run_arguments(index), said_values(settings)
         check_settings(asked, native)
-        modules = chosen_modules(index, native, asked)
+        modules = choose_modules(index, native, asked)
         return {**recorded_arguments(index), **modules.settings, **asked}
 
     def source_settings(self, index: Index) -> Collection[str]:
@@ -147,7 +147,7 @@ def _run(
     check_topology(topology)
     check_weights(index)
     native, asked = run_arguments(index), said_values(options.settings)
-    modules = chosen_modules(index, native, asked)
+    modules = choose_modules(index, native, asked)
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
     model = target_model(index, target_family(index, options, {**native, **said})[0], weights=weights)

@@ -30,16 +30,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from ucp.core.dtypes import DType
+from ucp.core.index import WEIGHT
 from ucp.core.layout import Layout, place
-from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.target import Literal, OutputFile
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, FileDraft
-from ucp_formats.megatron.mesh import known
+from ucp_formats.megatron.mesh import with_source
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments import namespace
 from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun
@@ -189,7 +189,7 @@ def plan_dist(own: TargetRun, folder: str) -> tuple[Drafted, ...]:
         layout = _WHOLE
         if any(degrees[axis] > 1 for axis in tensor.match.axes(degrees)):
             layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
-            layout = Layout(known(layout, f"family {own.model.family.name}"))
+            layout = Layout(with_source(layout, f"family {own.model.family.name}"))
         for part in stored_parts(tensor, own.model, style):
             for key, state, dtype in _stored_states(own, tensor, part.key):
                 chunks = list(_chunks(tensor, part, state, dtype, layout))

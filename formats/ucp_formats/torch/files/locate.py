@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ucp.contract.locating import Located, find_only, the_checkpoint
-from ucp.contract.protocols import Strength
+from ucp.contract.locating import Located, Strength, find_only, the_checkpoint
 from ucp.contract.registry import is_of_another
 from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
 from ucp.io.destination.mark import read_mark

@@ -389,7 +389,7 @@ def test_a_scratch_disk_that_is_full(memory, scratch, source, monkeypatch, small
         raise OSError(28, "No space left on device", str(scratch))
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "create", full)
+        patch.setattr(bucket, "create_file", full)
         with pytest.raises(DestinationError, match=r"--scratch names another folder\): no space is left"):
             converted(source, scratch)
     assert not list(scratch.iterdir())

@@ -18,10 +18,9 @@ import ucp
 from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
 from ucp.io.destination.goal import Making
 from ucp.io.destination.staging import Staging

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from ucp_formats.deepspeed.read.optimizer.saved import stage_of
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError
+from ucp.io.pickle.values import GlobalName, Stub
 
 ENUM = Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,), new=False)
 

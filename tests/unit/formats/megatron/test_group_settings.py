@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from ucp_formats.megatron.groups import (
     SavedGroup,
-    deal,
-    dealt_out,
+    assign_groups,
+    assign_params,
     group_rule,
 )
 from ucp_formats.megatron.modules import with_modules
@@ -38,7 +38,7 @@ def new(wd, *, lr=1e-3, min_lr=1e-4, default=True, **more):
 
 def dealt(groups, arguments, shapes=SHAPES):
     saved = [SavedGroup(chain=None, hyper=own) for own in groups]
-    found, left = dealt_out(saved, shapes, {}, group_rule(arguments, groups))
+    found, left = assign_params(saved, shapes, {}, group_rule(arguments, groups))
     return [group.params for group in found], left
 
 
@@ -177,25 +177,25 @@ def test_groups_that_no_argument_explains_leave_their_candidates_open():
 )
 def test_what_stays_open_is_named_with_the_reason(arguments, said):
     saved = [SavedGroup(chain=None, hyper=own) for own in (new(1.0), new(1.0, lr=5e-4, default=False))]
-    (entry,) = deal(saved, {Q: SHAPES[Q], K: SHAPES[K]}, arguments).dropped
+    (entry,) = assign_groups(saved, {Q: SHAPES[Q], K: SHAPES[K]}, arguments).dropped
     first, *lines = entry.split("\n")
     assert said in first
     assert "--ckpt-format torch" in first
     assert lines == [f"  {Q}: [2]", f"  {K}: [2]"]
-    assert deal(saved[:1], SHAPES, arguments).dropped == ()
+    assert assign_groups(saved[:1], SHAPES, arguments).dropped == ()
 
 
 def test_what_was_inferred_says_by_which_arguments():
     asked = {**MUP, "apply_wd_to_qk_layernorm": True, "decoupled_lr": 5e-4}
-    note = deal([SavedGroup(chain=None, hyper=new(1.0))], {}, asked).note
+    note = assign_groups([SavedGroup(chain=None, hyper=new(1.0))], {}, asked).note
     for word in ("biases", "apply_wd_to_qk_layernorm", "decoupled_lr", "use_mup, 3", "no_weight_decay_cond"):
         assert word in note
     groups = [SavedGroup(chain=None, hyper=old(1.0))]
-    assert "embedding_init_method_std" in deal(groups, {}, {"embedding_init_method_std": 0.1}).note
-    assert "were not saved" in deal([], {}, {}).note
+    assert "embedding_init_method_std" in assign_groups(groups, {}, {"embedding_init_method_std": 0.1}).note
+    assert "were not saved" in assign_groups([], {}, {}).note
 
 
 @pytest.mark.parametrize(("steps", "agreed"), [((3, 3, None), 3), ((3, 4), None), ((3, 3.0), None), ((None,), None)])
 def test_the_step_that_all_groups_have(steps, agreed):
     groups = [SavedGroup(chain=None, hyper={} if step is None else {"step": step}) for step in steps]
-    assert deal(groups, {}, {}).step == agreed
+    assert assign_groups(groups, {}, {}).step == agreed

@@ -1,7 +1,7 @@
 """Who is in which optimizer group, by Megatron's rule."""
 
 import pytest
-from ucp_formats.megatron.groups import SavedGroup, dealt_out
+from ucp_formats.megatron.groups import SavedGroup, assign_params
 
 DECAYED, PLAIN = {"wd_mult": 1.0}, {"wd_mult": 0.0}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}
@@ -19,7 +19,7 @@ VECTORS = tuple(name for name, shape in SHAPES.items() if len(shape) == 1)
 
 def members(*hyper, shapes=SHAPES, chains=None):
     groups = [SavedGroup(chain=None, hyper=own) for own in hyper]
-    found, left = dealt_out(groups, shapes, chains or {})
+    found, left = assign_params(groups, shapes, chains or {})
     return [group.params for group in found], left
 
 
@@ -64,6 +64,6 @@ def test_groups_that_say_the_same_are_one():
 @pytest.mark.parametrize("chain", [0, 1])
 def test_a_known_optimizer_decides(chain):
     groups = [SavedGroup(chain=0, hyper={"wd_mult": 1.0}), SavedGroup(chain=1, hyper={"wd_mult": 1.0})]
-    found, left = dealt_out(groups, {E: (2, 2)}, {E: chain})
+    found, left = assign_params(groups, {E: (2, 2)}, {E: chain})
     assert left == []
     assert found[chain].params == (E,)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ucp_formats.megatron.names import SavedAs
-from ucp_formats.megatron.source import locate, the_folder
+from ucp_formats.megatron.source import locate, require_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
@@ -31,7 +31,7 @@ def test_the_tracker_is_followed(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     legacy(tmp_path / "iter_0000010")
     (tmp_path / TRACKER).write_text("5\n")
-    found = the_folder(locate(tmp_path), tmp_path)
+    found = require_folder(locate(tmp_path), tmp_path)
     assert found.root == tmp_path / "iter_0000005"
     assert found.content is SavedAs.TORCH
     assert found.reasons == (f"{TRACKER} -> iter_0000005", "folder mp_rank_00")
@@ -62,7 +62,7 @@ def test_of_several_one_must_be_named(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     legacy(tmp_path / "iter_0000010")
     with pytest.raises(UsageError, match="2 checkpoints") as caught:
-        the_folder(locate(tmp_path), tmp_path)
+        require_folder(locate(tmp_path), tmp_path)
     assert str(tmp_path / "iter_0000010") in str(caught.value)
 
 
@@ -70,7 +70,7 @@ def test_a_tracker_that_names_nothing_is_an_error(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     (tmp_path / TRACKER).write_text("7")
     with pytest.raises(MalformedError, match="'7', which names none") as caught:
-        the_folder(locate(tmp_path), tmp_path)
+        require_folder(locate(tmp_path), tmp_path)
     assert str(tmp_path / "iter_0000005") in str(caught.value)
 
 
@@ -110,4 +110,4 @@ def test_nothing_is_found_elsewhere(tmp_path: Path) -> None:
     assert locate(tmp_path / "mp_rank_00") is None
     assert locate(tmp_path / "nothing") is None
     with pytest.raises(UnknownFormatError, match="Megatron checkpoint"):
-        the_folder(None, tmp_path)
+        require_folder(None, tmp_path)

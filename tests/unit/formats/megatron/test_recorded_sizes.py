@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.arguments import sizes_in_doubt
+from ucp_formats.megatron.arguments import compare_sizes
 from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.contract import registry
@@ -66,15 +66,15 @@ def test_layers_of_several_sizes_are_not_held_against_one() -> None:
     family, name = registry.family("llama"), "decoder.layers.{}.mlp.linear_fc2.weight"
     one, other = {name.format(0): (8, 12)}, {name.format(0): (8, 12), name.format(1): (8, 16)}
     said = {"hidden_size": 8, "ffn_hidden_size": 14}
-    assert len(sizes_in_doubt(family, said, one, pads_on_load=True)) == 1
-    assert not sizes_in_doubt(family, said, other, pads_on_load=True)
+    assert len(compare_sizes(family, said, one, pads_on_load=True)) == 1
+    assert not compare_sizes(family, said, other, pads_on_load=True)
     uneven = {**said, "heterogeneous_layers_config_path": "a.json"}
-    assert not sizes_in_doubt(family, uneven, one, pads_on_load=True)
+    assert not compare_sizes(family, uneven, one, pads_on_load=True)
 
 
 def test_padding_of_the_vocabulary_counts_only_where_it_cannot_change() -> None:
     family, shapes = registry.family("llama"), {"embedding.word_embeddings.weight": (64, 8)}
     said = {"padded_vocab_size": 128}
-    assert not sizes_in_doubt(family, said, shapes, pads_on_load=True)
-    (line,) = sizes_in_doubt(family, said, shapes, pads_on_load=False)
+    assert not compare_sizes(family, said, shapes, pads_on_load=True)
+    (line,) = compare_sizes(family, said, shapes, pads_on_load=False)
     assert line.endswith("say padded_vocab_size = 128; embedding.word_embeddings.weight is [64, 8]")

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.mesh import stage_layers, stage_problem
+from ucp_formats.megatron.mesh import split_layers, stage_problem
 
 from ucp.errors import TopologyError, UnsupportedError
 
 
 def counts(layers: int, pp: int, vpp: int = 1, **arguments: object) -> list[int]:
-    return [len(own) for own in stage_layers(layers, pp=pp, vpp=vpp, arguments=arguments).values()]
+    return [len(own) for own in split_layers(layers, pp=pp, vpp=vpp, arguments=arguments).values()]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_even_stages(asked, wanted):
 
 
 def test_chunks_interleave():
-    found = stage_layers(8, pp=2, vpp=2, arguments={})
+    found = split_layers(8, pp=2, vpp=2, arguments={})
     assert [list(found[chunk]) for chunk in ((0, 0), (1, 0), (0, 1), (1, 1))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 

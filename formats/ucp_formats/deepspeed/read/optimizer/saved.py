@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ucp.contract.flat_buffer import Span
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
-from ucp.core.pickle_values import Stub
+from ucp.contract.layouts import Span
+from ucp.contract.ranks import Checksums, Problems
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
+from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile

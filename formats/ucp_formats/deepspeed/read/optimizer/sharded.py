@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ucp.contract.flat_buffer import Chunks, FlatBuffer, Span, WholeParameters
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import Chunks, FlatBuffer, Span, WholeParameters
+from ucp.contract.plugins import pattern
+from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import ParamGroup
 from ucp.core.layout import AxisLayout
 from ucp.errors import MalformedError, UnsupportedError, counted, listed

@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.ranks import Checksums, Problems
 from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
-from ucp.core.index import Extra, ParamGroup
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, Extra, ParamGroup
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, State, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp.contract.axes import along
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
-from ucp.core.fragments import Stored
-from ucp.core.index import Extra, Kind, ParamGroup, StateIndex
+from ucp.contract.layouts import along
+from ucp.contract.ranks import Checksums, Problems
+from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.names import WEIGHT
 from ucp.core.tensor import InlineTensor
-from ucp.core.union import ShardedTensor, Shards, State, joined_counts
+from ucp.core.union import ShardedTensor, Shards, State, Stored, joined_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertNumbers

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.index import Doubt, DoubtKind, Extra
+from ucp.contract.ranks import Checksums, Problems
+from ucp.core.index import WEIGHT, Doubt, DoubtKind, Extra
 from ucp.core.layout import Overlap
-from ucp.core.names import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor
 from ucp.errors import counted

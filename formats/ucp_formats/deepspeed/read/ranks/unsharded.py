@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.ranks import Checksums
 from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError

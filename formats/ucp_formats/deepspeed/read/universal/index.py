@@ -18,11 +18,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ucp.contract.locating import Located
-from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.index import Extra, Index, Kind, ParamGroup, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.contract.ranks import Checksums, Problems
+from ucp.core.index import WEIGHT, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.core.union import scalar_state

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from ucp.contract.flat_buffer import Chunks, FlatBuffer, WholeParameters
-from ucp.core.index import AtomIndex, Kind
+from ucp.contract.layouts import Chunks, FlatBuffer, WholeParameters
+from ucp.core.index import WEIGHT, AtomIndex, Kind
 from ucp.core.layout import AxisLayout
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import UnsupportedError, listed
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count

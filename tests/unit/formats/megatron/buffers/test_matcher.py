@@ -6,18 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.buffers.matcher import (
-    Candidate,
-    Fingerprints,
-    FlatBuffer,
-    FlatBufferMatcher,
-    Stretch,
-    fragments_of,
-)
+from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import Prober, cast_bits
 
@@ -56,10 +49,10 @@ class Rank:
                 bucket = flat.size
         edges = sorted({0, *cuts, flat.size})
         stretches = tuple(
-            Stretch(low, self._stored(flat[low:high].tobytes(), DType.FLOAT32, high - low))
+            StoredRange(low, self._stored(flat[low:high].tobytes(), DType.FLOAT32, high - low))
             for low, high in pairwise(edges)
         )
-        return FlatBuffer(where="b", stretches=stretches, numel=flat.size), starts, flat
+        return StateBuffer(where="b", ranges=stretches, numel=flat.size), starts, flat
 
 
 def matcher(candidates, prober):
@@ -107,7 +100,7 @@ def test_fragments_hold_the_masters(rank):
     whole = np.full((3, 50), np.nan, np.float32)
     with open(rank.path, "rb") as file:
         data = file.read()
-    for piece in fragments_of(held, buffer, starts["a"]):
+    for piece in cut_fragments(held, buffer, starts["a"]):
         view = np.ndarray(
             piece.ref.shape, np.float32, data, piece.ref.offset, tuple(4 * step for step in piece.ref.strides)
         )
@@ -138,7 +131,7 @@ def test_stages_tell_each_other_which_of_equal_parameters_they_hold(tmp_path):
     stages = [own.buffer(order) for order in (["w3", "n3", "w2", "n2"], ["w1", "n1", "w0", "n0"])]
     with Prober() as prober:
         finder = matcher(own.candidates, prober)
-        found = finder.settled([finder.find(buffer) for buffer, _, _ in stages])
+        found = finder.resolve([finder.find(buffer) for buffer, _, _ in stages])
     assert [placement.starts for placement in found] == [starts for _, starts, _ in stages]
 
 
@@ -170,7 +163,7 @@ def test_buffers_out_of_order_are_settled_each_by_itself(tmp_path):
     stages = [own.buffer(order) for order in (["w1", "n1", "w0", "n0"], ["w3", "n3", "w2"])]
     with Prober() as prober:
         finder = matcher(own.candidates, prober)
-        found = finder.settled([finder.find(buffer) for buffer, _, _ in stages])
+        found = finder.resolve([finder.find(buffer) for buffer, _, _ in stages])
     assert [placement.starts for placement in found] == [starts for _, starts, _ in stages]
 
 
@@ -189,7 +182,7 @@ def test_unexpected_parameters_give_way(tmp_path):
     buffer, starts, _ = own.buffer(["here"])
     with Prober() as prober:
         finder = matcher(own.candidates, prober)
-        (found,) = finder.settled([finder.find(buffer, unexpected={"elsewhere"})])
+        (found,) = finder.resolve([finder.find(buffer, unexpected={"elsewhere"})])
     assert found.starts == starts
     assert found.ties == ["here"]
 

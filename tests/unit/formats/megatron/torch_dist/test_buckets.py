@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.buffers.matcher import FlatBuffer, Stretch
-from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, BucketStates, Grid, place_buckets
+from ucp_formats.megatron.buffers.state_buffer import StateBuffer, StoredRange
+from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, BucketStates, ParallelDegrees, place_buckets
 from ucp_formats.megatron.torch_dist.keys import BucketKey
-from ucp_formats.megatron.torch_dist.unstack import Piece, Whole
+from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import cast_bits
 
@@ -40,25 +39,25 @@ class Run:
             file.write(cast_bits(values.tobytes(), DType.FLOAT32, dtype))
         return TensorRef(path=str(self.path), offset=at, dtype=dtype, shape=(values.size,), strides=(1,))
 
-    def weights(self) -> dict[str, Whole]:
+    def weights(self) -> dict[str, GlobalTensor]:
         found = {}
         for name, values in self.masters.items():
-            piece = Piece(Box.whole((64,)), self.stored(values, DType.BFLOAT16))
-            found[name] = Whole(name=name, shape=(64,), dtype=DType.BFLOAT16, pieces=[piece])
+            piece = StoredBox(Box.whole((64,)), self.stored(values, DType.BFLOAT16))
+            found[name] = GlobalTensor(name=name, shape=(64,), dtype=DType.BFLOAT16, boxes=[piece])
         return found
 
     def bucket(self, stage: int, trained: list[str], *, buffer: int = 0, number: int = 0) -> Bucket:
         """Masters of parameters, given in registration order, in its reverse."""
         stretches = tuple(
-            Stretch(64 * at, self.stored(self.masters[name], DType.FLOAT32))
+            StoredRange(64 * at, self.stored(self.masters[name], DType.FLOAT32))
             for at, name in enumerate(reversed(trained))
         )
         key = BucketKey(None, stage, buffer, "(bf16, fp32)", number, "")
-        flat = FlatBuffer(where=f"stage {stage}", stretches=stretches, numel=64 * len(trained))
+        flat = StateBuffer(where=f"stage {stage}", ranges=stretches, numel=64 * len(trained))
         return Bucket(key=key, states={MASTER: flat}, in_chunks=True)
 
     def place(self, *buckets: Bucket) -> BucketStates:
-        return place_buckets(buckets, self.weights(), [NAMES], Grid(tp=1, expert_tp=1, ep=1))
+        return place_buckets(buckets, self.weights(), [NAMES], ParallelDegrees(tp=1, expert_tp=1, ep=1))
 
 
 def starts(found: BucketStates, name: str) -> list[int]:
@@ -72,7 +71,7 @@ def test_norms_at_the_edges_of_stages_are_told_by_the_other_stages(tmp_path: Pat
     buckets = [run.bucket(0, ["n0", "w0", "n1", "w1"]), run.bucket(1, ["n2", "w2", "n3", "w3"])]
     found = run.place(*(reversed(buckets) if turned else buckets))
     for name, stage, at in (("n0", 0, 3), ("n1", 0, 1), ("n2", 1, 3), ("n3", 1, 1)):
-        assert starts(found, name) == [buckets[stage].states[MASTER].stretches[at].ref.offset]
+        assert starts(found, name) == [buckets[stage].states[MASTER].ranges[at].ref.offset]
 
 
 def test_chunks_of_an_interleaved_pipeline(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_chunks_of_an_interleaved_pipeline(tmp_path: Path) -> None:
     buckets = {own: run.bucket(own[0], [f"n{own_}", f"w{own_}"], buffer=own[1]) for own, own_ in layers.items()}
     found = run.place(*buckets.values())
     for own, layer in layers.items():
-        assert starts(found, f"n{layer}") == [buckets[own].states[MASTER].stretches[1].ref.offset]
+        assert starts(found, f"n{layer}") == [buckets[own].states[MASTER].ranges[1].ref.offset]
 
 
 def test_buckets_of_one_buffer(tmp_path: Path) -> None:
@@ -89,8 +88,8 @@ def test_buckets_of_one_buffer(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first, second = run.bucket(0, list(NAMES[4:])), run.bucket(0, list(NAMES[:4]), number=1)
     found = run.place(first, second)
-    assert starts(found, "n2") == [first.states[MASTER].stretches[3].ref.offset]
-    assert starts(found, "n0") == [second.states[MASTER].stretches[3].ref.offset]
+    assert starts(found, "n2") == [first.states[MASTER].ranges[3].ref.offset]
+    assert starts(found, "n0") == [second.states[MASTER].ranges[3].ref.offset]
 
 
 def test_a_frozen_norm_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:

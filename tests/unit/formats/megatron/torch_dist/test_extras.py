@@ -2,12 +2,11 @@
 
 import pytest
 from ucp_formats.megatron.arguments import Arguments
-from ucp_formats.megatron.torch_dist.common import CommonState, SavedObjects, dist_extras, is_empty
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey
+from ucp_formats.megatron.torch_dist.objects import CommonState, SavedObjects, collect_extras, is_empty
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
+from ucp.io.pickle.values import GlobalName, Stub
 
 STREAM = GlobalName("_io", "BytesIO")
 
@@ -53,7 +52,7 @@ def test_what_groups_saved_is_kept_once_where_it_is_the_same():
             GroupObjectKey(None, 0, "optimizer"): {},
         }
     )
-    found = {extra.name: extra.value for extra in dist_extras(common(), objects)}
+    found = {extra.name: extra.value for extra in collect_extras(common(), objects)}
     assert found == {
         "optimizer/grad_scaler": scaler,
         "optimizer/grad_scaler/dp_group_2": other,
@@ -63,9 +62,9 @@ def test_what_groups_saved_is_kept_once_where_it_is_the_same():
 
 def test_what_optimizers_say_beside_groups():
     own = {"optimizer": {"param_groups": [], "state": {}, "fused": 1}, "grad_scaler": {"scale": 2}, "nothing": None}
-    (extra,) = dist_extras(common(optimizer=own), SavedObjects())
+    (extra,) = collect_extras(common(optimizer=own), SavedObjects())
     assert (extra.name, extra.value) == ("optimizer", {"grad_scaler": {"scale": 2}, "fused": 1})
-    (extra,) = dist_extras(common(optimizer={0: own, 1: {}}), SavedObjects())
+    (extra,) = collect_extras(common(optimizer={0: own, 1: {}}), SavedObjects())
     assert extra.value == {"0": {"grad_scaler": {"scale": 2}, "fused": 1}}
 
 
@@ -74,7 +73,7 @@ def test_objects_by_their_place():
         others={ObjectKey("rng_state", (1, 0), (2, 2)): [1], ObjectKey("a._extra_state", (3,), (4,)): b"x"},
         plain={"odd": 3},
     )
-    assert {extra.name for extra in dist_extras(common(), objects)} == {
+    assert {extra.name for extra in collect_extras(common(), objects)} == {
         "rng_state/pp1.tp0",
         "extra_state/a._extra_state/3",
         "object/odd",

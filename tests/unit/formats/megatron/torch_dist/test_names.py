@@ -20,7 +20,7 @@ KEYS = {
 
 
 def names_of(shapes, arguments, **options):
-    return keys.names_of(shapes, arguments, SourceOptions(**options))
+    return keys.name_tensors(shapes, arguments, SourceOptions(**options))
 
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}
@@ -40,8 +40,8 @@ def test_a_model_of_no_family_keeps_its_names():
     names = names_of({"blocks.weight": (3,)}, {})
     assert names.family is None
     assert names.template("decoder.layers.mlp.x.weight") == "decoder.layers.{layer}.mlp.x.weight"
-    assert names.orders(["b", "a"]) == []
-    assert names.in_order(["b", "a"]) == ["b", "a"]
+    assert names.registration_orders(["b", "a"]) == []
+    assert names.sort(["b", "a"]) == ["b", "a"]
     assert "names are those of the file" in names.notes[0]
     assert names.is_buffer("mlp.router.expert_bias")
     assert not names.is_buffer("blocks.weight")
@@ -51,7 +51,7 @@ def test_fused_norms_are_registered_with_the_module_that_follows():
     names = names_of(KEYS, LLAMA)
     layer = ["input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "pre_mlp_layernorm"]
     all_names = [f"decoder.layers.{number}.{own}.weight" for number in (0, 1) for own in layer]
-    local, attention, fused = names.orders(all_names)
+    local, attention, fused = names.registration_orders(all_names)
     assert local == all_names
     assert attention == fused
     assert [name.split(".", 3)[3] for name in attention[:4]] == [
@@ -61,8 +61,8 @@ def test_fused_norms_are_registered_with_the_module_that_follows():
 
 def test_understood_keys_are_kept():
     names = names_of(KEYS, LLAMA)
-    assert names.understood("output_layer.weight") is names.understood("output_layer.weight")
-    assert names.understood("decoder.layers.3.mlp.linear_fc1.weight_v").part == "_v"
+    assert names.parse("output_layer.weight") is names.parse("output_layer.weight")
+    assert names.parse("decoder.layers.3.mlp.linear_fc1.weight_v").part == "_v"
 
 
 def test_names_without_a_rule_keep_their_keys_unless_the_user_names_the_family():

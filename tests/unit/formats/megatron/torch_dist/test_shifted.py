@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from ucp_formats.megatron.torch_dist.shifted import checked_masters
+from ucp_formats.megatron.torch_dist.shifted import check_masters
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Kind, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Kind, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.testing.handmade import Shards
 
 MANY = 30
@@ -38,7 +37,7 @@ def test_every_shifted_parameter_is_named_with_its_reason(tmp_path: Path) -> Non
     shards = Shards(tmp_path)
     names = [f"layer.{n}: odd" for n in range(MANY)]
     atoms = {name: atom(shards, name, shift=SHIFT) for name in names} | {"sound": atom(shards, "sound", shift=0)}
-    checked = checked_masters(atoms, layout="fully_reshardable", tied=False)
+    checked = check_masters(atoms, layout="fully_reshardable", tied=False)
     assert list(checked.lost) == names
     assert {loss.detail for loss in checked.lost.values()} == {f"by {SHIFT} elements"}
     assert not any(loss.chosen for loss in checked.lost.values())
@@ -50,6 +49,6 @@ def test_every_shifted_parameter_is_named_with_its_reason(tmp_path: Path) -> Non
 
 def test_another_layout_is_not_taken_for_shifted(tmp_path: Path) -> None:
     atoms = {"w": atom(Shards(tmp_path), "w", shift=SHIFT)}
-    checked = checked_masters(atoms, layout="dp_reshardable", tied=False)
+    checked = check_masters(atoms, layout="dp_reshardable", tied=False)
     assert (checked.lost, checked.dropped) == ({}, ())
     assert checked.atoms == atoms

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.extras import scaler_of
 from ucp_formats.megatron.names import GridPlace
+from ucp_formats.megatron.source import find_grad_scaler
 from ucp_formats.megatron.write.arguments import relaid_arguments
 from ucp_formats.megatron.write.model import check_topology, grid_problem, random_states
 
@@ -34,11 +34,13 @@ def index(tmp_path):
     ],
 )
 def test_the_scaler_is_found_however_it_was_kept(name, value, index):
-    assert scaler_of(index(Topology(), Extra(name=name, value=value))) == {"scale": 2.0}
+    assert find_grad_scaler(index(Topology(), Extra(name=name, value=value))) == {"scale": 2.0}
 
 
 def test_without_a_scaler(index):
-    assert scaler_of(index(Topology(), Extra(name="optimizer", value={"param_state_sharding_type": "x"}))) is None
+    assert (
+        find_grad_scaler(index(Topology(), Extra(name="optimizer", value={"param_state_sharding_type": "x"}))) is None
+    )
 
 
 RANDOM = [Extra(name=f"rng_state/pp{pp}.tp{tp}", value=(pp, tp)) for pp in range(2) for tp in range(2)]

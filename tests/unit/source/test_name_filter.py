@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.names import NameFilter
 from ucp.errors import UsageError
+from ucp.source.selection import NameFilter
 
 NAMES = [("layers.0.w", "weight"), ("layers.0.w", "exp_avg"), ("layers.1.w", "weight"), ("head", "weight")]
 

@@ -1,22 +1,22 @@
 """The common state, and lists in it."""
 
 import pytest
-from ucp_formats.megatron.torch_dist.common import as_list, optimizer_dicts
+from ucp_formats.megatron.torch_dist.objects import optimizer_dicts, to_list
 
 from ucp.errors import MalformedError
 
 
 def test_lists_that_became_dicts():
-    assert as_list([1, 2], "x") == [1, 2]
-    assert as_list({1: "b", 0: "a"}, "x") == ["a", "b"]
-    assert as_list({"1": "b", "0": "a"}, "x") == ["a", "b"]
-    assert as_list({}, "x") == []
+    assert to_list([1, 2], "x") == [1, 2]
+    assert to_list({1: "b", 0: "a"}, "x") == ["a", "b"]
+    assert to_list({"1": "b", "0": "a"}, "x") == ["a", "b"]
+    assert to_list({}, "x") == []
 
 
 @pytest.mark.parametrize("value", [{0: 1, 2: 3}, "text", {"a": 1}, 3])
 def test_other_values_are_no_lists(value):
     with pytest.raises(MalformedError, match="expected a list for groups"):
-        as_list(value, "groups")
+        to_list(value, "groups")
 
 
 def test_one_optimizer_or_several():

@@ -1,23 +1,24 @@
-"""Whether recorded values are the same: those of several ranks, tensors by their checksums, and where two differ.
+"""Files of several ranks: what they must agree on, and what each rank saved for itself.
 
-No tensor byte is read: pairs of tensors are given for whoever reads them.
+Values are compared without reading tensor bytes: tensors by the checksums that their files recorded.
 
 >>> Checksums(()).same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
 True
->>> [str(found) for found in differing_values({"lr": 0.1, "betas": (1, 2)}, {"lr": 0.2, "betas": (1, 2)})]
-['lr: 0.1 and 0.2']
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ucp.core.index import Extra
-from ucp.core.pickle_values import ABSENT, GlobalName, Step, Stub, diff, equal_leaves
-from ucp.core.tensor import InlineTensor, Record, Tensor, TensorRef
+from ucp.core.tensor import Record, TensorRef
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
+from ucp.io.pickle.fields import described
+from ucp.io.pickle.values import diff, equal_leaves
 
 
 class Checksums:
@@ -97,88 +98,51 @@ def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksum
     return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.same(v, common)]
 
 
-_SHOWN = 60
-"""Characters of a value that are shown."""
+@dataclass(slots=True)
+class Problems:
+    """Problems found so far."""
 
-_STEPS = 12
-"""Steps on the way to a value that are shown."""
+    missing: list[str] = field(default_factory=list)
+    """Files that are not there."""
+    wrong: list[str] = field(default_factory=list)
+    """Files that are damaged, from another run, or contradict one another."""
+    unsupported: list[str] = field(default_factory=list)
+    """Files that are well and not readable here."""
 
-_LONG = 256
-"""Bits of a whole number that is not written out."""
+    def agree(self, what: str, values: Mapping[str, object]) -> None:
+        """Note it when `values` (file name to value) are not all equal; files that have None do not count."""
+        known = {file: value for file, value in values.items() if value is not None}
+        firsts = Checksums(()).first_same(known.values())
+        if len(set(firsts)) <= 1:
+            return
+        usual = Counter(firsts).most_common(1)[0][0]
+        elsewhere = described(list(known.values())[usual])
+        for (file, value), first in zip(known.items(), firsts, strict=True):
+            if first != usual:
+                self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
 
+    def add(self, others: Problems) -> None:
+        """Add those of another."""
+        self.missing += others.missing
+        self.wrong += others.wrong
+        self.unsupported += others.unsupported
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """Two values in one place that are not the same."""
+    def raise_any(self, where: str, what: str) -> None:
+        """Raise one error with all problems, if there are any.
 
-    place: str
-    """Where, e.g. "param_groups[0].lr"; empty for the values as a whole."""
-    a: str
-    """The first, in a few words; "-" where there is none."""
-    b: str
-    """The second."""
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.a} and {self.b}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPair:
-    """Two tensors of one type and shape in one place, whose elements are still to be compared."""
-
-    place: str
-    """Where."""
-    a: Tensor
-    """The first."""
-    b: Tensor
-    """The second."""
-
-
-def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
-    """Everything in which `b` is not `a`, in the order of `a`; see `ucp.core.pickle_values.diff`.
-
-    Tensors of one type and shape are given for whoever reads them.
-    """
-    seen: set[tuple[object, object]] = set()
-
-    def same(one: object, other: object) -> bool:
-        return not isinstance(one, TensorRef | InlineTensor) and equal_leaves(one, other)
-
-    for step, one, other in diff(a, b, same):
-        if isinstance(one, TensorRef | InlineTensor) and isinstance(other, TensorRef | InlineTensor):
-            if (one, other) in seen:
-                continue
-            seen.add((one, other))
-            if (one.dtype, one.shape) == (other.dtype, other.shape):
-                yield TensorPair(place=_place(step), a=one, b=other)
-                continue
-        yield Apart(place=_place(step), a=_shown(one), b=_shown(other))
-
-
-def _place(step: Step | None) -> str:
-    steps: list[str] = []
-    while step is not None and len(steps) < _STEPS:
-        is_name = step.is_field or (isinstance(step.name, str) and len(step.name) <= _SHOWN)
-        steps.append(f".{step.name}" if is_name else f"[{_shown(step.name)}]")
-        step = step.within
-    return ("..." if step is not None else "") + "".join(reversed(steps)).removeprefix(".")
-
-
-def _shown(value: object) -> str:
-    if value is ABSENT:
-        return "-"
-    match value:
-        case TensorRef() | InlineTensor():
-            return f"tensor {'x'.join(map(str, value.shape)) or 'of one element'} {value.dtype}"
-        case Stub():
-            return f"an object of {value.made_by}"
-        case GlobalName():
-            return str(value)
-        case int() if value.bit_length() > _LONG:
-            return f"a number of {value.bit_length()} bits"
-        case list() | tuple() | dict() | set() | frozenset():
-            return f"{type(value).__name__} of {len(value)}"
-        case str() | bytes() | bytearray():
-            text = repr(value[:_SHOWN])
-            return f"{text}... ({len(value)})" if len(value) > _SHOWN else text
-    return repr(value) if isinstance(value, float | int | complex | None) else f"a {type(value).__name__}"
+        `where`: the folder; `what`: the checkpoint in a few words, e.g. "ZeRO-3 over 4 ranks".
+        """
+        found = [*(f"missing: {line}" for line in self.missing), *self.wrong, *self.unsupported]
+        if not found:
+            return
+        kind = MalformedError if self.wrong else MissingFileError if self.missing else UnsupportedError
+        remedy = []
+        if self.missing or self.wrong:
+            remedy.append(
+                "copy what is missing or damaged again from where it was saved, or wait, if the run is still saving"
+            )
+        if any("another run" in line or "extra" in line for line in self.wrong):
+            remedy.append("remove files that belong to another run")
+        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+        advice = f"\n{'; '.join(remedy)}".replace("\nc", "\nC") if remedy else ""
+        raise kind(f"{count} with the files of {where} ({what}):\n{listed(found, most=40)}{advice}")

@@ -4,10 +4,8 @@ from collections import OrderedDict
 
 import pytest
 
-from ucp.contract.rank_extras import TensorPair, differing_values
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
+from ucp.io.pickle.values import GlobalName, Stub, TensorPair, TorchSize, differing_values
 
 
 def found(a, b):

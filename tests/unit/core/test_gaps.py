@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ucp
+from ucp.core.gaps import state_gaps
 from ucp.core.index import Kind, Loss, ParamGroup
-from ucp.core.state_gaps import state_gaps
 from ucp.errors import MissingStateError
 from ucp.testing.handmade import Shards, make_index
 

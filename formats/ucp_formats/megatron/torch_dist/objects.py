@@ -3,8 +3,8 @@
 Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
 `common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
 
-Extras are named as `ucp_formats.megatron.extras` says: `rerun_state_machine_state/3` is of one rank of a grid, by its
-place; `optimizer/[N/]WHAT` what else optimizers say.
+Names of extras are listed in `ucp_formats.megatron.write.extras`: `rerun_state_machine_state/3` belongs to one rank of
+a grid, and `optimizer/[N/]NAME` holds what else optimizers save.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os.path import join
 
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.ranks import Checksums
 from ucp.core.index import Extra
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.dcp.checkpoint import Dcp, read_dcp
@@ -23,6 +22,7 @@ from ucp.io.dcp.metadata import METADATA, read_metadata
 from ucp.io.files import split_parts
 from ucp.io.folder import is_there
 from ucp.io.pickle.fields import described, mapping
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import COMMON
@@ -168,7 +168,7 @@ def optimizer_dicts(values: Mapping[object, object]) -> dict[int | None, Mapping
     return {None: found} if isinstance(found, dict) else {}
 
 
-def as_list(value: object, where: str) -> list[object]:
+def to_list(value: object, where: str) -> list[object]:
     """A list, or a dict that was one: its keys are 0, 1, 2, ... Raises MalformedError."""
     if isinstance(value, list | tuple):
         return list(value)
@@ -184,7 +184,7 @@ _IN_INDEX = ("optimizer", "param_state")
 _DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
-def dist_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
+def collect_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
     """Extras out of the common state and the objects."""
     extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
     rest: dict[str, dict[str, object]] = {}
@@ -215,9 +215,9 @@ def _group_extras(objects: SavedObjects) -> list[Extra]:
     usual: dict[str, object] = {}
     extras = []
     for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
-        if key.what in (*_IN_INDEX, *_DERIVED):
+        if key.kind in (*_IN_INDEX, *_DERIVED):
             continue
-        name = f"optimizer/{key.what}" if key.chain is None else f"optimizer/{key.chain}/{key.what}"
+        name = f"optimizer/{key.kind}" if key.chain is None else f"optimizer/{key.chain}/{key.kind}"
         if name not in usual:
             usual[name] = value
             extras.append(Extra(name=name, value=value))

@@ -13,10 +13,10 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.fragments import Fragment, taken, with_copies
-from ucp.core.index import AtomIndex, Index, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
+from ucp.core.union import taken, with_copies
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
 

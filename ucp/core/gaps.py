@@ -18,13 +18,15 @@ record its parameters, a damaged name takes a setting from one of them, which th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import permutations
 
-from ucp.core.index import Index, Kind, Loss, ParamGroup
-from ucp.core.names import WEIGHT
-from ucp.errors import counted, listed
+from ucp.core.index import WEIGHT, DoubtKind, Fragment, Index, Kind, Loss, ParamGroup, StateIndex
+from ucp.core.layout import Overlap
+from ucp.core.region import Box, uncovered
+from ucp.errors import CoverError, MalformedError, MissingStateError, counted, listed
 
 _WHY = (
     "states or settings that others like these parameters have: part of the optimizer is lost. Copy the checkpoint "
@@ -126,3 +128,93 @@ def gap_text(lacking: Mapping[str, tuple[str, ...]]) -> str:
     """What to tell of `lacking`, where there is any: every parameter, with what it lacks."""
     lines = (f"{name}: {', '.join(states)}" for name, states in lacking.items())
     return f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} {_WHY}:\n{listed(lines)}"
+
+
+def check_cover(index: Index) -> None:
+    """Prove that the pieces of every state tile it. Raises CoverError listing every hole and overlap."""
+    problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
+    if problems:
+        raise CoverError(
+            f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
+            f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
+        )
+
+
+def check_doubts(index: Index, accepted: Collection[DoubtKind]) -> None:
+    """Raise MalformedError with everything that speaks against the files of a checkpoint and was not accepted."""
+    found = [doubt for doubt in index.doubts if doubt.kind not in accepted]
+    if found:
+        texts = "\n".join(doubt.text for doubt in found)
+        kinds = " ".join(f"--accept {kind}" for kind in dict.fromkeys(doubt.kind for doubt in found))
+        raise MalformedError(f"{texts}\nIf {index.path} is as it was saved, go on with {kinds}")
+
+
+def check_names(index: Index) -> None:
+    """Prove that groups and tied names are of parameters that are there, each in one group. Raises MalformedError."""
+    held = Counter(name for group in index.groups for name in group.params)
+    unknown = [f"group: {name}" for name in held if name not in index.atoms]
+    unknown += [f"tied: {alias} = {name}" for alias, name in index.aliases.items() if name not in index.atoms]
+    twice = [f"in several groups: {name}" for name, count in held.items() if count > 1]
+    if unknown or twice:
+        raise MalformedError(
+            f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
+            f"most; got\n{listed([*unknown, *twice])}\nIt is damaged, or was edited: copy it again"
+        )
+
+
+def check_weights(index: Index) -> None:
+    """Prove that every parameter has a weight, as files of a framework do. Raises MissingStateError with all others."""
+    bare = [
+        f"{atom.name}: {', '.join(atom.states) or 'no state'}"
+        for atom in index.atoms.values()
+        if WEIGHT not in atom.states
+    ]
+    if bare:
+        raise MissingStateError(
+            f"expected the weight of every parameter, beside which a framework keeps its other states; of "
+            f"{index.path} there are only\n{listed(bare)}\ntake the weights along where --include or --exclude leaves "
+            "them out; a store that lacks them has to be made again from the checkpoint that has them"
+        )
+
+
+_FEW = 64
+"""Pieces of a state, at most, whose cut is remembered."""
+
+
+def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
+    if _is_tiled(state):
+        return
+    label = f"{param}/{name}"
+    outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
+    if outside:
+        for fragment in outside:
+            yield f"{label} {fragment.box}, held by {fragment.path}, lies past {list(state.global_shape)}"
+        return
+    taken = [fragment for fragment in state.fragments if fragment.replica == 0]
+    terms: dict[int, list[Fragment]] = {}
+    for fragment in taken:
+        terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
+    for _, pieces in sorted(terms.items()) or [(0, [])]:
+        for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
+            what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
+            yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
+
+
+def _is_tiled(state: StateIndex) -> bool:
+    """Whether all pieces lie inside, and those to take tile the whole: seen once for states that are cut alike."""
+    if state.overlap is Overlap.MEAN:
+        return False
+    cut = tuple([(fragment.box.offsets, fragment.box.sizes, not fragment.replica) for fragment in state.fragments])
+    return len(cut) <= _FEW and _tiles(state.global_shape, cut)
+
+
+@lru_cache(maxsize=4096)
+def _tiles(shape: tuple[int, ...], cut: tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]) -> bool:
+    boxes = [Box(offsets, sizes) for offsets, sizes, _ in cut]
+    if not all(_lies_in(box, shape) for box in boxes):
+        return False
+    return not uncovered(shape, [box for box, (_, _, is_taken) in zip(boxes, cut, strict=True) if is_taken])
+
+
+def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.sizes) == len(shape) and all(stop <= n for stop, n in zip(box.stops, shape, strict=True))

@@ -4,11 +4,10 @@ from collections import OrderedDict
 
 import pytest
 
-from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.core.dtypes import DType
+from ucp.contract.ranks import Checksums, per_rank_extras
 from ucp.core.index import Extra
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.tensor import Record, TensorRef
+from ucp.core.tensor import DType, Record, TensorRef
+from ucp.io.pickle.values import GlobalName, Stub
 
 
 def record(path: str, offset: int, nbytes: int, crc32: int) -> Record:

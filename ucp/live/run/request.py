@@ -24,12 +24,13 @@ from ucp.conversion.values import (
     topology_of,
     type_path,
 )
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import UsageError, counted
 from ucp.io.folder import given
-from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.exchange.carry import CarryOptions
+from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
-from ucp.live.match.names import NamesAsked
+from ucp.live.match.names import NameOptions
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.resume.rank_extras import RankPolicy
 from ucp.live.run.mesh import RunMesh, is_device_mesh
@@ -43,7 +44,7 @@ ENVIRONMENT = "UCP_CHECKPOINT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadAsked:
+class LoadRequest:
     """What the user asked for."""
 
     path: Path
@@ -52,7 +53,7 @@ class LoadAsked:
     """Where this rank stands in the layout of the run."""
     options: LoadOptions = field(default_factory=LoadOptions)
     """What has to fit."""
-    names: NamesAsked = field(default_factory=NamesAsked)
+    names: NameOptions = field(default_factory=NameOptions)
     """Under which names."""
     dtype: DType | None = None
     """Type of the floating weights of the model."""
@@ -66,7 +67,7 @@ class LoadAsked:
     """Key of the scheduler's state in the checkpoint, where the user chose one."""
 
     @classmethod
-    def of(
+    def parse(
         cls,
         topology: TopologyLike | DeviceMesh | type_path | None,
         checkpoint: type_path | None,
@@ -82,7 +83,7 @@ class LoadAsked:
         progress: object = False,
         experts: Experts | None = None,
         **shared: Unpack[LoadArguments],
-    ) -> LoadAsked:
+    ) -> LoadRequest:
         """What a rank of a run of so many is asked; `shared`: as for a conversion. Raises UsageError."""
         import torch
 
@@ -105,7 +106,7 @@ class LoadAsked:
                 zero_moments=options.zero_moments,
                 accept=options.accept,
             ),
-            names=NamesAsked(
+            names=NameOptions(
                 naming=Naming.of(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _dtype(dtype),
@@ -114,7 +115,7 @@ class LoadAsked:
                 exchange=choice_of(Exchange, "exchange as one")(exchange),
                 memory=options.memory,
                 verify=switch_of("verify")(verify),
-                observer=observer_of(progress, rank=rank),
+                observer=choose_observer(progress, rank=rank),
             ),
             experts=experts,
         )
@@ -171,7 +172,7 @@ def _find_checkpoint(
             )
         topology, checkpoint = None, topology
     if is_device_mesh(topology):
-        mesh = RunMesh.of_device_mesh(topology, rank=rank, count=ranks)
+        mesh = RunMesh.from_device_mesh(topology, rank=rank, count=ranks)
     else:
         wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
         if wanted is not None and wanted.ranks != ranks:
@@ -180,7 +181,7 @@ def _find_checkpoint(
                 f"are among them); got {wanted}, of {wanted.ranks}. "
                 + ("Initialise torch.distributed first, or leave it out" if ranks == 1 else "Mend it, or leave it out")
             )
-        mesh = RunMesh.of(wanted, rank=rank)
+        mesh = RunMesh.from_topology(wanted, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
@@ -205,7 +206,7 @@ _SECONDS = 2.0
 """Between two lines."""
 
 
-def observer_of(progress: object, *, rank: int) -> Observer | None:
+def choose_observer(progress: object, *, rank: int) -> Observer | None:
     """Who is told of the progress on this rank. Raises UsageError for what cannot be told."""
     if isinstance(progress, bool):
         return Lines(sys.stderr) if progress and rank == 0 else None

@@ -1,13 +1,11 @@
-"""Flat buffers: parameters end to end, of which every rank holds a share; where each parameter lies in it.
+"""Layouts that several formats share: flat buffers, whole tensors on some ranks, and the placements of a DTensor.
 
-ZeRO-1/2, FSDP1 and the buffers of live optimizers keep parameters so. There are three layouts, each a pattern per
-parameter, and where its part of a rank begins in what that rank stores:
+ZeRO-1/2, FSDP1 and the buffers of live optimizers flatten parameters. Each of these classes gives a pattern per
+parameter, and where the parameter's shard begins in the flat tensor of a rank (padding belongs to no parameter):
 
-- `FlatBuffer`: equal shares of one buffer with all parameters;
+- `FlatBuffer`: equal shares of one buffer of all parameters;
 - `Chunks`: a chunk of each parameter, one after another (ZeRO-3);
-- `WholeParameters`: every parameter that a rank's share of a buffer touches, whole; ranks that share it hold copies.
-
-Padding is never named by a layout, so its bytes are never looked at.
+- `WholeParameters`: every parameter that a rank's share of a buffer overlaps, in full; ranks that share it hold copies.
 
 >>> buffer = FlatBuffer.of({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
 >>> buffer.spans(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
@@ -19,13 +17,15 @@ Padding is never named by a layout, so its bytes are never looked at.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple, Protocol
 
-from ucp.contract.registry import pattern
-from ucp.core.layout import AxisLayout
+from ucp.contract.plugins import pattern
+from ucp.core.layout import AxisLayout, Pattern
 
 
 class Span(NamedTuple):
@@ -179,3 +179,72 @@ class WholeParameters:
         """There is no padding."""
         total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.touched(rank))
         return range(total, total + 1)
+
+
+_WHOLE = {"Replicate": "replicate", "Partial": "partial"}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one axis of a DTensor's mesh shards a tensor (torch 2.13, `torch/distributed/tensor/placement_types.py`).
+
+    `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim, as tensor
+    parallelism does first; where these do not make up the factor, it is the pattern `strided`.
+    """
+
+    kind: str
+    """Name of its class in torch: Shard, _StridedShard, Replicate, Partial (of an average)"""
+    dim: int = 0
+    """Dim that is cut"""
+    factor: int = 0
+    """Parts that other axes cut it in before, of a strided one"""
+
+    def pattern(self, *, in_order: bool) -> Pattern:
+        """The pattern it is; `in_order`: the axes that cut before a strided one stand before it."""
+        if self.kind in _WHOLE:
+            return pattern(_WHOLE[self.kind])
+        if self.kind == "Shard" or in_order:
+            return pattern("chunk", dim=self.dim)
+        return pattern("strided", dim=self.dim, split_factor=self.factor)
+
+
+def axes_of(
+    names: Sequence[str], sizes: Sequence[int], placements: Sequence[Placement], known_from: str
+) -> tuple[AxisLayout, ...]:
+    """Layout of each axis of a mesh, outermost first. `sizes`: ranks along each.
+
+    >>> fsdp_after_tp = [Placement("_StridedShard", dim=0, factor=2), Placement("Shard", dim=0)]
+    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes_of(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")]
+    ['tp: chunk(dim=0)', 'dp: chunk(dim=0)']
+    """
+    behind: dict[int, list[int]] = {}
+    for at, own in enumerate(placements):
+        if own.kind == "_StridedShard":
+            cuts = [
+                i for i in range(at + 1, len(sizes)) if placements[i].dim == own.dim and "Shard" in placements[i].kind
+            ]
+            if prod(sizes[i] for i in cuts) == own.factor:
+                behind[at] = cuts
+    order: list[int] = []
+    for at in range(len(sizes)):
+        order += [own for own in (*behind.get(at, ()), at) if own not in order]
+    return tuple(
+        AxisLayout(names[at], sizes[at], placements[at].pattern(in_order=at in behind), known_from) for at in order
+    )
+
+
+def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+    """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
+
+    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
+    ['unique', 'replicate(holders=[0, 3])']
+    """
+    some = tuple(sorted(set(holders)))
+    return () if parts == 1 else (_axis(axis, parts, known_from, some if len(some) < parts else ()),)
+
+
+@lru_cache(maxsize=1 << 12)
+def _axis(axis: str, parts: int, known_from: str, holders: tuple[int, ...]) -> AxisLayout:
+    if len(holders) == 1:
+        return AxisLayout(axis, parts, pattern("unique", owner=holders[0]), known_from)
+    return AxisLayout(axis, parts, pattern("replicate", holders=holders), known_from)

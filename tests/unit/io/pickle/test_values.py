@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 
 @pytest.mark.parametrize("state", [{"x": 1}, (None, {"x": 1}), ({"y": 2}, {"x": 1})])

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import ParamGroup, StateIndex, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Fragment, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.patches import Made, arranged, rearranged
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
+from ucp.families.recipes import Made, arranged, rearranged
 from ucp.io.codec import codec_name, encode
 from ucp.io.elements import viewed
 from ucp.io.files import Sources
