@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.live.match.groups import LiveGroup
 from ucp.live.parts import LiveParam, LiveTensor
 
@@ -41,11 +41,11 @@ class LiveModel:
     """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
-    place: torch.device | None = None
+    device: torch.device | None = None
     """Where tensors are going to be made that are on the meta device."""
     chunks: int = 1
     """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
-    marked: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    marked_params: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name to the parameter that says how ranks cut it, where that is not what `handles` has."""
     layer_numbers: Mapping[str, int] = field(default_factory=dict)
     """Path of a layer's module to the number that it says it has in the whole model, from 1."""
@@ -92,9 +92,9 @@ class LiveRun:
     resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
     """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; gives the extras
     that were taken, to what was set by them."""
-    is_named: bool = True
+    has_global_names: bool = True
     """Whether names are those of the whole model. If not, the core numbers layers and experts."""
-    is_placed: bool = True
+    has_global_parts: bool = True
     """Whether parts are those of the whole model. If not, the core finds how tensors are cut from their attributes and
     by rules."""
 

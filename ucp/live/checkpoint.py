@@ -17,17 +17,17 @@ from importlib.util import find_spec
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
-from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, AtomIndex, Index, SourceFile, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Slice, resolve
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import Slice
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.text.page import Page, Report, table
 from ucp.core.text.units import shape_text
 from ucp.core.topology import Topology
 from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
 from ucp.io.files import Sources
-from ucp.live.resume.values import live_value
+from ucp.live.resume.values import load_extra
 from ucp.transfer.gather import Gatherer
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
     def extras(self) -> Mapping[str, object]:
         """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
 
-        Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references,
+        Plain values are themselves; objects are inert (`ucp.io.pickle.values.Stub`), tensors are references,
         which `extra` and `tensor` read.
         """
         return _Extras({extra.name: extra.value for extra in self.index.extras if extra.rank is None})
@@ -201,7 +201,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         found = next((own for own in self.index.extras if (own.name, own.rank) == (name, rank)), None)
         if found is None:
             raise NoSuchNameError(self._no_extra(name, rank))
-        return live_value(found, self.tensor)
+        return load_extra(found, self.tensor)
 
     def _no_extra(self, name: str, rank: int | None) -> str:
         own = [extra.rank for extra in self.index.extras if extra.name == name]

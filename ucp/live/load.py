@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.values import DtypeLike, TopologyLike, type_path
-from ucp.io.identity import check_unchanged
+from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere
-from ucp.live.match.names import in_live_order, under_live_names
-from ucp.live.model.describe import described
-from ucp.live.model.meta import place_of
+from ucp.live.match.names import rename_to_model, reorder_to_optimizer
+from ucp.live.model.describe import describe_run
+from ucp.live.model.meta import find_device
 from ucp.live.model.parallel.experts import Experts
-from ucp.live.model.parallel.numbering import without_chunks
-from ucp.live.model.parallel.place import Placing, place, without_padding
+from ucp.live.model.parallel.numbering import strip_chunks
+from ucp.live.model.parallel.place import PlacingOptions, place_run, trim_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
-from ucp.live.report import Clock, LoadReport, report_of
-from ucp.live.resume.beside import Resume, RunObjects, resume_of
-from ucp.live.run.asked import LoadAsked
-from ucp.live.run.ranks import Ranks, ranks_of, together
+from ucp.live.report import Clock, LoadReport, make_report
+from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
+from ucp.live.run.ranks import Ranks, find_ranks, run_together
+from ucp.live.run.request import LoadRequest
 from ucp.live.run.shared_index import read_once
 from ucp.source.read import index_as_told, index_of, no_cycle_collection
 
@@ -146,10 +146,10 @@ def load_into(
     Whatever is raised is raised on all ranks.
     """
     clock = Clock()
-    ranks = ranks_of(process_group, _device(model))
-    asked = together(
+    ranks = find_ranks(process_group, _device(model))
+    asked = run_together(
         ranks,
-        lambda: LoadAsked.of(
+        lambda: LoadRequest.parse(
             topology,
             checkpoint,
             rank=ranks.rank,
@@ -165,7 +165,7 @@ def load_into(
             **options,
         ),
     )
-    beside = RunObjects(scheduler=scheduler, scheduler_key=asked.scheduler, scaler=scaler, policy=asked.rank_extras)
+    beside = ResumeOptions(scheduler=scheduler, scheduler_key=asked.scheduler, scaler=scaler, policy=asked.rank_extras)
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "masters": masters}
     request = LiveRequest(
         model=model,
@@ -181,17 +181,17 @@ def load_into(
     run, files = decision.run, decision.index.files
     try:
         traffic = carry(decision.wants, plan.landing, ranks, replace(asked.carry, records=decision.index.records))
-        together(ranks, lambda: None if ranks.rank else check_unchanged(files))  # one looks for all
+        run_together(ranks, lambda: None if ranks.rank else check_unchanged(files))  # one looks for all
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
         raise
     clock.lap("read")
-    together(ranks, lambda: _restore(decision, plan.landing))
-    together(ranks, run.finish)
-    resume = plan.resume.beside(together(ranks, lambda: run.resume(decision.index, decision.findings)))
-    together(ranks, lambda: [step() for step in resume.steps])
+    run_together(ranks, lambda: _restore(decision, plan.landing))
+    run_together(ranks, run.finish)
+    resume = plan.resume.beside(run_together(ranks, lambda: run.resume(decision.index, decision.findings)))
+    run_together(ranks, lambda: [step() for step in resume.steps])
     clock.lap("restore")
-    return report_of(decision, resume, traffic, clock.seconds)
+    return make_report(decision, resume, traffic, clock.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +201,11 @@ class _Plan:
     decision: Decision
     landing: Sequence[torch.Tensor]
     """Where each of `decision.wants` is brought."""
-    resume: Resume
+    resume: ResumePlan
 
 
 def _plan(
-    request: LiveRequest, asked: LoadAsked, beside: RunObjects, given: Mapping[str, object], clock: Clock
+    request: LiveRequest, asked: LoadRequest, beside: ResumeOptions, given: Mapping[str, object], clock: Clock
 ) -> _Plan:
     """Match the checkpoint with the model, on all ranks alike. `given`: what the user passed beside the model."""
     ranks, source = request.ranks, asked.names.source
@@ -214,22 +214,22 @@ def _plan(
     told = {name: None if own is None else type(own).__name__ for name, own in given.items()}
     check_agreement(ranks, index, {**asked.agreed, **told})
     clock.lap("index")
-    run = together(ranks, lambda: described(request))
+    run = run_together(ranks, lambda: describe_run(request))
     saved = index
-    index, hints = under_live_names(saved, without_chunks(run.model), asked.names, ranks)
-    placing = Placing(family=source, rename=asked.options.rename, experts=asked.experts)
-    run = place(run, index, asked.mesh, ranks, placing)
+    index, hints = rename_to_model(saved, strip_chunks(run.model), asked.names, ranks)
+    placing = PlacingOptions(family=source, rename=asked.options.rename, experts=asked.experts)
+    run = place_run(run, index, asked.mesh, ranks, placing)
     if index is saved:  # names of parameters are those of the checkpoint
-        index = in_live_order(index, run, asked, ranks)
-    matching = together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
+        index = reorder_to_optimizer(index, run, asked, ranks)
+    matching = run_together(ranks, lambda: match(run, index, asked.options, dtype=asked.dtype))
     matching.findings.hints.extend(hints)
     used = used_anywhere(matching, ranks)
-    resume = together(ranks, lambda: resume_of(index, matching.findings, ranks, beside))
-    decision = together(ranks, lambda: decide(matching, used, asked.options))
-    brought = {want.name for want in decision.wants if not want.stepped} | run.model.derived
-    model = together(ranks, lambda: run.prepare(run.model, brought))  # with memory for everything
+    resume = run_together(ranks, lambda: plan_resume(index, matching.findings, ranks, beside))
+    decision = run_together(ranks, lambda: decide(matching, used, asked.options))
+    brought = {want.name for want in decision.wants if not want.is_optimizer_state} | run.model.derived
+    model = run_together(ranks, lambda: run.prepare(run.model, brought))  # with memory for everything
     decision = replace(decision, run=replace(run, model=model))
-    landing = together(ranks, lambda: _landings(decision))
+    landing = run_together(ranks, lambda: _landings(decision))
     clock.lap("plan")
     return _Plan(decision=decision, landing=landing, resume=resume)
 
@@ -238,15 +238,17 @@ def _device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
     from torch import nn
 
     given = model if isinstance(model, list | tuple) else [model]
-    return place_of([own for own in given if isinstance(own, nn.Module)])  # what else is given is refused by all ranks
+    return find_device(
+        [own for own in given if isinstance(own, nn.Module)]
+    )  # what else is given is refused by all ranks
 
 
 def _landings(decision: Decision) -> list[torch.Tensor]:
     """The memory to bring each state into: of a vocabulary that is padded, without the padding."""
     run, landings = decision.run, []
-    parts = {} if run.is_placed else {own.name: own.part for own in run.model.tensors if own.part.is_padded}
+    parts = {} if run.has_global_parts else {own.name: own.part for own in run.model.tensors if own.part.is_padded}
     for want in decision.wants:
-        if not want.stepped:
+        if not want.is_optimizer_state:
             memory = run.model.handles[want.name]
         else:
             assert run.optimizer is not None
@@ -256,7 +258,7 @@ def _landings(decision: Decision) -> list[torch.Tensor]:
             if part is not None and not counts and shape[1:] == part.local_shape[1:]:
                 shape = part.local_shape
             memory = run.optimizer.landing(want.name, want.state, own.dtype, shape, counts=counts)
-        landings.append(without_padding(memory, want.slice))
+        landings.append(trim_padding(memory, want.slice))
     return landings
 
 
@@ -267,7 +269,7 @@ def _restore(decision: Decision, landing: Sequence[torch.Tensor]) -> None:
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in decision.fresh}
     counts: dict[str, set[str]] = {}
     for want, tensor in zip(decision.wants, landing, strict=True):
-        if want.stepped:
+        if want.is_optimizer_state:
             states.setdefault(want.name, {})[want.state] = tensor
             if decision.index.atoms[want.slice.param].is_count(want.state):
                 counts.setdefault(want.name, set()).add(want.state)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
 from ucp.core.layout import Layout, part_of
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 
 if TYPE_CHECKING:
     import torch
@@ -41,29 +41,29 @@ class LivePart:
     """Elements per dim of the whole; None where the live side does not know it, and the checkpoint's is cut."""
     hint: str = ""
     """What to do where its shape is not that of the checkpoint."""
-    left_out: str = ""
+    unassigned: str = ""
     """What of the checkpoint's no rank holds; empty for nothing."""
     is_padded: bool = False
     """Whether the whole may have other rows than the checkpoint's: more, which are padding, or less of such."""
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> LivePart:
+    def full(cls, shape: tuple[int, ...]) -> LivePart:
         """All of a tensor."""
         return cls(local_shape=shape, global_shape=shape)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether every rank holds all of it."""
         return not self.layout.every
 
-    def slice_of(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
+    def to_slice(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
         """The slice of a state of `shape` that the rank holds, in its own order.
 
         Raises ValueError, with what was expected, where the layout does not cut such a tensor to `local_shape`.
         """
         own = self.global_shape
         if self.is_padded and own is not None and own != shape and own[1:] == shape[1:]:
-            return _first_rows(self.slice_of(param, state, own, dtype), shape[0])
+            return _first_rows(self.to_slice(param, state, own, dtype), shape[0])
         if own not in (None, shape):
             raise ValueError(f"has shape {list(own or ())} in the model and {list(shape)}")
         part = part_of(self.layout, shape, coords=self.coords)
@@ -84,7 +84,7 @@ class LivePart:
         local = self.local_shape  # which says more than `part` of one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
-    def of_range(self, own: LivePart) -> LivePart:
+    def narrow_to(self, own: LivePart) -> LivePart:
         """The range `own` of what the model holds as a part of the whole; one that is that already as it is."""
         if own.layout.axes:
             return own
@@ -102,7 +102,7 @@ def _first_rows(own: Slice, rows: int) -> Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class FlatRange:
     """Elements of a parameter in a flat tensor."""
 
     start: int
@@ -112,7 +112,7 @@ class Stretch:
     part: LivePart
     """What of the parameter they are."""
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """These elements of a tensor; one for this parameter alone may have its shape."""
         return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
 
@@ -127,13 +127,13 @@ class LiveTensor:
     """Element type."""
     part: LivePart
     """What of it this rank holds."""
-    called: tuple[str, ...] = ()
+    assigned_names: tuple[str, ...] = ()
     """Names it goes by in the whole model, where ranks number layers or experts otherwise; empty for `names`."""
 
     @property
-    def whole_names(self) -> tuple[str, ...]:
+    def global_names(self) -> tuple[str, ...]:
         """Names it goes by in the whole model."""
-        return self.called or self.names
+        return self.assigned_names or self.names
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class LoadItem:
     """What of it this rank holds, as the checkpoint calls it."""
     source: StateIndex
     """Where it lies."""
-    stepped: bool = False
+    is_optimizer_state: bool = False
     """Whether the optimizer keeps it: every state, and masters."""
 
     @property

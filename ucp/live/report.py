@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
-from ucp.live.exchange.traffic import Traffic
+from ucp.live.exchange.carry import Traffic
 from ucp.live.match.decide import Decision
-from ucp.live.resume.beside import Resume
+from ucp.live.resume.beside import ResumePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +133,10 @@ class Clock:
         self.seconds[stage] = self._at - began
 
 
-def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapping[str, float]) -> LoadReport:
+def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages: Mapping[str, float]) -> LoadReport:
     """The report of a load that is done."""
     index, findings = decision.index, decision.findings
-    states = dict.fromkeys(want.state for want in decision.wants if want.stepped)
+    states = dict.fromkeys(want.state for want in decision.wants if want.is_optimizer_state)
     # files in which an element does not carry a checksum of its own, as encoded blocks do
     refs = (f.ref for want in decision.wants for f in want.source.fragments if f.replica == 0 and f.box.numel)
     bare = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
@@ -146,7 +146,9 @@ def report_of(decision: Decision, resume: Resume, traffic: Traffic, stages: Mapp
         path=index.path,
         format=index.format,
         step=index.step,
-        names=tuple(dict.fromkeys(want.name for want in decision.wants if not want.stepped or want.state == WEIGHT)),
+        names=tuple(
+            dict.fromkeys(want.name for want in decision.wants if not want.is_optimizer_state or want.state == WEIGHT)
+        ),
         states=tuple(states),
         fresh=decision.fresh,
         nbytes_read=traffic.nbytes[traffic.rank],

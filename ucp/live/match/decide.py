@@ -10,9 +10,9 @@ from operator import or_
 
 import xxhash
 
-from ucp.core.dtypes import DType
-from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.gaps import check_doubts
+from ucp.core.index import DoubtKind, Index, Kind, ParamGroup
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import LoadError, listed
 from ucp.io.elements import viewed
 from ucp.io.files import open_source
@@ -20,7 +20,7 @@ from ucp.live.adapters import LiveRun
 from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
 from ucp.live.match.states import match_states, note_rounded
-from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
+from ucp.live.match.tensors import filter_fitting, find_unexpected, match_tensors, plan_weights
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
@@ -101,7 +101,7 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
         check_moments(before_first_step(index), options.zero_moments)
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
-    matched = fitting(run.model.tensors, named, index, findings)
+    matched = filter_fitting(run.model.tensors, named, index, findings)
     other = [
         f"{own.name}: {own.dtype}"
         for own in run.model.tensors
@@ -145,7 +145,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     tensors = run.model.tensors
     find_unexpected(tensors, used.present, index, findings)
     brought = [own for own in tensors if own.name not in run.model.derived]
-    wants = want_weights(brought, matched, index, findings=findings)
+    wants = plan_weights(brought, matched, index, findings=findings)
     fresh: list[str] = []
     hyper: list[dict[str, object]] = []
     if run.optimizer is not None:
@@ -158,7 +158,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     if options.strict:
         findings.check(index.path)
     if not matched and tensors:
-        raise findings.nothing(index.path)
+        raise findings.make_no_match_error(index.path)
     return Decision(
         index=index,
         run=run,
@@ -171,11 +171,11 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
 
 def _placed(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
     """What an optimizer of local tensors, or of ranges of them as ZeRO cuts them, steps of the whole model."""
-    if run.is_placed or param.name not in parts:
+    if run.has_global_parts or param.name not in parts:
         return param
     held = parts[param.name]
-    apart = {state: held.of_range(own) for state, own in param.apart.items()}
-    return replace(param, part=param.part and held.of_range(param.part), apart=apart)
+    apart = {state: held.narrow_to(own) for state, own in param.apart.items()}
+    return replace(param, part=param.part and held.narrow_to(param.part), apart=apart)
 
 
 def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> None:

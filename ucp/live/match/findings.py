@@ -31,7 +31,7 @@ class Findings:
             cure = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
             raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{text}\n{cure}")
 
-    def nothing(self, path: str) -> LoadError:
+    def make_no_match_error(self, path: str) -> LoadError:
         """The error for a checkpoint of which not one tensor goes into the model."""
         what = "fits the model" if self.problems else "has a name of the model"
         cure = self.hints or ["`ucp inspect` lists the names and shapes there"]

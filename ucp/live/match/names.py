@@ -17,25 +17,24 @@ from typing import TYPE_CHECKING
 from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family
-from ucp.core.index import Index
-from ucp.core.names import WEIGHT
-from ucp.core.patches import Made
+from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
+from ucp.families.recipes import Made
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
-from ucp.live.run.ranks import Ranks, together
+from ucp.live.run.ranks import Ranks, run_together
 from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
 from ucp.source.read import index_of
 
 if TYPE_CHECKING:
-    from ucp.live.run.asked import LoadAsked
+    from ucp.live.run.request import LoadRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamesAsked:
+class NameOptions:
     """What the user says of names."""
 
     naming: Naming = field(default_factory=Naming)
@@ -55,53 +54,53 @@ class NamesAsked:
                 f"(num_attention_heads); got {', '.join(sorted(unknown))}"
             )
 
-    def family(self, index: Index) -> Family:
+    def choose_family(self, index: Index) -> Family:
         """The family of the checkpoint. Raises UnknownFamilyError."""
         arguments = {**recorded_arguments(index), **said_values(self.settings)}
         names = index.shapes
         return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
 
-    def called(self, own: LiveTensor) -> tuple[str, ...]:
+    def checkpoint_names(self, own: LiveTensor) -> tuple[str, ...]:
         """Names in the checkpoint that a tensor may have."""
         return own.names if self.rename is None else tuple(map(self.rename, own.names))
 
 
-def under_live_names(
-    index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked, ranks: Ranks
+def rename_to_model(
+    index: Index, tensors: Sequence[LiveTensor], asked: NameOptions, ranks: Ranks
 ) -> tuple[Index, tuple[str, ...]]:
     """The checkpoint under the names of the model, and what may cure it where it is not. Collective.
 
     Raises FamilyError, UnsupportedError, UsageError.
     """
-    index = together(ranks, lambda: _rename_as_asked(index, asked))
+    index = run_together(ranks, lambda: _rename_as_asked(index, asked))
     held = [own for own in tensors if 0 not in own.part.local_shape]
 
     def fit() -> tuple[bool, bool]:
         """Whether the checkpoint has the names of this rank, and whether it has its shapes under them."""
-        if not all(_is_in(asked.called(own), index.shapes, index.aliases) for own in held):
+        if not all(_is_in(asked.checkpoint_names(own), index.shapes, index.aliases) for own in held):
             return False, False
         shapes = index.shapes
         known = {**{alias: shapes[name] for alias, name in index.aliases.items() if name in shapes}, **shapes}
         return True, all(_is_shaped(own, asked, known) for own in held)
 
-    fits = together(ranks, fit)
+    fits = run_together(ranks, fit)
     same_names, same_shapes = (all(each) for each in zip(*ranks.share(fits), strict=True))
     if asked.naming != Naming() or same_shapes:
         return index, ()
-    found = together(ranks, lambda: _styles(index, held, asked))
+    found = run_together(ranks, lambda: _styles(index, held, asked))
     ways = found.agreed(ranks, by_shape=same_names)
     if found.family is None or len(ways) != 1:
         return index, found.hints(ways)
     family = found.family
-    return together(ranks, lambda: under_style(index, family, ways[0])), ()
+    return run_together(ranks, lambda: under_style(index, family, ways[0])), ()
 
 
-def _rename_as_asked(index: Index, asked: NamesAsked) -> Index:
+def _rename_as_asked(index: Index, asked: NameOptions) -> Index:
     if asked.naming.rules is not None:
         index = by_rules(index, asked.naming.rules)
     if not asked.naming.style:
         return index
-    family = asked.family(index)
+    family = asked.choose_family(index)
     check_styles(family, asked.naming)
     return under_style(index, family, asked.naming.style, asked.naming.source)
 
@@ -147,9 +146,9 @@ class _Styles:
         )
 
 
-def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _Styles:
+def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NameOptions) -> _Styles:
     try:
-        family = asked.family(index)
+        family = asked.choose_family(index)
     except UnknownFamilyError:
         return _Styles()
     named: dict[str, Mapping[str, Made]] = {}
@@ -159,14 +158,14 @@ def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NamesAsked) -> _
     except FamilyError as error:
         return _Styles(family=family, undecided=str(error))
     for style in (CANONICAL, *family.styles):
-        if not all(_is_read(family, asked.called(own), style) for own in tensors):
+        if not all(_is_read(family, asked.checkpoint_names(own), style) for own in tensors):
             continue
         try:
             _, made = restyled(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue
-        if all(_is_in(asked.called(own), made) for own in tensors):
+        if all(_is_in(asked.checkpoint_names(own), made) for own in tensors):
             named[style] = made
     shapes = {style: {name: each.shape for name, each in made.items()} for style, made in named.items()}
     shaped = (style for style, each in shapes.items() if all(_is_shaped(own, asked, each) for own in tensors))
@@ -184,16 +183,16 @@ def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
         return False
 
 
-def _is_shaped(own: LiveTensor, asked: NamesAsked, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    shape = next(shapes[name] for name in asked.called(own) if name in shapes)
+def _is_shaped(own: LiveTensor, asked: NameOptions, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    shape = next(shapes[name] for name in asked.checkpoint_names(own) if name in shapes)
     try:
-        own.part.slice_of(own.name, WEIGHT, shape, own.dtype)
+        own.part.to_slice(own.name, WEIGHT, shape, own.dtype)
     except ValueError:
         return False
     return True
 
 
-def in_live_order(index: Index, run: LiveRun, asked: LoadAsked, ranks: Ranks) -> Index:
+def reorder_to_optimizer(index: Index, run: LiveRun, asked: LoadRequest, ranks: Ranks) -> Index:
     """`index`, with the states of its optimizer named by the order of the live one, where they need it and it fits.
 
     Collective. Raises LoadError where both that order and the one inferred fit, and differ.
@@ -211,7 +210,7 @@ def in_live_order(index: Index, run: LiveRun, asked: LoadAsked, ranks: Ranks) ->
         except UsageError:  # it does not fit
             return None
 
-    live = together(ranks, read)
+    live = run_together(ranks, read)
     if live is None or index.unnamed is not None:
         return live or index
     if [group.params for group in live.groups] == [group.params for group in index.groups]:

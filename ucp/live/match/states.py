@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ucp.core.index import AtomIndex, Index
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.errors import counted
 from ucp.live.match.findings import Findings
-from ucp.live.match.tensors import castable, item_of, note_cast
+from ucp.live.match.tensors import is_castable, make_item, note_cast
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 
 
@@ -39,7 +38,7 @@ def match_states(
         atom = index.atoms[matched[param.name]]
         if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also where the checkpoint has no more than the weight
             note_cast(atom, WEIGHT, dtype, findings)
-            wanted.append(item_of(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
+            wanted.append(make_item(param.name, atom, WEIGHT, dtype, param.part or parts[param.name], stepped=True))
         if not _states_of(atom):
             is_new = index.unnamed is None and has_optimizer and atom.name not in known
             if is_new and not param.is_frozen and 0 not in atom.global_shape:
@@ -102,9 +101,9 @@ def _states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Finding
     for state, dtype in keeps.items():
         stored = atom.states[state].dtype
         taken = stored if dtype is None or atom.is_count(state) else dtype
-        if castable(stored, taken):
+        if is_castable(stored, taken):
             note_cast(atom, state, taken, findings)
-            wanted.append(item_of(param.name, atom, state, taken, param.apart.get(state, part), stepped=True))
+            wanted.append(make_item(param.name, atom, state, taken, param.apart.get(state, part), stepped=True))
         else:
             findings.problems.append(f"{param.name}/{state} is {taken} in the optimizer, {stored} in the checkpoint")
     return wanted

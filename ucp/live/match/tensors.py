@@ -1,6 +1,6 @@
 """What a live model wants of a checkpoint, and everything in which the two do not fit. Names and shapes only.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> from ucp.core.topology import Topology
 >>> from ucp.live.parts import LivePart
 >>> live = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.whole((2,)))
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index
-from ucp.core.names import WEIGHT
-from ucp.core.slices import whole_slice
+from ucp.core.index import WEIGHT, AtomIndex, Index
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.live.match.findings import Findings
 from ucp.live.parts import LivePart, LiveTensor, LoadItem
 
@@ -38,12 +37,12 @@ def match_tensors(
     """
     matched: dict[str, str] = {}
     for own in tensors:
-        held = atoms_of(own, index, rename)
+        held = find_atoms(own, index, rename)
         if not held and 0 in own.part.local_shape:
             findings.notes.append(f"{own.name} has no elements, and is not in the checkpoint")
             continue
         if not held:
-            whole = own.whole_names[0]
+            whole = own.global_names[0]
             renamed = rename(whole) if rename else whole
             in_whole = f" ({whole} in the whole model)" if whole != own.name else ""
             findings.missing.append(own.name + in_whole + (f" (renamed {renamed})" if renamed != whole else ""))
@@ -58,7 +57,7 @@ def match_tensors(
     return matched
 
 
-def fitting(
+def filter_fitting(
     tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings
 ) -> dict[str, str]:
     """Those whose atoms have their shape, and a type that can be cast to their own."""
@@ -72,7 +71,7 @@ def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index:
     findings.unexpected.extend(name for name in index.atoms if name not in used)
     if not findings.missing or not findings.unexpected:
         return
-    names = [own.whole_names[0] for own in tensors]
+    names = [own.global_names[0] for own in tensors]
     stored = {*index.atoms, *index.aliases}
     first = names[0]
     longer = sorted(name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
@@ -91,9 +90,9 @@ def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index:
         findings.hints.append(f"pass {', or '.join(ways[:_MOST_WAYS])}")
 
 
-def atoms_of(own: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
+def find_atoms(own: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
     """Atoms of its names; several where the model ties what the checkpoint does not."""
-    names = (rename(name) if rename else name for name in own.whole_names)
+    names = (rename(name) if rename else name for name in own.global_names)
     return [name for name in dict.fromkeys(index.aliases.get(name, name) for name in names) if name in index.atoms]
 
 
@@ -104,7 +103,7 @@ def _note_shared(tensors: Sequence[LiveTensor], matched: Mapping[str, str], inde
             takers.setdefault(matched[own.name], []).append(own)
     for atom, several in takers.items():
         if len(several) > 1:
-            alike = len({own.whole_names for own in several}) == 1
+            alike = len({own.global_names for own in several}) == 1
             tied = "they were tied when saved" if atom in index.aliases.values() else "`rename` gives both its name"
             why = "replicas of it" if alike else tied
             names = " and ".join(own.name for own in several)
@@ -117,12 +116,12 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
         findings.missing.append(f"{own.name}: the checkpoint has only {', '.join(atom.states)} of it")
         return False
     try:
-        own.part.slice_of(atom.name, WEIGHT, atom.global_shape, own.dtype)
+        own.part.to_slice(atom.name, WEIGHT, atom.global_shape, own.dtype)
     except ValueError as error:
         findings.problems.append(f"{own.name} {error} in the checkpoint{own.part.hint and f'; {own.part.hint}'}")
         return False
-    if own.part.left_out:
-        findings.unexpected.append(f"{atom.name}: {own.part.left_out}")
+    if own.part.unassigned:
+        findings.unexpected.append(f"{atom.name}: {own.part.unassigned}")
     if own.part.global_shape not in (None, atom.global_shape):
         stored, rows = atom.global_shape[0], (own.part.global_shape or (0,))[0]
         extra = (
@@ -132,13 +131,13 @@ def _fits(own: LiveTensor, matched: Mapping[str, str], index: Index, findings: F
             f"{own.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {extra}, in every state"
         )
     dtype = atom.states[WEIGHT].dtype
-    if not castable(dtype, own.dtype):
+    if not is_castable(dtype, own.dtype):
         findings.problems.append(f"{own.name} is {own.dtype} in the model and {dtype} in the checkpoint")
         return False
     return True
 
 
-def want_weights(
+def plan_weights(
     tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, *, findings: Findings
 ) -> list[LoadItem]:
     """The weight of every matched tensor, in the type that the model has it in."""
@@ -147,25 +146,27 @@ def want_weights(
         if own.name in matched:
             atom = index.atoms[matched[own.name]]
             note_cast(atom, WEIGHT, own.dtype, findings)
-            wanted.append(item_of(own.name, atom, WEIGHT, own.dtype, own.part))
+            wanted.append(make_item(own.name, atom, WEIGHT, own.dtype, own.part))
     return wanted
 
 
-def castable(stored: DType, wanted: DType) -> bool:
+def is_castable(stored: DType, wanted: DType) -> bool:
     """Whether a state of one type can be brought into memory of another."""
     return stored is wanted or (stored.is_floating and wanted.is_floating)
 
 
-def item_of(name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False) -> LoadItem:
+def make_item(
+    name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, stepped: bool = False
+) -> LoadItem:
     """What `part` is of a state; a count, or a state of another shape than its parameter, is whole on every rank."""
     source = atom.states[state]
-    is_whole = part.is_whole or source.global_shape != atom.global_shape or atom.is_count(state)
+    is_whole = part.is_full or source.global_shape != atom.global_shape or atom.is_count(state)
     wanted = (
         whole_slice(atom.name, state, source, dtype=dtype)
         if is_whole
-        else part.slice_of(atom.name, state, source.global_shape, dtype)
+        else part.to_slice(atom.name, state, source.global_shape, dtype)
     )
-    return LoadItem(name=name, slice=wanted, source=source, stepped=stepped)
+    return LoadItem(name=name, slice=wanted, source=source, is_optimizer_state=stepped)
 
 
 def note_cast(atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
-from ucp.live.resume.rank_extras import RankPolicy, generators_of, rank_extras
-from ucp.live.resume.scheduler import Stateful, scaler_state, scheduler_state
-from ucp.live.resume.values import live_value
+from ucp.live.resume.rank_extras import RankPolicy, collect_rank_extras, find_generators
+from ucp.live.resume.scheduler import Stateful, find_scheduler_state, make_scaler_state
+from ucp.live.resume.values import load_extra
 from ucp.live.run.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumePlan:
     """What is restored beside the model."""
 
     steps: tuple[Callable[[], object], ...] = ()
@@ -30,7 +29,7 @@ class Resume:
     ignored: tuple[str, ...] = ()
     """Extras that nothing was done with."""
 
-    def beside(self, taken: Mapping[str, str]) -> Resume:
+    def beside(self, taken: Mapping[str, str]) -> ResumePlan:
         """The same, and what a framework took for its own: extra to what was set by it."""
         told = (f"{what}, from {name}" for name, what in taken.items())
         left = tuple(name for name in self.ignored if name not in taken)
@@ -38,7 +37,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunObjects:
+class ResumeOptions:
     """What the user wants restored beside the model."""
 
     scheduler: object = None
@@ -51,38 +50,38 @@ class RunObjects:
     """What to do with what each rank of the saved run kept for itself."""
 
 
-def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects) -> Resume:
+def plan_resume(index: Index, findings: Findings, ranks: Ranks, asked: ResumeOptions) -> ResumePlan:
     """Decide it. Raises LoadError for what cannot be carried, UsageError, MalformedError."""
     checkpoint = Checkpoint(index)
 
     def read(extra: Extra) -> object:
-        return live_value(extra, checkpoint.tensor)
+        return load_extra(extra, checkpoint.tensor)
 
     steps: list[Callable[[], object]] = []
     restored: list[str] = []
     used: set[str] = set()
     if asked.scheduler is not None:
-        found = scheduler_state(index, asked.scheduler, read, findings, key=asked.scheduler_key)
+        found = find_scheduler_state(index, asked.scheduler, read, findings, key=asked.scheduler_key)
         if found is not None:
             steps.append(_loader(asked.scheduler, found.state))
             restored.append(f"scheduler {type(asked.scheduler).__name__}, from {found.key}")
             used |= {
                 own.name
                 for own in index.extras
-                if own.name == found.extra and (is_companion(own) or found.taken_out_of(own) is None)
+                if own.name == found.extra and (own.is_sidecar or found.taken_out_of(own) is None)
             }  # which hold nothing beside it
     if asked.scaler is not None:
-        scale = scaler_state(index, asked.scaler, read, findings)
+        scale = make_scaler_state(index, asked.scaler, read, findings)
         if scale is not None:
             name, state = scale
             steps.append(_loader(asked.scaler, state))
             restored.append(f"scaler {type(asked.scaler).__name__}, from {name}")
             used.add(name)
-    every = rank_extras(index)
-    own = every.of(ranks.rank, of=ranks.count, policy=asked.policy)
+    every = collect_rank_extras(index)
+    own = every.select(ranks.rank, of=ranks.count, policy=asked.policy)
     carried = {name: read(extra) for name, extra in own.items()}
     for name, value in carried.items():
-        generators = generators_of(value)
+        generators = find_generators(value)
         steps += generators.values()
         if generators:
             restored.append(f"random states ({', '.join(generators)}), from {name}")
@@ -91,7 +90,7 @@ def resume_of(index: Index, findings: Findings, ranks: Ranks, asked: RunObjects)
     why = "rank 0 has none" if is_asked else "of single ranks; rank_extras='carry' or 'replicate' takes them"
     names = dict.fromkeys(extra.name for extra in index.extras)
     apart = {extra.name for one in every.values.values() for extra in one.values()}
-    return Resume(
+    return ResumePlan(
         steps=tuple(steps),
         restored=tuple(restored),
         carried=carried,

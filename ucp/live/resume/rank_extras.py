@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ucp.contract.companions import is_companion
 from ucp.contract.registry import run_extras
 from ucp.core.index import Extra, Index
 from ucp.core.topology import Topology
@@ -41,7 +40,7 @@ class RankExtras:
     ranks: int
     """Ranks of the run that was saved."""
 
-    def of(self, rank: int, *, of: int, policy: RankPolicy) -> dict[str, Extra]:
+    def select(self, rank: int, *, of: int, policy: RankPolicy) -> dict[str, Extra]:
         """What a rank of a run of so many gets. Raises LoadError where it cannot be carried."""
         if policy is RankPolicy.DROP or not self.values:
             return {}
@@ -55,7 +54,7 @@ class RankExtras:
         return {name: own[source] for name, own in self.values.items() if source in own}
 
 
-def rank_extras(index: Index) -> RankExtras:
+def collect_rank_extras(index: Index) -> RankExtras:
     """What each rank kept for itself, by the numbers of extras and by the places that the format knows."""
     found: dict[str, dict[int, Extra]] = {}
     for extra in index.extras:
@@ -67,7 +66,7 @@ def rank_extras(index: Index) -> RankExtras:
 
 def _numbered(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
     """By `Extra.rank`: what a rank has otherwise than all, with what it has like them."""
-    if is_companion(extra):
+    if extra.is_sidecar:
         if extra.rank is not None:
             yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra
         return
@@ -100,7 +99,7 @@ def _placed(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
 
 def _ranks(topology: Topology) -> Iterator[tuple[int, dict[str, int]]]:
     for rank in range(topology.ranks):
-        coords = dict(RunMesh.of(topology, rank=rank).coords)
+        coords = dict(RunMesh.from_topology(topology, rank=rank).coords)
         yield rank, {**coords, "ep": coords["dp"] % topology.ep}
 
 
@@ -113,7 +112,7 @@ _KEYS = {
 """Generator to what its state is called: by the Trainer, verl, accelerate, Megatron."""
 
 
-def generators_of(value: object) -> dict[str, Callable[[], None]]:
+def find_generators(value: object) -> dict[str, Callable[[], None]]:
     """Generator to what gives it the state in `value`; empty for what is not the random states of a rank."""
     if not isinstance(value, dict):
         return {}

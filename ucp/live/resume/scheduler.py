@@ -22,7 +22,7 @@ from ucp.contract.run_extras import (
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
 from ucp.live.match.findings import Findings
-from ucp.live.resume.values import inert_classes
+from ucp.live.resume.values import list_inert_classes
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ _PART = "_schedulers"
 """Entry of a scheduler that is made of others."""
 
 
-def scheduler_state(
+def find_scheduler_state(
     index: Index, scheduler: object, read: Callable[[Extra], object], findings: Findings, *, key: str | None = None
 ) -> SchedulerState | None:
     """The state in the checkpoint that fits the scheduler; None, with a problem, where none or several do.
@@ -105,7 +105,7 @@ def _misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> Iterato
         elif key == _PART and isinstance(own, list) and isinstance(other, list):
             for one, two in zip(own, other, strict=True):
                 yield from _misfits(one, two)
-    classes = inert_classes(dict(saved))
+    classes = list_inert_classes(dict(saved))
     if classes:
         yield f"it holds objects of {', '.join(classes)}, which are not made"
 
@@ -128,7 +128,7 @@ _SCALER_FILE = "companion/scaler.pt"
 """File of the Trainer and of accelerate."""
 
 
-def scaler_state(
+def make_scaler_state(
     index: Index, scaler: object, read: Callable[[Extra], object], findings: Findings
 ) -> tuple[str, dict[str, object]] | None:
     """The extra that holds the scale, and the state to give to the scaler; None where there is nothing to give.

@@ -13,12 +13,11 @@ from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
-from ucp.core.pickle_values import Stub, rebuild, walk
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import MalformedError
 from ucp.io.files import open_source
+from ucp.io.pickle.values import Stub, rebuild, walk
 from ucp.io.torch_file.archive import read_archive
 
 if TYPE_CHECKING:
@@ -34,19 +33,19 @@ _NUMBERS = re.compile(r"[iuf][1248]|b1")
 """Types of numpy's arrays. Examples: u4, f8, b1."""
 
 
-def live_value(extra: Extra, read: ReadTensor) -> object:
+def load_extra(extra: Extra, read: ReadTensor) -> object:
     """The value of an extra; of a companion file what it says, where torch or JSON wrote it, else its bytes."""
     return _made(_saved_in(extra), read)
 
 
-def inert_classes(value: object) -> list[str]:
+def list_inert_classes(value: object) -> list[str]:
     """Classes of the objects in a value that nobody has made."""
     return sorted({str(own.made_by) for own in walk([value], _PLAIN) if isinstance(own, Stub)})
 
 
 def _saved_in(extra: Extra) -> object:
     ref = extra.value
-    if not is_companion(extra) or not isinstance(ref, TensorRef) or ref.codec:
+    if not extra.is_sidecar or not isinstance(ref, TensorRef) or ref.codec:
         return ref
     suffix = PurePath(extra.name).suffix
     if suffix in _SAVED_BY_TORCH:

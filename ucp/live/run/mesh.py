@@ -40,7 +40,7 @@ class RunMesh:
     """Places of all ranks, where a DeviceMesh says them; empty for the order above."""
 
     @classmethod
-    def of(cls, topology: Topology | None, *, rank: int) -> RunMesh:
+    def from_topology(cls, topology: Topology | None, *, rank: int) -> RunMesh:
         """The place of `rank` in a run of that topology. Raises TopologyError where experts do not divide the ranks."""
         if topology is None:
             return cls()
@@ -53,7 +53,7 @@ class RunMesh:
         return cls(topology=topology, coords=_place(topology, rank))
 
     @classmethod
-    def of_device_mesh(cls, mesh: DeviceMesh, *, rank: int, count: int) -> RunMesh:
+    def from_device_mesh(cls, mesh: DeviceMesh, *, rank: int, count: int) -> RunMesh:
         """The places that a DeviceMesh over all `count` ranks says. Raises UsageError for a dim that is not known."""
         names = _names(mesh)
         members = [int(own) for own in mesh.mesh.flatten().tolist()]
@@ -68,7 +68,7 @@ class RunMesh:
             grid[member] = _joint(degrees, at)
         return cls(topology=_topology(degrees), coords=grid[rank], grid=tuple(grid))
 
-    def at(self, rank: int) -> Mapping[str, int]:
+    def coords_of(self, rank: int) -> Mapping[str, int]:
         """The place of any rank."""
         if self.topology is None:
             return {}

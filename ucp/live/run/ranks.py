@@ -47,7 +47,7 @@ class Ranks(Protocol):
         """Put the parts [bytes], equally long, of all `members` into `whole` [members, bytes]; only they call it."""
 
 
-class Alone:
+class SingleRank:
     """A single process."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Alone:
         whole[0] = part
 
 
-class Group:
+class ProcessGroupRanks:
     """The ranks of a process group of torch.distributed.
 
     Some of them exchange without a group of their own: one that only its members make (`use_local_synchronization`)
@@ -177,7 +177,7 @@ def _gather_into_one(whole: torch.Tensor, part: torch.Tensor, group: ProcessGrou
     getattr(distributed, name)(whole, part, group=group)
 
 
-def ranks_of(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
+def find_ranks(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
     """The ranks of `group`, or of the default group if there is one. `live`: device of the model."""
     import torch
     from torch import distributed
@@ -185,18 +185,18 @@ def ranks_of(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
     if isinstance(group, Ranks):
         return group
     if not distributed.is_available() or not distributed.is_initialized():
-        return Alone()
+        return SingleRank()
     count = distributed.get_world_size(group)
     if count < 1:
         raise UsageError("expected a group that this process is in; got another. Call load_into on its ranks only")
     if count == 1:
-        return Alone()
+        return SingleRank()
     backends = distributed.get_backend_config(group)
     if "nccl" in backends and live.type == "cuda":
-        return Group(group, live)
+        return ProcessGroupRanks(group, live)
     if "cpu" in backends or "gloo" in backends:
-        return Group(group, torch.device("cpu"))
-    return Group(group, torch.device("cuda", torch.cuda.current_device()))
+        return ProcessGroupRanks(group, torch.device("cpu"))
+    return ProcessGroupRanks(group, torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class _Failure:
     """Message."""
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
+def run_together(ranks: Ranks, work: Callable[[], T]) -> T:
     """What `work` returns, unless it fails on any rank: then all ranks raise the same error. Collective.
 
     Raises

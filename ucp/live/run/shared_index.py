@@ -18,8 +18,8 @@ import zstandard
 
 from ucp.core.index import Index
 from ucp.io.folder import is_url
-from ucp.io.identity import size_and_time
-from ucp.live.run.ranks import Ranks, together
+from ucp.io.provenance import size_and_time
+from ucp.live.run.ranks import Ranks, run_together
 
 
 def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
@@ -28,7 +28,7 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
     Raises what `read` raises, on all ranks.
     """
     if ranks.count == 1:
-        return together(ranks, read)
+        return run_together(ranks, read)
     index: Index | None = None
     failure: Exception | None = None
     if ranks.rank == 0:
@@ -44,7 +44,7 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
             raise failure
         return index or _unpack(received, path) or read()
 
-    return together(ranks, result)
+    return run_together(ranks, result)
 
 
 def _unpack(packed: bytes, path: Path) -> Index | None:

@@ -26,7 +26,7 @@ from functools import cache, partial
 from itertools import chain
 
 from ucp.core.assign import bounds
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk
@@ -101,7 +101,7 @@ class Fingerprints:
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
         for candidate in self.candidates:
             length = min(candidate.numel, _WINDOW)
-            first = prober.joined(candidate.refs, 0, length, dtype=candidate.dtype)
+            first = prober.read_joined(candidate.refs, 0, length, dtype=candidate.dtype)
             self._by_first.setdefault((length, candidate.dtype, first), []).append(candidate)
             if not any(first):
                 self.zeros.add(candidate.name)
@@ -131,7 +131,7 @@ class Fingerprints:
         windows = ((low, min(low + _WINDOW, numel)) for low in {0, last // 2, last} if low or compare_first)
         return all(
             self._read(buffer, start + low, start + high, dtype)
-            == self._prober.joined(candidate.refs, low, high, dtype=dtype)
+            == self._prober.read_joined(candidate.refs, low, high, dtype=dtype)
             for low, high in windows
         )
 

@@ -18,9 +18,9 @@ from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.findings import Findings
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
-from ucp.live.resume.scheduler import scaler_state
-from ucp.live.resume.values import live_value
-from ucp.live.run.ranks import together
+from ucp.live.resume.scheduler import make_scaler_state
+from ucp.live.resume.values import load_extra
+from ucp.live.run.ranks import run_together
 from ucp_formats.megatron.live.model import describe_chunks
 from ucp_formats.megatron.live.optimizer import MegatronLive, describe_optimizers
 from ucp_formats.megatron.source import find_grad_scaler
@@ -43,13 +43,13 @@ class MegatronAdapter:
 
     def describe(self, request: LiveRequest) -> LiveRun:
         """The rank's parts, and the way back from masters to 16-bit weights. Collective."""
-        together(request.ranks, lambda: _check(request))
+        run_together(request.ranks, lambda: _check(request))
         model = describe_chunks(_chunks(request.model), request.ranks)
         if not request.optimizer:
             return LiveRun(model=model)
         if not _is_of(request.optimizer, _OPTIMIZER):
             plain: Any = request.optimizer
-            return LiveRun(model=model, optimizer=together(request.ranks, lambda: describe_optimizer(plain, model)))
+            return LiveRun(model=model, optimizer=run_together(request.ranks, lambda: describe_optimizer(plain, model)))
         optimizer = describe_optimizers(request.optimizer, model, request.ranks)
         derived = frozenset(name for own in optimizer.members for name in own.copied)
         return LiveRun(
@@ -130,7 +130,7 @@ def _rescaled(optimizer: MegatronLive, index: Index, findings: Findings) -> dict
     counts = {key: own for key, own in said.items() if isinstance(own, int)} if isinstance(said, dict) else {}
     told, taken = Findings(), {}
     for scaler in {id(own): own for own in every if own is not None and own.state_dict()}.values():
-        found = scaler_state(index, scaler, lambda extra: live_value(extra, Checkpoint(index).tensor), told)
+        found = make_scaler_state(index, scaler, lambda extra: load_extra(extra, Checkpoint(index).tensor), told)
         if found is not None:
             scaler.load_state_dict({**found[1], **counts})
             taken[found[0]] = "scale of the loss"

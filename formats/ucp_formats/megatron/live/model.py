@@ -6,7 +6,7 @@ of this rank's part, in pieces where a fused tensor (gate and up, the projection
 The model of a rank, one chunk or several, as names and parts of the whole.
 
 Names are those that the readers give to checkpoints of the same modules: the keys that Megatron would save are
-understood by the rules of the family, which is chosen by all ranks together, for a stage has but some of the keys.
+understood by the rules of the family, which is chosen by all ranks run_together, for a stage has but some of the keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.errors import LoadError, UnsupportedError, listed
@@ -25,7 +25,7 @@ from ucp.families.family import distinct_shapes
 from ucp.live.adapters import LiveModel
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LivePart, LiveTensor
-from ucp.live.run.ranks import Ranks, together
+from ucp.live.run.ranks import Ranks, run_together
 from ucp_formats.megatron.torch_dist.keys import DistNames, name_tensors
 
 if TYPE_CHECKING:
@@ -182,12 +182,12 @@ def unwrapped(chunk: nn.Module) -> nn.Module:
 
 def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
     """All tensors of this rank. Collective."""
-    models = together(ranks, lambda: [unwrapped(chunk) for chunk in chunks])
-    found = together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
+    models = run_together(ranks, lambda: [unwrapped(chunk) for chunk in chunks])
+    found = run_together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
     shapes = distinct_shapes({key: shape for one in found for key, shape in one.shapes.items()})
     every = {key: shape for told in ranks.share(shapes) for key, shape in told.items()}  # a stage has some of the keys
-    names = together(ranks, lambda: name_tensors(every, _arguments(models[0]), SourceOptions()))
-    tensors = together(ranks, lambda: _live(found, names))
+    names = run_together(ranks, lambda: name_tensors(every, _arguments(models[0]), SourceOptions()))
+    tensors = run_together(ranks, lambda: _live(found, names))
     return LiveModel(
         tensors=tensors,
         handles={live.name: own.tensor for live, own in zip(tensors, found, strict=True)},
@@ -238,7 +238,7 @@ def _part(own: Sharded) -> LivePart:
     local = tuple(own.tensor.shape)
     whole = Box.whole(local)
     if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local and not own.is_padded:
-        return LivePart.whole(local)
+        return LivePart.full(local)
     held = AxisLayout(_PLACE, 1, pattern("pieces", held=(own.pairs,)), "sharded_state_dict of the module")
     return LivePart(
         local_shape=local,

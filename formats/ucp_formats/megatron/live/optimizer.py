@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.registry import pattern
-from ucp.core.dtypes import DType
+from ucp.contract.plugins import pattern
+from ucp.core.index import STEP, WEIGHT
 from ucp.core.layout import AxisLayout, Layout, part_of
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.module import dtype_of
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LiveParam, LivePart
-from ucp.live.run.ranks import Ranks, together
+from ucp.live.run.ranks import Ranks, run_together
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ class MegatronLive:
 
 def describe_optimizers(optimizer: Any, model: LiveModel, ranks: Ranks) -> MegatronLive:
     """What the optimizers of this rank keep. Collective. Raises UnsupportedError, LoadError."""
-    found = together(ranks, lambda: [_member(own, model) for own in _members(optimizer)])
+    found = run_together(ranks, lambda: [_member(own, model) for own in _members(optimizer)])
     return MegatronLive(members=tuple(replace(own, everyone=_of_all(own)) for own in found))
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, counted, listed

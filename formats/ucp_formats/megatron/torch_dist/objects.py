@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os.path import join
 
-from ucp.contract.rank_extras import Checksums
+from ucp.contract.ranks import Checksums
 from ucp.core.index import Extra
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.errors import MalformedError, MissingFileError
 from ucp.io.dcp.checkpoint import Dcp, read_dcp
@@ -24,6 +23,7 @@ from ucp.io.dcp.metadata import METADATA, read_metadata
 from ucp.io.files import split_parts
 from ucp.io.folder import is_there
 from ucp.io.pickle.fields import described, mapping
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import COMMON

@@ -16,19 +16,28 @@ from dataclasses import dataclass, field
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, Kind, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.index import (
+    STEP,
+    WEIGHT,
+    AtomIndex,
+    Extra,
+    Fragment,
+    Index,
+    Kind,
+    Loss,
+    ParamGroup,
+    SourceFile,
+    StateIndex,
+)
 from ucp.core.layout import Layout
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import Record
+from ucp.core.tensor import DType, Record
 from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import mapping
+from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, assign_groups, drop_rank_settings, is_by_named_optimizer
 from ucp_formats.megatron.modules import find_modules, find_modules_by_state, is_recorded, with_modules

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, Fragment
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp_formats.megatron.torch_dist.keys import ModelKey, StateKey

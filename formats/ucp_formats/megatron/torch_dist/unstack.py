@@ -14,9 +14,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, local_flat_pairs, uncovered
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
 from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey

@@ -13,10 +13,9 @@ from ucp_formats.megatron.torch_dist.keys import BucketKey
 from ucp_formats.megatron.torch_dist.states import DistStates
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import cast_bits
 

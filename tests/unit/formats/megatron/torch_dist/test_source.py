@@ -8,8 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from ucp.core.index import Kind
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, Kind
 from ucp.core.tensor import InlineTensor
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 
