@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.live.match.groups import LiveGroup
 from ucp.live.parts import LiveParam, LiveTensor
 

@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from types import EllipsisType
 from typing import TYPE_CHECKING
 
-from ucp.core.index import AtomIndex, Index, SourceFile, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, AtomIndex, Index, SourceFile, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Slice, resolve
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import Slice
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.text.page import Page, Report, table
 from ucp.core.text.units import shape_text
@@ -156,7 +156,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
     def extras(self) -> Mapping[str, object]:
         """Name to value of what is not a tensor of a parameter, if it is the same on all ranks.
 
-        Plain values are themselves; objects are inert (`ucp.core.pickle_values.Stub`), tensors are references,
+        Plain values are themselves; objects are inert (`ucp.io.pickle.values.Stub`), tensors are references,
         which `extra` and `tensor` read.
         """
         return _Extras({extra.name: extra.value for extra in self.index.extras if extra.rank is None})

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
 from ucp.core.layout import Layout, part_of
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text

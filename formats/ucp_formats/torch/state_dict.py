@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
-from ucp.core.index import Loss, ParamGroup, UnnamedStates
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Loss, ParamGroup, UnnamedStates
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.model_dict import (
     Path,

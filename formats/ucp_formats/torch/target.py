@@ -18,18 +18,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import companions_of, is_companion, place_companions
+from ucp.contract.companions import companions_of, place_companions
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex, check_weights
-from ucp.core.names import STEP, WEIGHT, OptimizerKeys, StateDictKeys
+from ucp.core.gaps import check_weights
+from ucp.core.index import (
+    STEP,
+    WEIGHT,
+    AtomIndex,
+    Extra,
+    Index,
+    Kind,
+    OptimizerKeys,
+    ParamGroup,
+    StateDictKeys,
+    StateIndex,
+)
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.core.tensor import TensorRef
+from ucp.core.target import Slice, TargetOptions, TargetPlan
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
@@ -212,7 +221,7 @@ class _Drafting:
         has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
         in_meta = [own.name for own in _client_extras(self._index)] if self._style == "lightning" else []
         left = []
-        for extra in (own for own in self._index.extras if not is_companion(own)):
+        for extra in (own for own in self._index.extras if not own.is_sidecar):
             is_scheduler = extra.name == LR_SCHEDULER and isinstance(extra.value, dict)
             if extra.rank is None and extra.name.startswith(MODULE_STATE):
                 self._nested((*self._keys.model, extra.name.removeprefix(MODULE_STATE)), extra.value)
@@ -303,7 +312,7 @@ def _keys_of(index: Index, style: str) -> StateDictKeys:
 def _client_extras(index: Index) -> list[Extra]:
     """What the training script, or a client such as Lightning, saved beside model and optimizer on all ranks."""
     name = run_extras(index).client
-    extras = (own for own in index.extras if own.rank is None and not is_companion(own))
+    extras = (own for own in index.extras if own.rank is None and not own.is_sidecar)
     return [own for own in extras if not name or own.name == name]
 
 

@@ -18,12 +18,10 @@ from torch import distributed
 from ucp_patterns.chunk import Chunk
 from ucp_patterns.replicate import Replicate
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import UcpError
 from ucp.live.exchange.carry import CarryOptions, carry
 from ucp.live.exchange.stages import Exchange

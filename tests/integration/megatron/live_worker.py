@@ -38,8 +38,8 @@ from ucp_formats.megatron.live.model import describe_chunks
 
 import ucp
 from ucp.contract.registry import choose_family
-from ucp.core.dtypes import DType
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.live.parts import LivePart
 from ucp.live.run.ranks import ProcessGroupRanks
 

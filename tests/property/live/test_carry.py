@@ -24,9 +24,9 @@ from ucp_patterns.unique import Unique
 from tests.strategies import random_array, shapes, states_of
 from tests.unit.live import threads
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout, part_of
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.errors import CorruptError, LoadError, MissingFileError
 from ucp.live.exchange.carry import CarryOptions, carry
 from ucp.live.exchange.reads import view_bytes
@@ -42,8 +42,8 @@ BOUNDS = {
     "live.exchange.stages._SMALL": 0,
     "live.exchange.reads._SPAN": 64,
     "live.exchange.reads.BLOCK": 64,
-    "transfer.plan.tiles.LEAST": 32,
-    "transfer.plan.tiles.CALL": 32,
+    "transfer.plan.tiles.MIN_TILED": 32,
+    "transfer.plan.tiles.CALL_BYTES": 32,
 }
 
 

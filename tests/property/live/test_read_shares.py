@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.core.dtypes import DType
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.live.exchange.read_shares import ALIGNMENT, share_out
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.UINT8, DType.INT64, DType.COMPLEX128])

@@ -10,13 +10,11 @@ import torch
 from torch import nn, optim
 
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import Kind, ParamGroup, StateIndex
+from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor, Record
+from ucp.core.tensor import DType, InlineTensor, Record
 from ucp.errors import CorruptError, LoadError, MissingFileError, UnsupportedError, UsageError
-from ucp.io.identity import size_and_time
+from ucp.io.provenance import size_and_time
 from ucp.live.load import load_into
 from ucp.live.report import LoadReport
 from ucp.live.run.request import ENVIRONMENT

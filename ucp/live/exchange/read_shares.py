@@ -7,7 +7,7 @@ requires.
 Windows follow the order of the slices, which is that of the layers; within a window the slices of one state lie
 together, as they do in a flat source. A window holds slices of equal cost, so that equal parts take equally long.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> piece = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(6,), start=0, stop=6)
 >>> (window,) = share_out([piece], costs=[1.0], readers=2, part_nbytes=1 << 20)
 >>> [[(segment.start, segment.stop) for segment in window.read_by(reader)] for reader in range(2)]
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
 
 ALIGNMENT = 16
 """Bytes; a multiple of every itemsize, so that a part never ends inside an element."""

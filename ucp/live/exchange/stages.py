@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
 from ucp.live.exchange.read_shares import ALIGNMENT, Window, align, share_out
 from ucp.live.exchange.reads import ReadItem, plan_reads, plan_solo_read
 from ucp.live.parts import LoadItem

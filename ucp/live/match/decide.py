@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.dtypes import DType
-from ucp.core.index import DoubtKind, Index, Kind, ParamGroup, check_doubts
-from ucp.core.names import STEP
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.gaps import check_doubts
+from ucp.core.index import STEP, DoubtKind, Index, Kind, ParamGroup
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import LoadError, listed
 from ucp.io.elements import viewed
 from ucp.io.files import open_source

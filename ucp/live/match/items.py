@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.slices import whole_slice
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, counted, listed
 from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family, library
-from ucp.core.index import Index
-from ucp.core.names import WEIGHT
-from ucp.core.patches import Made
+from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError, nearest
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
+from ucp.families.recipes import Made
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of

@@ -8,7 +8,7 @@ from itertools import accumulate, compress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.flat_buffer import FlatBuffer, Span
+from ucp.contract.layouts import FlatBuffer, Span
 from ucp.core.layout import Layout
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.parts import FlatRange, LivePart

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, UsageError, counted, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra, Index
 from ucp.live.checkpoint import Checkpoint
 from ucp.live.match.items import Findings
@@ -73,7 +72,7 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, options: ResumeO
             restore("scheduler", options.scheduler, saved.key, saved.state)
             extras = [extra for extra in index.extras if extra.name == saved.extra]
             # an extra that holds more than the state stays in the report
-            used |= {extra.name for extra in extras if is_companion(extra) or saved.taken_out_of(extra) is None}
+            used |= {extra.name for extra in extras if extra.is_sidecar or saved.taken_out_of(extra) is None}
     if options.scaler is not None:
         scale = make_scaler_state(index, options.scaler, read, findings)
         if scale is not None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ucp.contract.companions import is_companion
 from ucp.contract.registry import run_extras
 from ucp.core.index import Extra, Index
 from ucp.errors import LoadError
@@ -66,7 +65,7 @@ def collect_rank_extras(index: Index) -> RankExtras:
 
 def _find_by_rank(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
     """By `Extra.rank`: what is different on a rank, together with what is the same on all."""
-    if is_companion(extra):
+    if extra.is_sidecar:
         if extra.rank is not None:
             yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra
         return

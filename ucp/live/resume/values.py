@@ -13,12 +13,11 @@ from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
-from ucp.core.pickle_values import Stub, rebuild, walk
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.errors import MalformedError
 from ucp.io.files import open_source
+from ucp.io.pickle.values import Stub, rebuild, walk
 from ucp.io.torch_file.archive import read_archive
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def list_inert_classes(value: object) -> list[str]:
 def _read_companion(extra: Extra) -> object:
     """The content of a companion file; of another extra its value."""
     ref = extra.value
-    if not is_companion(extra) or not isinstance(ref, TensorRef) or ref.codec:
+    if not extra.is_sidecar or not isinstance(ref, TensorRef) or ref.codec:
         return ref
     suffix = PurePath(extra.name).suffix
     if suffix in _TORCH_SUFFIXES:

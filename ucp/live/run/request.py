@@ -24,7 +24,7 @@ from ucp.conversion.values import (
     topology_of,
     type_path,
 )
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import UsageError, counted
 from ucp.io.folder import given
 from ucp.live.exchange.carry import CarryOptions

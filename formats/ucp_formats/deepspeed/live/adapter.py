@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.optimizer import step_counts
 from ucp.core.index import Index
-from ucp.core.pickle_values import Stub
 from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.io.pickle.values import Stub
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
 from ucp.live.match.items import Findings
 from ucp.live.model.module import dtype_of

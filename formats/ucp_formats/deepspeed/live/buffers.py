@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
+from ucp.contract.layouts import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
 from ucp.live.parts import FlatRange, LivePart
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment, taken
+from ucp.core.index import Fragment
 from ucp.core.region import RegionPair, local_flat_pairs
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
+from ucp.core.union import taken
 
 
 @dataclass(frozen=True, slots=True)

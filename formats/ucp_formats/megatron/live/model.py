@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.registry import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.errors import LoadError, UnsupportedError, listed

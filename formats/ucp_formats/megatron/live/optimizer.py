@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.registry import pattern
-from ucp.core.dtypes import DType
+from ucp.contract.plugins import pattern
+from ucp.core.index import STEP, WEIGHT
 from ucp.core.layout import AxisLayout, Layout, part_of
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup

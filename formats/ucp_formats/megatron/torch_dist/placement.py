@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from ucp.contract.axes import along
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import along
+from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box

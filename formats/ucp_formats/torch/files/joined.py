@@ -4,7 +4,7 @@ Parts of a DTensor are placed by its own layout, and must have just the shapes t
 part (HSDP, data parallelism around tensor parallelism) hold copies. Plain tensors in the files of several ranks are
 copies of one another: joining their rows is a known mistake of other tools.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
 >>> copies = join({0: ref, 1: ref}, "w")
 >>> [(str(own.box), own.replica) for own in copies.fragments], [axis.pattern.name for axis in copies.layout.axes]
@@ -18,15 +18,13 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ucp.contract.registry import pattern
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.contract.plugins import pattern
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import AxisLayout, Layout, local_shape, place
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.torch.files.parts import Part, part_of
 from ucp_formats.torch.state_dict import Leaf
 

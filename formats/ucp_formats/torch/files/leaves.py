@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
-from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
+from ucp.io.pickle.values import Stub
 from ucp_formats.torch.files.joined import is_tensor, join, shape_of, unread_kind
 from ucp_formats.torch.files.parts import part_of
 from ucp_formats.torch.model_dict import FLAT, Path, Wanted, is_called_model, model_naming, model_path

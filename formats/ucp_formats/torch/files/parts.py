@@ -2,7 +2,7 @@
 
 A DTensor says the global shape, the mesh, the rank's place in it, and how each axis of the mesh cuts the tensor. Its
 classes moved between versions of torch (2.1 to 2.13), so that they are told by their names alone; what they mean is
-said in `ucp.contract.axes`.
+said in `ucp.contract.layouts`.
 
 Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py`, `device_mesh.py`,
 `_shard/sharded_tensor/api.py`.
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.axes import Placement, axes_of
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import Placement, axes_of
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.values import GlobalName, Stub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from ucp.contract.companions import is_companion, place_companions
+from ucp.contract.companions import place_companions
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
-from ucp.core.index import AtomIndex, Extra, Index, check_weights
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub, walk
-from ucp.core.slices import whole_slice
-from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.gaps import check_weights
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Extra, Index
+from ucp.core.target import TargetOptions, TargetPlan, whole_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.io.pickle.values import GlobalName, Stub, walk
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
@@ -127,7 +126,7 @@ class _Drafting:
         """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""
         is_ours = (self._index.origin or self._index.format) in TorchTarget.keeps_extras_of
         of_ranks = {own.name for own in self._index.extras if own.rank is not None}
-        for extra in (own for own in self._index.extras if not is_companion(own)):
+        for extra in (own for own in self._index.extras if not own.is_sidecar):
             is_kept = is_ours or (extra.name == LR_SCHEDULER and isinstance(extra.value, dict))
             module = root["model"]
             assert isinstance(module, dict)

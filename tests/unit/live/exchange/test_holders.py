@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.live.exchange.stages import find_holders, hash_slices
 
 COUNT = 70

@@ -1,7 +1,7 @@
 import pytest
 
-from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError
 from ucp.live.match.items import Findings, filter_fitting, find_unexpected, match_states, match_tensors, plan_weights

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError
 from ucp.live.model.dtensor import check_axes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel

@@ -7,8 +7,8 @@ import torch
 from ucp_patterns.partition import Partition
 from ucp_patterns.shard import Shard
 
-from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout
+from ucp.core.tensor import DType
 from ucp.live.model.parallel.place import trim_padding
 from ucp.live.parts import LivePart
 

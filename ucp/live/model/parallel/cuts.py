@@ -16,8 +16,9 @@ from functools import cached_property
 from math import prod
 
 from ucp.contract.model import recorded_arguments
+from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.registry import choose_family, pattern
+from ucp.contract.registry import choose_family
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRun
 from ucp.live.model.parallel.cuts import LayoutFinder, assign_layouts, expert_layers
@@ -80,7 +80,7 @@ def trim_padding(memory: torch.Tensor, own: Slice) -> torch.Tensor:
     """The part of `memory` that the slice fills; what is past that becomes zeros, as Megatron makes it.
 
     >>> import torch
-    >>> from ucp.core.dtypes import DType
+    >>> from ucp.core.tensor import DType
     >>> rows = torch.ones(3, 2)
     >>> own = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(2, 2), start=0, stop=4)
     >>> trim_padding(rows, own).shape, rows[2].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout, Pattern
 from ucp.errors import FamilyError
 from ucp.families.expression import Expression, ExpressionError

@@ -9,9 +9,8 @@ import pytest
 from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher
 from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import Prober, cast_bits
 
