@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
 from ucp.conversion.values import DtypeLike, TopologyLike, type_path
-from ucp.io.identity import check_unchanged
+from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
 from ucp.live.match.decide import Decision, check_agreement, decide, match, used_anywhere

@@ -27,8 +27,8 @@ from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, names_in, path_of
-from ucp.io.identity import source_file
 from ucp.io.pickle.values import differing_values
+from ucp.io.provenance import source_file
 from ucp_formats.torch.keys import find_keys, kind_of, number_of, untrained_notes
 from ucp_formats.torch.locate import (
     STEP_KEYS,

@@ -14,7 +14,7 @@ from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor, Record
 from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
-from ucp.io.identity import size_and_time
+from ucp.io.provenance import size_and_time
 from ucp.live.load import load_into
 from ucp.live.report import LoadReport
 from ucp.live.run.request import ENVIRONMENT

@@ -18,7 +18,7 @@ import zstandard
 
 from ucp.core.index import Index
 from ucp.io.folder import is_url
-from ucp.io.identity import size_and_time
+from ucp.io.provenance import size_and_time
 from ucp.live.run.ranks import Ranks, run_together
 
 

@@ -23,7 +23,7 @@ from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.flat.model import with_parameters
