@@ -1,4 +1,4 @@
-# make demo | test | check | registry | fuzz | integration | bench | bench-scale: each installs what it needs into .venv first.
+# make demo | test | check | registry | fuzz | slice | integration | bench | bench-scale: each installs what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ LIGHTNING := lightning==2.6.6
 TORCHTITAN := torchtitan==0.3.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check registry fuzz integration bench bench-scale mcore clean
+.PHONY: demo test lint check registry fuzz slice integration bench bench-scale mcore clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,6 +75,10 @@ registry: $(VENV)/.installed-dev
 FUZZ ?=
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
+
+# One cell of each framework's matrix, for real: DeepSpeed, Megatron, FSDP2 and `load_into`, in some three minutes.
+slice: $(VENV)/.installed-deepspeed
+	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist tests/integration/test_slice.py
 
 integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)/.installed-storage $(VENV)-transformers/.installed
 	UCP_TRANSFORMERS=$(VENV)-transformers/bin/python DS_ACCELERATOR=cpu $(BIN)/python -m pytest -m integration -p no:xdist -s

@@ -32,8 +32,7 @@ from ucp_patterns.pieces import Pieces
 
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
 from ucp.core.layout import Layout, place
 from ucp.core.region import Box
 

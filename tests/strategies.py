@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Layout, Pattern
 from ucp.core.region import Box, RegionPair, flat_boxes
-from ucp.core.slices import Slice
-from ucp.core.tensor import Tensor
+from ucp.core.target import Slice
+from ucp.core.tensor import DType, Tensor
 from ucp.io.elements import numpy_dtype
 from ucp.testing.handmade import Shards, inline
 

@@ -22,12 +22,12 @@ from ucp.conversion.arguments import (
     SourceArguments,
     takes_options,
 )
+from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
 from ucp.conversion.values import switch_of, type_path
 from ucp.core.index import Index
-from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
 from ucp.source.moments import before_first_step, moments_note
 from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey
@@ -122,7 +122,7 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     from ucp.transfer.compare import fit_threads
 
     remote = any(path is not None and is_url(os.fspath(path)) for path in paths)
-    return fit_threads(options.memory, asked=options.workers or 0, remote=remote)
+    return fit_threads(options.memory, requested=options.workers or 0, remote=remote)
 
 
 @takes_options(CompareArguments)

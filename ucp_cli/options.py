@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ucp.contract import registry
+from ucp.contract import plugins, registry
 from ucp.conversion.arguments import CompareArguments, SourceArguments, options_of
 from ucp.conversion.option import Option
 from ucp.conversion.values import nbytes_of
@@ -102,7 +102,7 @@ class _EngineOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option, and its help with the engines in it."""
-        engines = map(registry.engine, registry.names("ucp.engines"))
+        engines = map(registry.engine, plugins.names("ucp.engines"))
         told = ", ".join(f"{engine.name} ({engine.summary})" for engine in engines)
         record = super().get_help_record(ctx)
         return record and (record[0], record[1].format(engines=told))
@@ -117,13 +117,13 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
 
 
 _DETAILS: dict[str, dict[str, Any]] = {
-    "to": {"shell_complete": completed(lambda: registry.names("ucp.targets"))},
+    "to": {"shell_complete": completed(lambda: plugins.names("ucp.targets"))},
     "topology": {"type": _parsed(Topology.parse)},
     "layout": {"shell_complete": completed(lambda: ("packed", "per-parameter", "torch_dist", "torch"))},
     "dtypes": {"type": state_and_dtype, "callback": _once},
     "settings": {"type": setting, "callback": _once},
     "family": {"shell_complete": completed(registry.families)},
-    "engine": {"cls": _EngineOption, "shell_complete": completed(lambda: registry.names("ucp.engines"))},
+    "engine": {"cls": _EngineOption, "shell_complete": completed(lambda: plugins.names("ucp.engines"))},
     "workers": {"type": count_of},
     "memory": {"type": memory_of},
     "fsync": {"callback": lambda *call: not call[2]},

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import click
 
-from ucp.contract import registry
+from ucp.contract import plugins, registry
 from ucp_cli.verbs import SUMMARIES, cli
 
 _WIDTH = 80
@@ -61,9 +61,9 @@ def page() -> str:
             parts.append(_section(f"ucp {verb}", ctx))
             parts += [_section(f"ucp {verb} {name}", _below(ctx, name, part)) for name, part in below]
     parts.append(_SETTINGS)
-    for target in map(registry.target, registry.names("ucp.targets")):
+    for target in map(registry.target, plugins.names("ucp.targets")):
         parts += _table(f"### {target.name}", target.settings)
-    for engine in map(registry.engine, registry.names("ucp.engines")):
+    for engine in map(registry.engine, plugins.names("ucp.engines")):
         parts += _table(f"### --engine {engine.name}", engine.settings)
     return "\n\n".join(parts) + "\n"
 

@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from ucp.live.exchange.traffic import Exchange
+from ucp.live.exchange.stages import Exchange
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 RANKS = 4

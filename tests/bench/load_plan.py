@@ -19,14 +19,11 @@ from numpy.typing import NDArray
 from ucp_patterns.chunk import Chunk
 from ucp_patterns.replicate import Replicate
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.live.exchange.stages import plan_stages
-from ucp.live.exchange.traffic import Exchange
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
+from ucp.live.exchange.stages import Exchange, plan_stages
 from ucp.live.parts import LivePart, LoadItem
 
 RANKS, TENSORS = 1024, 150_000
@@ -78,7 +75,7 @@ def items_of(tensors: int, layout: Layout, coords: dict[str, int]) -> Iterator[L
                 param = f"model.layers.{number // EXPERTS}.mlp.experts.{number % EXPERTS}.{name}.weight"
                 rows = -(-shape[0] // (layout.axes[0].parts if isinstance(layout.axes[0].pattern, Chunk) else 1))
                 part = LivePart(local_shape=(rows, shape[1]), layout=layout, coords=coords)
-                own = part.slice_of(param, state, shape, DType.FLOAT32)
+                own = part.to_slice(param, state, shape, DType.FLOAT32)
                 yield LoadItem(name=param, slice=own, source=source)
                 at += ref.nbytes
 

@@ -24,7 +24,7 @@ from torch import distributed, nn
 
 import ucp
 from ucp.io.files import SourceFile
-from ucp.live.exchange.traffic import Exchange
+from ucp.live.exchange.stages import Exchange
 
 
 class Clock:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from ucp.contract import registry
+from ucp.contract import plugins, registry
 from ucp.transfer.engines.ray import cluster
 
 THIRD_PARTY = '''\
@@ -67,7 +67,7 @@ def tree(root: Path) -> dict[str, bytes]:
 
 def test_help_explains_each(ucp: Run) -> None:
     told = " ".join(ucp("convert", "--help").stdout.split())
-    for name in registry.names("ucp.engines"):
+    for name in plugins.names("ucp.engines"):
         assert f"{name} ({registry.engine(name).summary})" in told
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from ucp.contract.registry import choose_family, family
-from ucp.core.patches import Made
 from ucp.errors import FamilyError, UnsupportedError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
+from ucp.families.recipes import Made
 from ucp.families.template import Template
 from ucp.families.translate import translated
 

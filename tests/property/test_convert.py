@@ -16,11 +16,11 @@ from ucp_patterns.shard import Shard
 
 import ucp
 from tests.strategies import random_array, shapes, states_of
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box, flat_boxes
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.io.files import Sources
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
@@ -45,10 +45,10 @@ def small_blocks():
             if hasattr(module, "BLOCK"):
                 patch.setattr(module, "BLOCK", 64)
         patch.setattr(import_module("ucp.transfer.plan.job"), "TASK", 192)
-        patch.setattr(import_module("ucp.transfer.gather"), "STRETCH", 48)
-        patch.setattr(import_module("ucp.transfer.worker"), "SPANS", 2)
+        patch.setattr(import_module("ucp.transfer.gather"), "MAX_READ", 48)
+        patch.setattr(import_module("ucp.transfer.worker"), "MIN_JOINED", 2)
         patch.setattr(import_module("ucp.transfer.worker"), "TILE", 128)
-        for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
+        for name, nbytes in (("MIN_TILED", 100), ("CALL_BYTES", 8), ("GAP", 16)):
             patch.setattr(import_module("ucp.transfer.plan.tiles"), name, nbytes)
         patch.setattr(import_module("ucp.core.slices"), "GAP", 16)
         patch.setattr(os, "fsync", lambda descriptor: None)

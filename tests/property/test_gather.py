@@ -20,12 +20,12 @@ from ucp_patterns.unique import Unique
 import ucp.core.slices
 import ucp.transfer.gather
 from tests.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Slice, block_ranges, in_file_order, resolve, resolve_copies, runs_of, whole_slice
+from ucp.core.slices import Locator, block_ranges, in_file_order, resolve, resolve_copies, runs_of
+from ucp.core.target import Slice, whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import CoverError
 from ucp.io.elements import numpy_dtype, viewed
 from ucp.io.files import Sources
@@ -55,7 +55,7 @@ def patterns(draw, shape: tuple[int, ...]):
 def limits(stretch: int, gap: int):
     """Small bounds, so that pieces are cut."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ucp.transfer.gather, "STRETCH", stretch)
+        patch.setattr(ucp.transfer.gather, "MAX_READ", stretch)
         patch.setattr(ucp.core.slices, "GAP", gap)
         yield
 
@@ -128,7 +128,7 @@ def test_copies_are_found_where_they_lie(array, data):
         seen: dict[int, int] = {}
         for pieces in resolve_copies(own, Locator(state), own.start, own.stop):
             for piece in pieces:
-                for part, values in gatherer.values(piece):
+                for part, values in gatherer.read_values(piece):
                     at = part.dst_offset + sum(
                         np.ix_(*(np.arange(n) * s for n, s in zip(part.sizes, part.dst_strides, strict=True)))
                     )
@@ -224,7 +224,7 @@ def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(a
         own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
         gatherer = Gatherer(sources=Sources())
         for piece in resolve(own, Locator(state), own.start, own.stop):
-            for part in ucp.transfer.gather._stretches(in_file_order(piece)):
+            for part in ucp.transfer.gather._split_reads(in_file_order(piece)):
                 lead, run = runs_of(part)
                 assert math.prod(part.sizes[:lead]) * run <= max(stretch, state.dtype.itemsize)
         gatherer.sources.close()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import random_array, shapes
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.io.elements import assign, differing, mean_dtype, numpy_dtype, strided, viewed
 
 DTYPES = st.sampled_from(list(DType))

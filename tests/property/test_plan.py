@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from ucp_patterns.shard import Shard
 
 from tests.strategies import cuts
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, TargetPlan
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
-from ucp.transfer.plan.job import check_target, checking_placements, make_job
+from ucp.transfer.plan.job import check_target, choose_checking, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
 
 PLAN = import_module("ucp.transfer.plan.job")  # `ucp.plan` is the function
@@ -244,7 +241,7 @@ class TestOutputFiles:
 
 class TestCheckingPlacements:
     def placed(self, *slices):
-        return checking_placements([Placement(slice=own, path="f", offset=0) for own in slices])
+        return choose_checking([Placement(slice=own, path="f", offset=0) for own in slices])
 
     def test_flat_ranges_of_one_tensor_check_their_own_parts(self):
         own = [slice_of("p", 9, low, high) for low, high in ((0, 3), (3, 9))]

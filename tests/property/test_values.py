@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import MalformedError, UcpError
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.store.values import NotPlainError, from_json, to_json
 
 TEXT = st.text(max_size=6) | st.sampled_from(["!", "!tuple", "!dict", "!float", "\ud800", "\x00", "é"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.strategies import random_array
-from ucp.core.dtypes import DType
 from ucp.core.index import Extra, ParamGroup
+from ucp.core.tensor import DType
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 BLOCK_USERS = (

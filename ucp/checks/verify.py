@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ucp.checks.changes import change_tables
-from ucp.contract.companions import is_companion
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
-from ucp.core.index import TAG, Index
-from ucp.core.names import WEIGHT, NameFilter
-from ucp.core.state_gaps import gap_text, state_gaps
+from ucp.core.gaps import gap_text, state_gaps
+from ucp.core.index import TAG, WEIGHT, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
 from ucp.errors import (
@@ -29,12 +27,12 @@ from ucp.errors import (
     UsageError,
     counted,
 )
-from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
-from ucp.io.identity import check_unchanged
+from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.source.read import index_of
-from ucp.transfer.compare import checked_bytes
-from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras, shared_states
+from ucp.source.selection import NameFilter
+from ucp.transfer.compare import count_checked_bytes
+from ucp.transfer.differences import Change, compare, describe_casts, find_equal_casts, keeps_extras, pair_states
 
 _ALL = NameFilter()
 
@@ -171,13 +169,13 @@ def prove(
         drift = find_drift(index, observer, threads)
         unnamed = _unnamed(index)
         problems += [*drift, *unnamed]
-        checked = checked_bytes(index)
+        checked = count_checked_bytes(index)
         notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index) and names == _ALL
             a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
             changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
-            casts, notes = casts_between(a, b), (*notes, *_strangers(other, index))
+            casts, notes = describe_casts(a, b), (*notes, *_strangers(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
     except _DAMAGE as error:
@@ -198,7 +196,7 @@ def prove(
 def _without_chosen(index: Index, store: Index) -> Index:
     """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
     held = {extra.name for extra in store.extras}
-    extras = (own for own in index.extras if own.name in held or not is_companion(own))
+    extras = (own for own in index.extras if own.name in held or not own.is_sidecar)
     return replace(index, extras=tuple(own for own in extras if own.name != TAG))
 
 
@@ -248,10 +246,10 @@ def differences(
     left, right = told.index_of(a), told.index_of(b)
     told.check_used()
     left, right = _compared((left, right), names)
-    both = [pair.a for pair in shared_states(left, right) if pair.a.global_shape == pair.b.global_shape]
+    both = [pair.a for pair in pair_states(left, right) if pair.a.global_shape == pair.b.global_shape]
     changes = compare(left, right, observer, extras=extras, threads=threads)
     recast = _recast(changes, left)
-    casts = equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
+    casts = find_equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
     check_unchanged((*left.files, *right.files))
     return DiffReport(
         a=str(a),

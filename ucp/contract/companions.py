@@ -15,18 +15,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Extra, Index, SourceFile
+from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted
 from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 
 MOST_SMALL = 64 << 20
 """Bytes of the largest companion file that is carried along unasked."""
 
-_PREFIX = "companion/"
 _OF_A_RANK = re.compile(r"rng_state(?:_(?P<trainer>\d+))?\.pth|random_states_(?P<accelerate>\d+)\.pkl")
 """Files of single ranks: of the Trainer (transformers/trainer.py: _save_rng_state) and of accelerate (constants.py).
 
@@ -69,12 +67,7 @@ def companion_extra(name: str, path: str, nbytes: int) -> Extra:
     found = _OF_A_RANK.fullmatch(name)
     rank = None if found is None else int(found["trainer"] or found["accelerate"] or 0)
     ref = TensorRef(path=path, offset=0, dtype=DType.UINT8, shape=(nbytes,), strides=(1,))
-    return Extra(name=_PREFIX + name, value=ref, rank=rank)
-
-
-def is_companion(extra: Extra) -> bool:
-    """Whether an extra stands for a companion file."""
-    return extra.name.startswith(_PREFIX)
+    return Extra(name=SIDECAR + name, value=ref, rank=rank)
 
 
 def _is_plain_name(name: str) -> bool:
@@ -84,8 +77,8 @@ def _is_plain_name(name: str) -> bool:
 
 def companions_of(index: Index) -> Iterator[Companion]:
     """Companion files of a checkpoint. Raises MalformedError for an extra that can be none: of a damaged store."""
-    for extra in filter(is_companion, index.extras):
-        name, ref = extra.name.removeprefix(_PREFIX), extra.value
+    for extra in (extra for extra in index.extras if extra.is_sidecar):
+        name, ref = extra.name.removeprefix(SIDECAR), extra.value
         is_whole = isinstance(ref, TensorRef) and ref.dtype is DType.UINT8 and len(ref.shape) == 1 and ref.is_contiguous
         if not isinstance(ref, TensorRef) or not is_whole or not _is_plain_name(name):
             raise MalformedError(
@@ -103,7 +96,7 @@ def chosen_companions(index: Index, policy: Companions) -> Index:
     left = [own for own in every if policy is Companions.NONE or own.ref.nbytes > MOST_SMALL]
     if not left:
         return index
-    names = {_PREFIX + own.name for own in left}
+    names = {SIDECAR + own.name for own in left}
     why = (
         "--companions none"
         if policy is Companions.NONE

@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from ucp.contract.companions import SaveFolder
-from ucp.contract.protocols import Evidence, Strength
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
 
@@ -26,6 +26,33 @@ _MOST_BYTES = 1024
 _MOST_NAME = 255
 """Bytes that a file system allows in a name."""
 _SHOWN = 3
+
+
+class Strength(IntEnum):
+    """How much the names at a path say: of several formats that recognise it, the one with the strongest evidence."""
+
+    SUFFIX = 0
+    """Files that only end like those of the format: any script may have put them beside another checkpoint."""
+    WEIGHTS = 1
+    """Weights, which frameworks also save beside their checkpoints."""
+    MARKER = 2
+    """Files that only checkpoints of the format have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Why a path is thought to be of a format."""
+
+    root: Path
+    """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
+    reasons: tuple[str, ...]
+    """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
+    is_saved_in: bool = False
+    """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
+    strength: Strength = Strength.MARKER
+    """How sure it is."""
+    not_read: tuple[str, ...] = ()
+    """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 
 from ucp.contract.companions import companions_of
 from ucp.core.index import Index
-from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError
 from ucp.io.folder import is_there, path_of
 from ucp.io.json_text import read_object
+from ucp.io.pickle.values import Stub
 
 if TYPE_CHECKING:
     from ucp.families.family import Family

@@ -13,10 +13,8 @@ from math import isnan
 from struct import unpack
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import Tensor
+from ucp.core.index import STEP, WEIGHT, Index
+from ucp.core.tensor import DType, Tensor
 from ucp.errors import MissingStateError, UnsupportedError, counted, listed
 
 if TYPE_CHECKING:

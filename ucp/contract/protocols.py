@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from ucp.contract.locating import Evidence
 from ucp.contract.model import recorded_arguments, said_values
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
@@ -31,33 +31,6 @@ if TYPE_CHECKING:
 
 WAITING = "waiting for"
 """How the title of a stage begins in which nothing is done until another process is."""
-
-
-class Strength(IntEnum):
-    """How much the names at a path say: of several formats that recognise it, the one with the strongest evidence."""
-
-    SUFFIX = 0
-    """Files that only end like those of the format: any script may have put them beside another checkpoint."""
-    WEIGHTS = 1
-    """Weights, which frameworks also save beside their checkpoints."""
-    MARKER = 2
-    """Files that only checkpoints of the format have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Why a path is thought to be of a format."""
-
-    root: Path
-    """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
-    reasons: tuple[str, ...]
-    """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
-    is_saved_in: bool = False
-    """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
-    strength: Strength = Strength.MARKER
-    """How sure it is."""
-    not_read: tuple[str, ...] = ()
-    """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
 
 
 ParamOrder = tuple[tuple[str, ...], ...]

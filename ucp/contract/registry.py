@@ -1,25 +1,19 @@
-"""Formats, targets, engines, patterns and families, found by entry point: built-ins and others use the same door.
-
-Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
-`ucp.families`: a package with a TOML file per model family (see `ucp.families`).
-`ucp.live`: what describes the live runs of frameworks (`ucp.live.adapters`).
-`ucp.unread`: functions that say what a path is that no format reads, and what to do about it.
-"""
+"""Formats, targets, engines and model families, by name or by what a checkpoint is (`plugins` loads them)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial, reduce
-from importlib import import_module
+from dataclasses import replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ucp.contract.protocols import Engine, Evidence, Format, SourceOptions, Strength, Target
+from ucp.contract import plugins
+from ucp.contract.locating import Evidence, Strength
+from ucp.contract.protocols import Engine, Format, SourceOptions, Target
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
-from ucp.core.layout import Pattern
 from ucp.core.target import TargetOptions
 from ucp.errors import (
     IdleOptionError,
@@ -27,55 +21,24 @@ from ucp.errors import (
     UcpError,
     UnknownFamilyError,
     UnknownFormatError,
-    UsageError,
     listed,
-    nearest,
 )
-from ucp.io.destination.staging import refuse_partial
-from ucp.io.folder import is_url, url_scheme
-from ucp.io.identity import entry_points
+from ucp.io.folder import is_url, refuse_partial, url_scheme
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
     from ucp.families.library import Library
-    from ucp.families.rule import PatternFactory
     from ucp.live.adapters import LiveAdapter
 
 _MOST_TRIED = 50
 """Folders looked into for a checkpoint that may have been meant."""
 
 
-@cache
-def _found(group: str) -> dict[str, str]:
-    return entry_points(group)
-
-
-@cache
-def _loaded(group: str, name: str) -> object:
-    points = _found(group)
-    if name not in points:
-        known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
-        called = (own for own in points if group == "ucp.targets" and name.lower() in target(own).also_called)
-        near = next(called, None) or nearest(name, points)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
-    module, _, attributes = points[name].partition(":")
-    return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
-
-
-@cache
-def _made(group: str, name: str) -> object:
-    return cast("Callable[[], object]", _loaded(group, name))()  # a class without needed arguments, by the contract
-
-
-def names(group: str) -> tuple[str, ...]:
-    """Names registered in one of the groups, e.g. `ucp.formats`."""
-    return tuple(sorted(_found(group)))
-
-
 def _formats() -> list[Format]:
-    return [cast("Format", _made("ucp.formats", name)) for name in names("ucp.formats")]  # what the group promises
+    return [
+        cast("Format", plugins.instance("ucp.formats", name)) for name in plugins.names("ucp.formats")
+    ]  # what the group promises
 
 
 def is_of_another(name: str, fmt: str) -> bool:
@@ -95,44 +58,19 @@ def names_of(index: Index) -> str:
 
 def target(name: str) -> Target:
     """The target of that name. Raises UsageError naming those there are."""
-    return cast("Target", _made("ucp.targets", name))  # what the group promises
+    return cast("Target", plugins.instance("ucp.targets", name))  # what the group promises
 
 
 def engine(name: str) -> Engine:
     """The engine of that name. Raises UsageError naming those there are."""
-    return cast("Engine", _made("ucp.engines", name))  # what the group promises
+    return cast("Engine", plugins.instance("ucp.engines", name))  # what the group promises
 
 
 def live_adapters() -> list[LiveAdapter]:
     """What describes the live runs of frameworks."""
-    return [cast("LiveAdapter", _made("ucp.live", name)) for name in names("ucp.live")]  # what the group promises
-
-
-def pattern(name: str, **fields: object) -> Pattern:
-    """The pattern of that name with its fields. Raises UsageError naming those there are.
-
-    >>> pattern("shard", dim=0, blocks=(4, 2)).name
-    'shard(dim=0, blocks=[4, 2])'
-    """
-    return cast("Callable[..., Pattern]", _loaded("ucp.patterns", name))(**fields)  # what the group promises
-
-
-def describe_pattern(value: Pattern) -> tuple[str, dict[str, object]] | None:
-    """Registered name and fields of a pattern, those left out that have their defaults; None where it has none.
-
-    >>> describe_pattern(pattern("shard", dim=1))
-    ('shard', {'dim': 1})
-    """
-    name = next((own for own in names("ucp.patterns") if _loaded("ucp.patterns", own) is type(value)), None)
-    if name is None or not is_dataclass(value):
-        return None
-    given = {own.name: getattr(value, own.name) for own in fields(value)}
-    return name, {own.name: given[own.name] for own in fields(value) if given[own.name] != own.default}
-
-
-def pattern_factory(name: str) -> PatternFactory:
-    """What makes a pattern of that name. Raises UsageError naming those there are."""
-    return cast("PatternFactory", _loaded("ucp.patterns", name))  # what the group promises
+    return [
+        cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")
+    ]  # what the group promises
 
 
 @cache
@@ -140,7 +78,7 @@ def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
     from ucp.families.library import Library  # most checkpoints are read without a family
 
-    return Library.of_packages(list(_found("ucp.families").values()), pattern_factory)
+    return Library.of_packages(list(plugins.registered("ucp.families").values()), plugins.pattern_factory)
 
 
 def families() -> tuple[str, ...]:
@@ -256,8 +194,8 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
             f"{path} could be several formats; pass the folder or file of one of them:\n{listed(lines)}"
         )
     raise UnknownFormatError(
-        f"expected a checkpoint of {', '.join(names('ucp.formats'))}; {path} is none of them ({_contents(path)}). "
-        f"{_advice(path, formats)}"
+        f"expected a checkpoint of {', '.join(plugins.names('ucp.formats'))}; {path} is none of them "
+        f"({_contents(path)}). {_advice(path, formats)}"
     )
 
 
@@ -308,7 +246,9 @@ def _advice(path: Path, formats: Sequence[Format]) -> str:
     around = [evidence.strength for fmt in formats if (evidence := fmt.detect(parent)) is not None]
     is_empty = path.is_dir() and not any(path.iterdir())
     is_part = not is_empty and max(around, default=Strength.SUFFIX) > Strength.SUFFIX
-    known = (cast("Callable[[Path], str | None]", _loaded("ucp.unread", name)) for name in names("ucp.unread"))
+    known = (
+        cast("Callable[[Path], str | None]", plugins.load("ucp.unread", name)) for name in plugins.names("ucp.unread")
+    )
     remedy = next((said for tell in known if (said := tell(path))), None)
     return remedy or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra, Index
-from ucp.core.pickle_values import walk_paths
+from ucp.io.pickle.values import walk_paths
 
 LR_SCHEDULER = "lr_scheduler"
 """Key under which most frameworks and scripts save the state of a learning rate scheduler."""
@@ -175,7 +174,7 @@ class ExtraValues:
     """
 
     def __init__(self, index: Index, table: ExtraTable, *, same_ranks: bool = True) -> None:
-        extras = [extra for extra in index.extras if not is_companion(extra)]
+        extras = [extra for extra in index.extras if not extra.is_sidecar]
         self._common = {extra.name: extra.value for extra in extras if extra.rank is None}
         self._of_ranks = {(extra.name, extra.rank): extra.value for extra in extras if extra.rank is not None}
         self._table = table

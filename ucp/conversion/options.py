@@ -36,8 +36,7 @@ from ucp.conversion.values import (
     topology_of,
     workers_of,
 )
-from ucp.core.index import DoubtKind
-from ucp.core.names import WEIGHT, NameFilter
+from ucp.core.index import WEIGHT, DoubtKind
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -45,6 +44,7 @@ from ucp.io.folder import given
 from ucp.source.moments import ZeroMoments
 from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
+from ucp.source.selection import NameFilter
 from ucp.transfer.plan.tasks import Share
 
 

@@ -11,23 +11,17 @@ from pathlib import Path
 import xxhash
 
 from ucp.contract.companions import chosen_companions
+from ucp.contract.plugins import names, producer
 from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import engine as registered_engine
-from ucp.contract.registry import names, target, with_callables
+from ucp.contract.registry import target, with_callables
 from ucp.conversion.options import OPTIONS, ConvertOptions, cores
-from ucp.core.index import (
-    TAG,
-    AtomIndex,
-    Extra,
-    Index,
-    check_doubts,
-)
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import nbytes_in_memory
-from ucp.core.state_gaps import gap_text, state_gaps
+from ucp.core.gaps import check_doubts, gap_text, state_gaps
+from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import contents_of, is_remote, producer
+from ucp.io.pickle.values import nbytes_in_memory
+from ucp.io.provenance import contents_of, is_remote
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.source.read import index_as_told, index_of, no_cycle_collection
@@ -218,7 +212,7 @@ def workers_of(options: ConvertOptions, index: Index, beside_bytes: int = 0) -> 
     if options.engine is not None and options.engine.spans_machines:
         most = max(1, options.memory // (_THREADS * lane))
     return fit_workers(
-        options.memory, workers=options.workers or most, threads=_THREADS, lane=lane, beside=beside_bytes
+        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=beside_bytes
     )
 
 

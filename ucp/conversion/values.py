@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ucp.contract.protocols import ParamOrder, ParamOrderLike
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import given

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_companion
+from ucp.contract.companions import companions_of
 from ucp.contract.protocols import Observer, SourceOptions
-from ucp.core.index import Index
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, Index
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
 from ucp.source.read import index_as_told
@@ -47,7 +46,7 @@ def _with_companions_alone(index: Index, job: Job) -> Index:
     """`index` without extras, but for the companion files that were carried along."""
     carried = {own.name for own in companions_of(job.index)}
     names = {file.path for file in job.target.files if file.path in carried}
-    kept = tuple(own for own in index.extras if is_companion(own) and own.name.partition("/")[2] in names)
+    kept = tuple(own for own in index.extras if own.is_sidecar and own.name.partition("/")[2] in names)
     return replace(index, extras=kept)
 
 

@@ -5,22 +5,26 @@ An `Index` is what a format gives for a path: names, shapes and places, no tenso
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from math import prod
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
 from ucp.core.layout import Layout, Overlap
-from ucp.core.names import STEP, WEIGHT, StateDictKeys
-from ucp.core.region import Box, uncovered
-from ucp.core.tensor import Record, Tensor
+from ucp.core.region import Box
+from ucp.core.tensor import DType, Record, Tensor, TensorRef
 from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
-from ucp.errors import CoverError, MalformedError, MissingStateError, UsageError, counted, listed
+from ucp.errors import UsageError, counted, listed
+
+WEIGHT = "weight"
+"""The parameter itself, in the best precision that the checkpoint holds (the fp32 master where there is one)."""
+
+STEP = "step"
+"""How often the optimizer has stepped; 0-d."""
+
+SIDECAR = "companion/"
+"""Prefix of extras whose value refers to all bytes of a sidecar file; the name of the file follows."""
 
 TAG = "tag"
 """Name of the extra with the name that a checkpoint was saved under, where its framework leaves that to the script."""
@@ -35,6 +39,31 @@ class Kind(StrEnum):
     """A parameter that is not trained: no optimizer state."""
     BUFFER = "buffer"
     """Not a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A piece of a source: a box of the whole, and where its elements lie."""
+
+    box: Box
+    """Elements of the global tensor."""
+    ref: Tensor
+    """Where they are stored; its shape is the size of the box."""
+    replica: int = 0
+    """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
+    term: int = 0
+    """Which summand of a mean it is, where the state combines by MEAN."""
+    derived: bool = False
+    """Whether a rank computed it from another piece (the model's weight beside its master): compared, never taken."""
+
+    def __post_init__(self) -> None:
+        if self.ref.shape != self.box.sizes:
+            raise ValueError(f"{self.ref.shape} elements stored for a box of {self.box.sizes}")
+
+    @property
+    def path(self) -> str | None:
+        """File of the bytes, or None when they stand in the index itself."""
+        return self.ref.path if isinstance(self.ref, TensorRef) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +167,14 @@ class Extra:
     name: str
     """What it is: a path-like name such as "lr_scheduler" or "client_state/iteration"."""
     value: object
-    """Plain values, `Stub`s and `TensorRef`s (see `ucp.core.pickle_values`)."""
+    """Plain values, `Stub`s and `TensorRef`s (see `ucp.io.pickle.values`)."""
     rank: int | None = None
     """Rank whose own value it is, where ranks differ; None for all."""
+
+    @property
+    def is_sidecar(self) -> bool:
+        """Whether it stands for a sidecar file: one that a training script keeps beside the checkpoint."""
+        return self.name.startswith(SIDECAR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +246,32 @@ class Doubt:
     """Kind, by which it is accepted."""
     text: str
     """What was expected, what was found, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKeys:
+    """Where one optimizer stands in the state dict of a training script."""
+
+    root: tuple[object, ...]
+    """Keys to it."""
+    is_flat: bool = False
+    """Whether names and settings are joined to one key, as by `flatten_optimizer_state_dict`."""
+    groups: tuple[int, ...]
+    """Its parameter groups, by their place among those of the checkpoint."""
+    params: Mapping[str, str | int] = field(default_factory=dict)
+    """Name of a parameter to what the optimizer calls it, where that differs: a number, or a name with wrappers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDictKeys:
+    """Where model and optimizers stand in the state dict of a training script."""
+
+    model: tuple[object, ...]
+    """Keys to the model."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    """Name of a parameter or buffer to its key there, where that differs: a name with wrappers."""
+    optimizers: tuple[OptimizerKeys, ...] = ()
+    """Every optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -303,93 +363,3 @@ class Index(Report):
         from ucp.core.text.overview import overview, remarks  # which knows the index
 
         return (*overview(self), *remarks(self))
-
-
-def check_cover(index: Index) -> None:
-    """Prove that the pieces of every state tile it. Raises CoverError listing every hole and overlap."""
-    problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
-    if problems:
-        raise CoverError(
-            f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
-            f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
-        )
-
-
-def check_doubts(index: Index, accepted: Collection[DoubtKind]) -> None:
-    """Raise MalformedError with everything that speaks against the files of a checkpoint and was not accepted."""
-    found = [doubt for doubt in index.doubts if doubt.kind not in accepted]
-    if found:
-        texts = "\n".join(doubt.text for doubt in found)
-        kinds = " ".join(f"--accept {kind}" for kind in dict.fromkeys(doubt.kind for doubt in found))
-        raise MalformedError(f"{texts}\nIf {index.path} is as it was saved, go on with {kinds}")
-
-
-def check_names(index: Index) -> None:
-    """Prove that groups and tied names are of parameters that are there, each in one group. Raises MalformedError."""
-    held = Counter(name for group in index.groups for name in group.params)
-    unknown = [f"group: {name}" for name in held if name not in index.atoms]
-    unknown += [f"tied: {alias} = {name}" for alias, name in index.aliases.items() if name not in index.atoms]
-    twice = [f"in several groups: {name}" for name, count in held.items() if count > 1]
-    if unknown or twice:
-        raise MalformedError(
-            f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
-            f"most; got\n{listed([*unknown, *twice])}\nIt is damaged, or was edited: copy it again"
-        )
-
-
-def check_weights(index: Index) -> None:
-    """Prove that every parameter has a weight, as files of a framework do. Raises MissingStateError with all others."""
-    bare = [
-        f"{atom.name}: {', '.join(atom.states) or 'no state'}"
-        for atom in index.atoms.values()
-        if WEIGHT not in atom.states
-    ]
-    if bare:
-        raise MissingStateError(
-            f"expected the weight of every parameter, beside which a framework keeps its other states; of "
-            f"{index.path} there are only\n{listed(bare)}\ntake the weights along where --include or --exclude leaves "
-            "them out; a store that lacks them has to be made again from the checkpoint that has them"
-        )
-
-
-_FEW = 64
-"""Pieces of a state, at most, whose cut is remembered."""
-
-
-def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
-    if _is_tiled(state):
-        return
-    label = f"{param}/{name}"
-    outside = [fragment for fragment in state.fragments if not _lies_in(fragment.box, state.global_shape)]
-    if outside:
-        for fragment in outside:
-            yield f"{label} {fragment.box}, held by {fragment.path}, lies past {list(state.global_shape)}"
-        return
-    taken = [fragment for fragment in state.fragments if fragment.replica == 0]
-    terms: dict[int, list[Fragment]] = {}
-    for fragment in taken:
-        terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
-    for _, pieces in sorted(terms.items()) or [(0, [])]:
-        for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
-            what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
-            yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
-
-
-def _is_tiled(state: StateIndex) -> bool:
-    """Whether all pieces lie inside, and those to take tile the whole: seen once for states that are cut alike."""
-    if state.overlap is Overlap.MEAN:
-        return False
-    cut = tuple([(fragment.box.offsets, fragment.box.sizes, not fragment.replica) for fragment in state.fragments])
-    return len(cut) <= _FEW and _tiles(state.global_shape, cut)
-
-
-@lru_cache(maxsize=4096)
-def _tiles(shape: tuple[int, ...], cut: tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]) -> bool:
-    boxes = [Box(offsets, sizes) for offsets, sizes, _ in cut]
-    if not all(_lies_in(box, shape) for box in boxes):
-        return False
-    return not uncovered(shape, [box for box, (_, _, is_taken) in zip(boxes, cut, strict=True) if is_taken])
-
-
-def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(box.sizes) == len(shape) and all(stop <= n for stop, n in zip(box.stops, shape, strict=True))

@@ -172,6 +172,13 @@ class RegionPair(NamedTuple):
         return list(zip(self.dims, self.steps, strict=True))
 
 
+@lru_cache(maxsize=4096)
+def whole_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
+    """The whole tensor as one pair: the same object for all tensors of a shape."""
+    whole = Box.whole(shape)
+    return (RegionPair(whole, whole),)
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """What keeps boxes from tiling a whole."""

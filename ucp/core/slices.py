@@ -1,7 +1,6 @@
-"""A slice: what one part of a target stores of one state, and the copies that fill it.
+"""The planner: which copies fill a slice of a target from the fragments of a source (`resolve`).
 
-`resolve` is the planner's heart: source fragments x one slice = pieces to copy. Converting, loading, comparing and
-reading all come down to it.
+Converting, loading, comparing and reading all carry out these copies.
 """
 
 from __future__ import annotations
@@ -9,50 +8,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
-from ucp.core.tensor import Tensor, contiguous_strides
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs, whole_pairs
+from ucp.core.target import Slice
+from ucp.core.tensor import GAP, Tensor, contiguous_strides
 from ucp.errors import CoverError
-
-GAP = 4 << 10
-"""Bytes between two runs of a piece from which on it costs less to read both runs than all that lies between them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """A stretch of the row-major local tensor of one part of a target."""
-
-    param: str
-    """Parameter name in the source."""
-    state: str
-    """State name in the source."""
-    dtype: DType
-    """Type to store."""
-    pairs: tuple[RegionPair, ...]
-    """Which boxes of the whole make up the local tensor."""
-    local_shape: tuple[int, ...]
-    """Shape of the local tensor, elements."""
-    start: int
-    """First element of the local tensor's row-major order that is stored."""
-    stop: int
-    """One past the last."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored."""
-        return (self.stop - self.start) * self.dtype.itemsize
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the local tensor, not a flat range of it."""
-        return self.start == 0 and self.stop == prod(self.local_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,25 +45,6 @@ class Piece:
         """Bytes of the source from the first element to the end of the last."""
         reach = sum((count - 1) * step for count, step in zip(self.sizes, self.src_strides, strict=True))
         return reach + self.ref.dtype.itemsize
-
-
-def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
-    """The slice that is all of a state."""
-    return Slice(
-        param=param,
-        state=state,
-        dtype=dtype or index.dtype,
-        pairs=_whole_pairs(index.global_shape),
-        local_shape=index.global_shape,
-        start=0,
-        stop=index.numel,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _whole_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
-    whole = Box.whole(shape)
-    return (RegionPair(whole, whole),)
 
 
 def block_ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
@@ -235,7 +180,7 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
     """The one copy of a state that is all asked for, and stored in one stretch: the commonest by far; else None."""
     shape = state.global_shape
-    if start or len(state.fragments) != 1 or target.pairs is not _whole_pairs(shape) or stop != state.numel:
+    if start or len(state.fragments) != 1 or target.pairs is not whole_pairs(shape) or stop != state.numel:
         return None
     (fragment,) = state.fragments
     is_taken = fragment.replica == 0 and state.overlap is not Overlap.MEAN
@@ -355,7 +300,7 @@ def in_file_order(piece: Piece) -> Piece:
 def runs_of(piece: Piece) -> tuple[int, int]:
     """How a piece in file order is best read: (leading dims whose every element is read alone, bytes of each read).
 
-    >>> from ucp.core.tensor import TensorRef
+    >>> from ucp.core.tensor import DType, TensorRef
     >>> ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(9, 8), strides=(5000, 2))
     >>> runs_of(Piece(ref=ref, sizes=(9, 8), src_offset=0, src_strides=(20000, 8), dst_offset=0, dst_strides=(8, 1)))
     (1, 60)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
-from ucp.core.index import Index
+from ucp.core.index import WEIGHT, Index, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.names import WEIGHT
-from ucp.core.slices import Slice
-from ucp.core.tensor import TensorRef
+from ucp.core.region import RegionPair, whole_pairs
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import counted
 
@@ -60,6 +60,49 @@ class OutputFile:
             raise ValueError(f"an output path stays below the destination: {self.path!r}")
         if any(part.offset + len(part.data) > self.nbytes for part in self.literals):
             raise ValueError(f"a literal of {self.path!r} lies past its end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A stretch of the row-major local tensor of one part of a target."""
+
+    param: str
+    """Parameter name in the source."""
+    state: str
+    """State name in the source."""
+    dtype: DType
+    """Type to store."""
+    pairs: tuple[RegionPair, ...]
+    """Which boxes of the whole make up the local tensor."""
+    local_shape: tuple[int, ...]
+    """Shape of the local tensor, elements."""
+    start: int
+    """First element of the local tensor's row-major order that is stored."""
+    stop: int
+    """One past the last."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the local tensor, not a flat range of it."""
+        return self.start == 0 and self.stop == prod(self.local_shape)
+
+
+def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
+    """The slice that is all of a state."""
+    return Slice(
+        param=param,
+        state=state,
+        dtype=dtype or index.dtype,
+        pairs=whole_pairs(index.global_shape),
+        local_shape=index.global_shape,
+        start=0,
+        stop=index.numel,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.core.layout import Pattern
-from ucp.core.patches import Made, rearranged
 from ucp.core.region import Box
 from ucp.core.tensor import contiguous_strides
 from ucp.families.expression import Expression
+from ucp.families.recipes import Made, rearranged
 from ucp.families.template import Template
 
 PatternFactory = Callable[..., Pattern]

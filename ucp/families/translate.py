@@ -15,12 +15,12 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.patches import Made
 from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL, Named
+from ucp.families.recipes import Made
 from ucp.families.rule import Alias, JoinedBox
 from ucp.families.template import Template
 

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
-from ucp.core.slices import GAP
+from ucp.core.tensor import GAP
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
 from ucp.io.folder import is_there, is_url, names_in, path_of
 

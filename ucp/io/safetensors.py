@@ -17,8 +17,7 @@ from math import prod
 
 import msgspec
 
-from ucp.core.dtypes import DType
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import open_source
 from ucp.io.json_text import parsed, read_object

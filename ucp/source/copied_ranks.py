@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import relpath
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index
+from ucp.core.index import AtomIndex, Doubt, DoubtKind, Fragment, Index
 from ucp.core.tensor import Record, Tensor, TensorRef
 from ucp.source.moments import moments
 from ucp.transfer.probe import Prober

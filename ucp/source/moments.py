@@ -17,10 +17,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ucp.contract.optimizer import step_counts
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.tensor import Tensor, TensorRef
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
+from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError, counted, listed
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober

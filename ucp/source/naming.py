@@ -9,13 +9,14 @@ from pathlib import Path
 from ucp.contract.model import run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
 from ucp.contract.registry import choose_family, library, names_of
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, check_weights
-from ucp.core.patches import Made, arranged, with_copy
+from ucp.core.gaps import check_weights
+from ucp.core.index import Index
+from ucp.core.tensor import DType
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
 from ucp.families.family import Family
 from ucp.families.library import rules_text
 from ucp.families.naming import CANONICAL
+from ucp.families.recipes import Made, arranged, with_copy
 from ucp.families.styles import find_source_style
 from ucp.families.toml.rename import renames_of
 from ucp.families.translate import translated

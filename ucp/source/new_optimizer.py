@@ -14,12 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from enum import StrEnum
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor
+from ucp.core.tensor import DType, InlineTensor
 from ucp.core.union import number_state
 from ucp.errors import UsageError, counted
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.index import Index, SourceFile, check_cover, check_names
-from ucp.core.names import NameFilter
-from ucp.core.state_gaps import with_gaps
+from ucp.core.gaps import check_cover, check_names, with_gaps
+from ucp.core.index import Index, SourceFile
 from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
 from ucp.source.copied_ranks import copied_ranks
 from ucp.source.moments import odd_moments
-from ucp.source.selection import selected
+from ucp.source.selection import NameFilter, selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from ucp.contract.optimizer import step_counts
 from ucp.contract.protocols import Target
-from ucp.contract.rank_extras import differing_values
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states
-from ucp.core.index import Extra, Index
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Extra, Index
 from ucp.errors import UsageError
+from ucp.io.pickle.values import differing_values
 from ucp.transfer.probe import Prober
 
 SCHEDULER = "scheduler"

@@ -8,12 +8,12 @@ can say it (`--set frozen=GLOB,...`, or `none`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from ucp.core.index import AtomIndex, DoubtKind, Index, Kind, Loss
-from ucp.core.names import WEIGHT, NameFilter
+from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, Loss
 from ucp.errors import UsageError, counted, listed
 from ucp.source.moments import odd_moments
 
@@ -22,6 +22,34 @@ DROP = "drop"
 
 _SELECTION = "left out by --include/--exclude"
 """Why a selection has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameFilter:
+    """Keeps names that match an include pattern (all, if none is given) and no exclude pattern.
+
+    A pattern is a shell glob over the whole name; `NAME/STATE` narrows it to one state.
+
+    >>> NameFilter(include=("layers.*",), exclude=("*/exp_avg*",)).keeps("layers.0.weight", "exp_avg")
+    False
+    """
+
+    include: tuple[str, ...] = ()
+    """Globs to keep; empty keeps everything."""
+    exclude: tuple[str, ...] = ()
+    """Globs to leave out, stronger than include."""
+
+    def keeps(self, param: str, state: str) -> bool:
+        """Whether state `state` of parameter `param` is wanted."""
+        wanted = not self.include or any(_matches(glob, param, state) for glob in self.include)
+        return wanted and not any(_matches(glob, param, state) for glob in self.exclude)
+
+    def check_used(self, names: Iterable[tuple[str, str]]) -> None:
+        """Raise UsageError for patterns that match none of `names` (parameter, state)."""
+        pairs = list(names)
+        unused = [g for g in (*self.include, *self.exclude) if not any(_matches(g, p, s) for p, s in pairs)]
+        if unused:
+            raise UsageError(f"no parameter matches {', '.join(map(repr, unused))}; {_hint(unused, pairs)}")
 
 
 def selected(index: Index, names: NameFilter) -> Index:
@@ -148,3 +176,22 @@ def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappi
             atoms[name] = replace(atom, kind=Kind.PARAMETER)
     others = {name: value for name, value in settings.items() if name != FROZEN}
     return replace(index, atoms=atoms), others
+
+
+def _matches(glob: str, param: str, state: str) -> bool:
+    return fnmatchcase(param, glob) or fnmatchcase(f"{param}/{state}", glob)
+
+
+def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
+    """What to write instead: a glob is of the whole name."""
+    for glob in globs:
+        wider = f"*{glob}*"
+        found = dict.fromkeys(param for param, state in pairs if _matches(wider, param, state))
+        if found:
+            first, more = next(iter(found)), len(found) - 1
+            return f"globs are of the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
+    known = dict.fromkeys(name for param, state in pairs for name in (param, f"{param}/{state}"))
+    near = [name for glob in globs for name in get_close_matches(glob, known, 2)]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}? `ucp inspect` lists the names"
+    return "`ucp inspect` lists the names"

@@ -8,13 +8,12 @@ from typing import cast
 from msgspec import structs
 from zlib_ng import zlib_ng
 
-from ucp.contract.registry import describe_pattern
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, StateIndex
+from ucp.contract.plugins import describe_pattern
+from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.target import Receipt
 from ucp.core.tensor import InlineTensor
-from ucp.io.codec import codec_name
+from ucp.io.elements import codec_name
 from ucp.store.manifest import (
     VERSION,
     Checksum,

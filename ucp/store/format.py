@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format
 from ucp.core.index import Index
 from ucp.io.folder import MARK
 from ucp.store.manifest import MANIFEST

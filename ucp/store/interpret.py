@@ -18,17 +18,15 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from ucp.contract.registry import pattern_factory
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.contract.plugins import pattern_factory
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Index, Loss, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap
-from ucp.core.names import WEIGHT
 from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
 from ucp.io.folder import is_there, is_url, see_afresh, seen_from
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
 

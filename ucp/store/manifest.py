@@ -13,9 +13,9 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ucp.core.dtypes import DType
 from ucp.core.index import Kind
 from ucp.core.layout import Overlap
+from ucp.core.tensor import DType
 from ucp.errors import DestinationError, MalformedError, UnsupportedError
 from ucp.io.files import open_source
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest

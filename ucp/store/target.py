@@ -5,7 +5,7 @@
     virtual         no tensor file at all: pieces of the source's own files
 
 Plain numbers, such as a step that the source keeps outside its tensors, stand in the manifest in every layout.
-With `compress`, packs hold encoded blocks (`ucp.io.codec`) and are named packs/00000.zst.
+With `compress`, packs hold encoded blocks (`ucp.io.elements`) and are named packs/00000.zst.
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ from itertools import accumulate
 from urllib.parse import quote
 
 from ucp.contract.output_names import check_named, check_text
+from ucp.contract.plugins import producer
 from ucp.contract.protocols import Target
 from ucp.core.index import Extra, Index
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Receipts, TargetOptions, TargetPlan, casts
+from ucp.core.target import (
+    Literal,
+    OutputFile,
+    Placement,
+    RawCopy,
+    Receipts,
+    Slice,
+    TargetOptions,
+    TargetPlan,
+    casts,
+    whole_slice,
+)
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.io.identity import identity_of, producer, size_and_time
 from ucp.io.pickle.fields import described
+from ucp.io.provenance import identity_of, size_and_time
 from ucp.io.safetensors import layout_safetensors
 from ucp.io.torch_file.draft import torch_file
 from ucp.store.describe import describe, is_inline

@@ -17,9 +17,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ucp.core.pickle_values import GlobalName, TorchSize
 from ucp.errors import MalformedError
 from ucp.io.pickle.keys import check_keys
+from ucp.io.pickle.values import GlobalName, TorchSize
 
 _DEEPEST = 100
 """Values in one another that are written."""

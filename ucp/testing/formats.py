@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 
 from ucp.contract.protocols import Format
-from ucp.core.index import Index, check_cover
-from ucp.core.names import WEIGHT
-from ucp.core.slices import Locator, block_ranges, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import WEIGHT, Index
+from ucp.core.slices import Locator, block_ranges, resolve
+from ucp.core.target import whole_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
 from ucp.io.files import Sources

@@ -14,10 +14,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Self
 
-from ucp.core.dtypes import DType
 from ucp.core.index import StateIndex
-from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.core.tensor import Tensor, TensorRef
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
 
@@ -59,7 +59,7 @@ class Prober:
             data = bytes(self._gatherer.read([(stop - start, tensor.dtype, pieces)])[0])
         return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
 
-    def joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
+    def read_joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
         """`window` of tensors laid end to end."""
         parts, base = [], 0
         for tensor in tensors:

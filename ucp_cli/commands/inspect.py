@@ -9,9 +9,9 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import SourceArguments
-from ucp.core.names import NameFilter
 from ucp.core.text.overview import describe_missing
 from ucp.errors import CorruptError, FamilyError, SourceError
+from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.documents import index_document, survey_document
 from ucp_cli.pages.inspect import detail, file_rows, inspect_page, remains

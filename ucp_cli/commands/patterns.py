@@ -8,7 +8,7 @@ from typing import Unpack
 import click
 
 from ucp.checks.explain import explain
-from ucp.contract import registry
+from ucp.contract import plugins, registry
 from ucp.conversion.arguments import SourceArguments
 from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
@@ -43,7 +43,7 @@ def command() -> None:
 def list_command(*, as_json: bool) -> None:
     """List the known families and patterns."""
     families = [registry.family(name) for name in registry.families()]
-    patterns = registry.names("ucp.patterns")
+    patterns = plugins.names("ucp.patterns")
     if as_json:
         write_json(families_document(families, patterns))
     else:

@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, SourceFile
+from ucp.core.index import AtomIndex, Fragment, Index, SourceFile
 from ucp.core.tensor import TensorRef
 from ucp.core.text.overview import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import json_value, what_is_held

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp.core.text.overview import overview, remarks

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ucp.contract.companions import is_companion
 from ucp.core.index import Extra
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.text.units import count_text, nbytes_text, shape_text
 from ucp.errors import counted
 from ucp.io.pickle.fields import short, short_members
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.store.values import PlainJson
 
 _LONGEST = 60
@@ -29,7 +28,7 @@ def json_value(value: object) -> object:
     What is not plain becomes its state under the name of its class, or a text in angle brackets, as does what lies too
     deep and what is more than a page takes.
 
-    >>> from ucp.core.dtypes import DType
+    >>> from ucp.core.tensor import DType
     >>> json_value({"best": (1, 2), "ema": TensorRef(path="", offset=0, dtype=DType.INT8, shape=(3,), strides=(1,))})
     {'best': {'!tuple': [1, 2]}, 'ema': '<tensor 3 int8>'}
     """
@@ -50,7 +49,7 @@ def what_is_held(extra: Extra) -> str:
     >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """
-    if is_companion(extra) and isinstance(extra.value, TensorRef):
+    if extra.is_sidecar and isinstance(extra.value, TensorRef):
         return f"file of {nbytes_text(extra.value.nbytes)}"
     return brief(extra.value)
 

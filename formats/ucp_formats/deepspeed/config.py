@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ucp.contract.run_extras import LossScale
-from ucp.core.dtypes import DType
 from ucp.core.index import Index
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import DType
+from ucp.io.pickle.values import GlobalName, Stub
 
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements; default of `zero_optimization.sub_group_size` (runtime/zero/config.py, 0.19.8)."""
@@ -74,6 +74,11 @@ class RunConfig:
     def parameter_alignment(self) -> bool:
         """Whether stages 1 and 2 align each parameter to 16 bytes."""
         return self._section("zero_optimization").get("parameter_alignment") is True
+
+    @property
+    def groups_experts(self) -> bool:
+        """Whether data-parallel ranks with the same experts are adjacent."""
+        return self.raw.get("use_data_before_expert_parallelism") is True
 
     @property
     def gradient_clipping(self) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, ExtraRow, ExtraTable, ExtraValues
 from ucp.core.index import TAG, Extra, Index
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES, ModelStates

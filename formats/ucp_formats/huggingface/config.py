@@ -15,14 +15,12 @@ from pathlib import Path
 
 from ucp.contract.companions import Companion, companion_extra, companions_of
 from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index
-from ucp.core.names import WEIGHT
-from ucp.core.patches import Made, patched
-from ucp.core.tensor import TensorRef
+from ucp.core.index import WEIGHT, AtomIndex, Extra, Index
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MisfitError, UsageError, counted, listed
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.library import contradictions
+from ucp.families.recipes import Made, patched
 from ucp.families.styles import shape_conflicts
 from ucp.families.toml.config import derived_config
 from ucp.io.json_text import NotJson, parsed

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.contract.locating import Located, the_checkpoint
-from ucp.contract.protocols import Strength
+from ucp.contract.locating import Located, Strength, the_checkpoint
 from ucp.errors import UsageError, counted, listed
 from ucp.io.folder import names_in, short_text
 

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Located
+from ucp.contract.locating import Evidence, Located
 from ucp.contract.model import CONFIG_EXTRA, by_number, config_in, in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format
+from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
-from ucp.core.dtypes import DType
-from ucp.core.fragments import with_copies
-from ucp.core.index import AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
+from ucp.core.union import with_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp_formats.huggingface.locate import CONFIG, Form, Model, is_weights, locate, the_model
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, second_names
 

@@ -20,18 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_adapter, is_companion, left_text, place_companions
+from ucp.contract.companions import companions_of, is_adapter, left_text, place_companions
 from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
 from ucp.contract.output_names import check_text, shorter
 from ucp.contract.protocols import Target
 from ucp.contract.registry import names_of, target_family
-from ucp.core.dtypes import DType
-from ucp.core.fragments import with_copies
-from ucp.core.index import AtomIndex, Index, Kind, check_weights
-from ucp.core.names import WEIGHT
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Placement, TargetOptions, TargetPlan, casts
+from ucp.core.gaps import check_weights
+from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
+from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, casts, whole_slice
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
+from ucp.core.union import with_copies
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
@@ -266,7 +265,7 @@ def _left_out(index: Index) -> Iterator[str]:
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
     kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
-    extras = dict.fromkeys(own.name for own in index.extras if not is_companion(own) and own.name != CONFIG_EXTRA)
+    extras = dict.fromkeys(own.name for own in index.extras if not own.is_sidecar and own.name != CONFIG_EXTRA)
     kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
     if kinds:
         yield f"a model of transformers holds weights only; left out: {'; '.join(kinds)}"
@@ -274,7 +273,7 @@ def _left_out(index: Index) -> Iterator[str]:
 
 def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:
     """`plan` and the files that are published with the model: those beside its config.json, or else the checkpoint."""
-    beside = {own.name: own for own in written.extras if is_companion(own)}
+    beside = {own.name: own for own in written.extras if own.is_sidecar}
     kept = [own for own in companions_of(written) if is_published(own.name)]
     others = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
     left = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ucp.contract.output_names import shorter
-from ucp.contract.problems import Problems
-from ucp.core.fragments import Fragment
+from ucp.contract.ranks import Problems
+from ucp.core.index import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, counted, listed

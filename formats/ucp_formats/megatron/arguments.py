@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
 
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.state_gaps import gaps
+from ucp.core.gaps import gaps
+from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.families.family import Family
 from ucp.families.library import contradictions
 from ucp.io.pickle.fields import described
+from ucp.io.pickle.values import GlobalName, Stub
 
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),

@@ -28,8 +28,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.core.index import Loss, ParamGroup
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Loss, ParamGroup
 from ucp.errors import counted
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from ucp.contract.axes import along
+from ucp.contract.layouts import along
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UnsupportedError

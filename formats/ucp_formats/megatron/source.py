@@ -26,8 +26,8 @@ from pathlib import Path
 
 from ucp.contract import locating
 from ucp.contract.companions import with_companions
-from ucp.contract.locating import Located, Pointer, the_checkpoint
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.locating import Evidence, Located, Pointer, the_checkpoint
+from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
-from ucp.contract.companions import is_companion
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE, ExtraRow, ExtraTable
 from ucp.core.index import Extra, Index
 
@@ -37,7 +36,7 @@ def extra_paths(
     """
     is_torch = (index.origin or index.format) in origins
     for extra in index.extras:
-        if is_companion(extra):
+        if extra.is_sidecar:
             continue
         if extra.rank is None and extra.name.startswith(MODULE_STATE):
             yield extra, (*model, extra.name.removeprefix(MODULE_STATE))

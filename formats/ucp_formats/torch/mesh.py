@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
 from ucp.core.topology import Topology

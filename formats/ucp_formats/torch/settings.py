@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from struct import pack
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, ParamGroup
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Index, ParamGroup
 from ucp.core.target import TargetOptions
+from ucp.core.tensor import DType
 from ucp.errors import UnsupportedError, UsageError
 
 _ADAMW: Mapping[str, object] = {

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import chain
 
-from ucp.contract.axes import along
-from ucp.contract.registry import pattern, target_family
+from ucp.contract.layouts import along
+from ucp.contract.plugins import pattern
+from ucp.contract.registry import target_family
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Located
-from ucp.contract.protocols import Evidence, Format, ParamOrder, SourceOptions
-from ucp.contract.rank_extras import differing_values
+from ucp.contract.locating import Evidence, Located
+from ucp.contract.protocols import Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
-from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile, StateIndex
+from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile, StateDictKeys, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.names import WEIGHT, StateDictKeys
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.core.union import state_of_boxes
@@ -29,7 +27,8 @@ from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import absolute, names_in, path_of
-from ucp.io.identity import source_file
+from ucp.io.pickle.values import differing_values
+from ucp.io.provenance import source_file
 from ucp_formats.torch.extras import find_step
 from ucp_formats.torch.locate import check_folder, is_of_the_format, locate, step_in
 from ucp_formats.torch.mesh import Boxes, MeshLayouts, mesh_of

@@ -14,18 +14,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import companions_of, is_companion, place_companions
+from ucp.contract.companions import companions_of, place_companions
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex, check_weights
-from ucp.core.names import STEP, WEIGHT, OptimizerKeys, StateDictKeys
+from ucp.core.gaps import check_weights
+from ucp.core.index import (
+    STEP,
+    WEIGHT,
+    AtomIndex,
+    Extra,
+    Index,
+    Kind,
+    OptimizerKeys,
+    ParamGroup,
+    StateDictKeys,
+    StateIndex,
+)
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import TargetOptions, TargetPlan
-from ucp.core.tensor import TensorRef
+from ucp.core.target import Slice, TargetOptions, TargetPlan
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UsageError, counted
 from ucp.io.dcp.emit import DcpDraft, NewChunk
@@ -295,7 +304,7 @@ def _keys_of(index: Index, style: str) -> StateDictKeys:
 def _client_extras(index: Index) -> list[Extra]:
     """What the training script, or a client such as Lightning, saved beside model and optimizer on all ranks."""
     name = run_extras(index).client
-    extras = (extra for extra in index.extras if extra.rank is None and not is_companion(extra))
+    extras = (extra for extra in index.extras if extra.rank is None and not extra.is_sidecar)
     return [extra for extra in extras if not name or extra.name == name]
 
 
@@ -332,6 +341,6 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     if bare:
         yield (
             f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "
-            f"{bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load with "
-            "DefaultLoadPlanner(allow_partial_load=True)"
+            f"{bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load "
+            "with DefaultLoadPlanner(allow_partial_load=True)"
         )

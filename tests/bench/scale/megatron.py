@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from tests.bench.scale.holes import item_of
 from tests.bench.scale.moe import Moe
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.io.dcp.metadata import read_metadata
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "megatron" / "mixtral-ep4-dp4-full" / "checkpoint"

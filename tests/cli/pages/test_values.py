@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.tensor import InlineTensor
+from ucp.core.tensor import DType, InlineTensor
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_cli.pages.values import brief, json_value
 
 TENSOR = InlineTensor(data=b"\0" * 4, dtype=DType.INT8, shape=(2, 2))

@@ -20,11 +20,12 @@ from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
 from tests.golden.deepspeed.test_deepspeed_read import as_float32, bits, filled, gathered
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, resolve_copies, whole_slice
-from ucp.core.tensor import TensorRef
+from ucp.core.slices import Locator, resolve_copies
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.io.safetensors import read_header
 from ucp.io.torch_file.archive import read_archive
 

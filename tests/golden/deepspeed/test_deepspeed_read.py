@@ -12,10 +12,11 @@ from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, StateIndex, check_cover
-from ucp.core.slices import Locator, Piece, resolve, resolve_copies, whole_slice
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind, StateIndex
+from ucp.core.slices import Locator, Piece, resolve, resolve_copies
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.safetensors import read_header
 from ucp.io.torch_file.archive import read_archive

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 import ucp
 from ucp.contract.model import in_model_order
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"
 TRUTH: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}

@@ -17,10 +17,11 @@ from ucp_formats.megatron.source import MegatronFormat
 
 import ucp
 from ucp.api import convert
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import STEP, WEIGHT, Index, Kind
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType
 from ucp.errors import MissingStateError
 from ucp.io.files import Sources
 from ucp.transfer.compare import compare_copies, scan_records

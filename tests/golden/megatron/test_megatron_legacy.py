@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.core.index import Index, Kind, StateIndex, check_cover
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind, StateIndex
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
 from ucp.io.files import Sources
-from ucp.transfer.drift import drift
+from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
@@ -46,7 +48,9 @@ def whole(name: str, state: str, found: StateIndex, gatherer: Gatherer) -> tuple
     data = memoryview(bytearray(found.nbytes))
     gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
     dtype = getattr(torch, found.dtype.value)
-    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape), list(drift(own, locator, data, gatherer))
+    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape), list(
+        describe_drift(own, locator, data, gatherer)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

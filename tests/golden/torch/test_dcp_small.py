@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ucp
-from ucp.core.index import check_cover
+from ucp.core.gaps import check_cover
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
 CASES = sorted(path.name for path in (ROOT / "small").iterdir())

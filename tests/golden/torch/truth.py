@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
-from ucp.core.index import Index, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
 REPORTS: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}

@@ -18,17 +18,15 @@ from torch import distributed
 from ucp_patterns.chunk import Chunk
 from ucp_patterns.replicate import Replicate
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import UcpError
-from ucp.live.exchange.carry import carry
-from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.exchange.carry import CarryOptions, carry
+from ucp.live.exchange.stages import Exchange
 from ucp.live.parts import LivePart, LoadItem
-from ucp.live.run.ranks import Ranks, ranks_of
+from ucp.live.run.ranks import Ranks, find_ranks
 
 ROWS, COLUMNS, LAYERS = 1200, 256, 6
 
@@ -57,7 +55,7 @@ def items_of(path: Path, rank: int) -> list[LoadItem]:
             at += ref.nbytes
             local = {"up": (ROWS // 2, COLUMNS), "down": (ROWS, COLUMNS // 2), "moment": (ROWS // 2, COLUMNS)}
             part = LivePart(local_shape=local.get(kind, shape), layout=layout, coords=coords)
-            own = part.slice_of(f"layers.{layer}.{kind}", "weight", shape, DType.FLOAT32)
+            own = part.to_slice(f"layers.{layer}.{kind}", "weight", shape, DType.FLOAT32)
             items.append(LoadItem(name=own.param, slice=own, source=source))
     return items
 
@@ -138,7 +136,7 @@ def bereft(path: Path, ranks: Ranks, out: Path) -> None:
 def main() -> None:
     path, out, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     distributed.init_process_group("gloo")
-    ranks = ranks_of(None, torch.device("cpu"))
+    ranks = find_ranks(None, torch.device("cpu"))
     if mode == "kill":
         bereft(path, ranks, out)
     result = {

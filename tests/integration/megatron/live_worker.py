@@ -38,10 +38,10 @@ from ucp_formats.megatron.live.model import describe_chunks
 
 import ucp
 from ucp.contract.registry import choose_family
-from ucp.core.dtypes import DType
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.live.parts import LivePart
-from ucp.live.run.ranks import Group
+from ucp.live.run.ranks import ProcessGroupRanks
 
 MORE = 3
 """Steps taken after a load."""
@@ -152,7 +152,7 @@ def _against_rules(job: Job, args: Any, folder: Path) -> list[str]:
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "etp": parallel_state.get_expert_tensor_parallel_rank(),
     }
-    ranks = Group(None, torch.device("cpu"))
+    ranks = ProcessGroupRanks(None, torch.device("cpu"))
     odd = []
     for own in describe_chunks(job.chunks, ranks).tensors:
         shape = own.part.global_shape or index.atoms[own.name].global_shape
@@ -164,7 +164,7 @@ def _against_rules(job: Job, args: Any, folder: Path) -> list[str]:
 
 
 def _boxes(part: LivePart, shape: tuple[int, ...]) -> list[tuple[Box, Box]]:
-    pairs = part.slice_of("", "", shape, DType.FLOAT32).pairs
+    pairs = part.to_slice("", "", shape, DType.FLOAT32).pairs
     return [(pair.whole, pair.local) for pair in pairs]
 
 

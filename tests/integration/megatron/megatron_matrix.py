@@ -21,8 +21,7 @@ from torch import Tensor
 
 import ucp
 from tests.integration.megatron.megatron_jobs import Load
-from ucp.core.index import Index, Kind
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.errors import UcpError
 from ucp.transfer.compare import compare_copies
 from ucp.transfer.differences import Change, compare

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 import ucp
 from tests.integration.matrix_page import write_section
 from tests.integration.megatron.megatron_jobs import Load, Loaded, load_all, make_sources
-from ucp.core.index import Kind
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Kind
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

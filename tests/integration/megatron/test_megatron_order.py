@@ -38,7 +38,7 @@ def groups(topology: Topology, axis: str, others: tuple[str, ...]) -> list[list[
     """Ranks that differ along one axis alone."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(topology.ranks):
-        at = RunMesh.of(topology, rank=rank).coords
+        at = RunMesh.from_topology(topology, rank=rank).coords
         found.setdefault(tuple(at[own] for own in others if own != axis), []).append(rank)
     return sorted(found.values())
 

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from ucp_formats.deepspeed.partition import optimizer_order, round_robin, shared_buffers, undo_round_robin
 from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, OptimizerPart, Shard, add_flat_group
 
-from ucp.contract.flat_buffer import Chunks, FlatLayout, WholeParameters
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
+from ucp.contract.layouts import Chunks, FlatLayout, WholeParameters
+from ucp.contract.ranks import Checksums, Problems
 from ucp.core.region import RegionPair, uncovered
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.union import Union
 
 GARBAGE = -1
@@ -218,7 +216,7 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
     stored = round_robin(names, ranks=ranks) if dealt else names
     optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0, known_from="")
     mappings = [dict.fromkeys(optimizer.spans(rank)) for rank in range(ranks)]
-    assert optimizer_order(stored, ranks=ranks, dealt=dealt, mappings=mappings)[0] == names
+    assert optimizer_order(stored, ranks=ranks, is_round_robin=dealt, mappings=mappings)[0] == names
 
 
 @given(source=params(), ranks=st.integers(1, 5))

@@ -10,11 +10,11 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes, affine_l
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 from ucp_patterns.chunk import Chunk
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment, Stored, fragments
+from ucp.core.index import Fragment
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
+from ucp.core.union import Stored, fragments
 
 Whole = NDArray[np.int64]
 

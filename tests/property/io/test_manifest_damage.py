@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, ParamGroup, StateIndex
+from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UcpError
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint

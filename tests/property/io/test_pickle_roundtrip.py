@@ -9,9 +9,9 @@ from collections import OrderedDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 SCALARS = (
     st.none()

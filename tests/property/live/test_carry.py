@@ -24,13 +24,13 @@ from ucp_patterns.unique import Unique
 from tests.strategies import random_array, shapes, states_of
 from tests.unit.live import threads
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout, part_of
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.errors import CorruptError, LoadError, MissingFileError
-from ucp.live.exchange.carry import carry
-from ucp.live.exchange.loads import bytes_of
-from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.exchange.carry import CarryOptions, carry
+from ucp.live.exchange.reads import view_bytes
+from ucp.live.exchange.stages import Exchange
 from ucp.live.parts import LoadItem
 from ucp.testing.handmade import Shards
 
@@ -40,10 +40,10 @@ MEMORY = st.sampled_from([64, 700, 5000, 1 << 20])
 
 BOUNDS = {
     "live.exchange.stages._SMALL": 0,
-    "live.exchange.reading._SPAN": 64,
-    "live.exchange.loads.BLOCK": 64,
-    "transfer.plan.tiles.LEAST": 32,
-    "transfer.plan.tiles.CALL": 32,
+    "live.exchange.reads._SPAN": 64,
+    "live.exchange.reads.BLOCK": 64,
+    "transfer.plan.tiles.MIN_TILED": 32,
+    "transfer.plan.tiles.CALL_BYTES": 32,
 }
 
 
@@ -140,7 +140,7 @@ class World:
         for item, held, own in zip(self.items[rank], self.wanted[rank], landed, strict=True):
             truth = torch.from_numpy(np.ascontiguousarray(held)).reshape(held.shape).to(own.dtype)
             assert own.shape == truth.shape
-            assert torch.equal(bytes_of(own.contiguous()), bytes_of(truth.contiguous())), (item.name, rank)
+            assert torch.equal(view_bytes(own.contiguous()), view_bytes(truth.contiguous())), (item.name, rank)
 
     @property
     def nbytes_once(self) -> int:
@@ -234,7 +234,7 @@ def test_what_differs_when_it_is_read_again_is_named_by_all(data, exchange, memo
                 def end(self):
                     assert self.left == 0
                     if ranks.rank == rank:
-                        bytes_of(into[at])[0] ^= 1
+                        view_bytes(into[at])[0] ^= 1
 
             options = CarryOptions(exchange=exchange, memory=memory, verify=True, observer=Flipping())
             carry(world.items[ranks.rank], into, ranks, options)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ucp.contract.axes import Placement, axes_of
+from ucp.contract.layouts import Placement, axes_of
 from ucp.core.layout import Layout, local_shape, place
 
 LENGTHS = st.integers(1, 9)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.core.dtypes import DType
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.live.exchange.read_shares import ALIGNMENT, share_out
 
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.UINT8, DType.INT64, DType.COMPLEX128])
@@ -22,7 +22,7 @@ ROUNDS = st.none() | st.integers(1, 300)
 
 
 def parts(window, readers):
-    return [[s for n in range(window.rounds) for s in window.segments(reader, n)] for reader in range(readers)]
+    return [[s for n in range(window.rounds) for s in window.read_by(reader, n)] for reader in range(readers)]
 
 
 @given(slices=SLICES, readers=st.integers(1, 5), part_nbytes=st.integers(1, 900), round_nbytes=ROUNDS, data=st.data())
@@ -33,7 +33,7 @@ def test_every_element_is_in_exactly_one_part(slices, readers, part_nbytes, roun
         slices, costs=costs, readers=readers, part_nbytes=part_nbytes, round_nbytes=round_nbytes, done=done
     )
     seen = sorted(
-        (s.load, e) for w in windows for part in parts(w, readers) for s in part for e in range(s.start, s.stop)
+        (s.slice_number, e) for w in windows for part in parts(w, readers) for s in part for e in range(s.start, s.stop)
     )
     starts = done or [own.start for own in slices]
     assert seen == [(at, e) for at, own in enumerate(slices) for e in range(starts[at], own.stop)]
@@ -51,7 +51,7 @@ def test_segments_lie_in_their_round_one_after_another(slices, readers, part_nby
         for reader in range(readers):
             for number in range(window.rounds):
                 at = 0
-                for segment in window.segments(reader, number):
+                for segment in window.read_by(reader, number):
                     assert segment.offset >= at
                     assert segment.offset % segment.itemsize == 0
                     at = segment.offset + segment.nbytes
@@ -72,6 +72,6 @@ def test_shares_of_one_large_tensor_differ_by_less_than_the_padding(numel, reade
 def test_a_window_has_one_cost_and_its_states_lie_together(slices, readers, data):
     costs = data.draw(st.lists(st.sampled_from([0.5, 1.0]), min_size=len(slices), max_size=len(slices)))
     for window in share_out(slices, costs=costs, readers=readers, part_nbytes=512):
-        assert len({costs[segment.load] for segment in window.laid}) == 1
-        states = [slices[segment.load].state for segment in window.laid]
+        assert len({costs[segment.slice_number] for segment in window.segments}) == 1
+        states = [slices[segment.slice_number].state for segment in window.segments]
         assert states == sorted(states)

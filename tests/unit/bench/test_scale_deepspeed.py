@@ -18,8 +18,8 @@ from tests.bench.scale.deepspeed import (
     write_pipeline_run,
 )
 from tests.bench.scale.moe import Moe
-from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
+from ucp.io.pickle.values import Stub
 from ucp.io.torch_file.archive import read_archive
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "deepspeed"

@@ -9,8 +9,8 @@ import pytest
 import ucp
 from tests.bench.scale.megatron import FIXTURE, ITERATION, Layout, write_torch_dist
 from tests.bench.scale.moe import Moe
-from ucp.core.pickle_values import Stub
 from ucp.io.dcp.metadata import DcpMetadata, read_metadata
+from ucp.io.pickle.values import Stub
 from ucp.io.torch_file.archive import read_archive
 
 TINY = Moe(layers=4, experts=4, hidden=16, ffn=12, head=2, groups=4, vocabulary=64)

@@ -9,8 +9,8 @@ from ucp.checks.explain import explain_index
 from ucp.contract.model import run_arguments
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Extra, Index
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.topology import Topology
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.testing.handmade import Shards, make_index
 
 ARGUMENTS = {"num_layers": 1, "hidden_size": 4, "swiglu": True}

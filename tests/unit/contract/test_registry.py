@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import ucp
-from ucp.contract.protocols import Evidence, Strength
-from ucp.contract.registry import engine, names, recognise, target
+from ucp.contract.locating import Evidence, Strength
+from ucp.contract.plugins import names
+from ucp.contract.registry import engine, recognise, target
 from ucp.errors import IdleOptionError, UnknownFormatError, UsageError
 
 
@@ -72,11 +73,11 @@ def test_something_else_there(tmp_path):
 
 
 def test_two_claims_are_not_decided_here(source, monkeypatch):
-    registry = import_module("ucp.contract.registry")
+    plugins = import_module("ucp.contract.plugins")
     twin = SimpleNamespace(name="twin", detect=lambda path: Evidence(path, ("a hunch",)))
-    made = registry._made
-    monkeypatch.setattr(registry, "_found", lambda group: {"ucp": None, "twin": None})
-    monkeypatch.setattr(registry, "_made", lambda group, name: twin if name == "twin" else made(group, name))
+    made = plugins.instance
+    monkeypatch.setattr(plugins, "registered", lambda group: {"ucp": None, "twin": None})
+    monkeypatch.setattr(plugins, "instance", lambda group, name: twin if name == "twin" else made(group, name))
     with pytest.raises(UnknownFormatError, match=f"could be several formats.*\n  {source}: twin, because of a hunch"):
         recognise(source)
     twin.detect = lambda path: Evidence(path, ("a hunch",), strength=Strength.WEIGHTS)

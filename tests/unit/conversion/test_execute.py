@@ -19,11 +19,10 @@ import pytest
 
 import ucp
 from tests.unit.conftest import sample_arrays
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import (
     CorruptError,
     CoverError,
@@ -162,7 +161,7 @@ class TestDestination:
             ucp.convert(source, place)
 
     def test_two_at_once_do_not_mix(self, source, tmp_path, monkeypatch):
-        monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.2)
+        monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.2)
 
         class Watch:
             error: Exception | None = None

@@ -21,12 +21,10 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.plan.task_list import pick_tasks
 from ucp.transfer.worker import Worker

@@ -8,7 +8,7 @@ import torch
 import ucp
 from ucp.conversion.options import make_options
 from ucp.conversion.values import nbytes_of
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UcpError, UsageError
 

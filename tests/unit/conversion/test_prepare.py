@@ -11,11 +11,11 @@ import ucp
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.prepare import Silent, prepare
 from ucp.core.index import Loss
-from ucp.core.names import NameFilter
 from ucp.core.topology import Topology
 from ucp.errors import MemoryBudgetError, UsageError
 from ucp.source.read import index_of
 from ucp.source.replica_policy import Drift, resolve_drift
+from ucp.source.selection import NameFilter
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 

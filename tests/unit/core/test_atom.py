@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import CoverError
 from ucp.testing.handmade import Shards, make_index
 

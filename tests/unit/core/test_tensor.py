@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
+from ucp.core.index import Fragment
 from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 
 
 def ref(shape, strides, **more):

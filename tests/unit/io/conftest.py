@@ -9,7 +9,7 @@ import pytest
 import torch
 from zlib_ng import zlib_ng
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.io.torch_file.layout import TorchZip
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 

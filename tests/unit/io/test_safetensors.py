@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ucp.core.dtypes import DType
-from ucp.core.tensor import contiguous_strides
+from ucp.core.tensor import DType, contiguous_strides
 from ucp.errors import MalformedError, UcpError, UnsupportedError
 from ucp.io.safetensors import layout_safetensors, read_header
 

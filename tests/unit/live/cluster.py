@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import ParamGroup, StateIndex
+from ucp.core.index import Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
-from ucp.core.tensor import InlineTensor
+from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 

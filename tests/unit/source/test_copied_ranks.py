@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ucp
-from ucp.core.fragments import Fragment
-from ucp.core.index import Doubt, StateIndex
+from ucp.core.index import Doubt, Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.errors import MalformedError, UsageError
 from ucp.io.torch_file.archive import read_archive

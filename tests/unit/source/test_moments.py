@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ucp.core.dtypes import DType
 from ucp.core.index import Index, Kind, ParamGroup
+from ucp.core.tensor import DType
 from ucp.core.union import number_state
 from ucp.errors import MalformedError
 from ucp.io.elements import numpy_dtype

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import StateIndex
+from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import ReplicaError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 

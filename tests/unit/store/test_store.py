@@ -16,19 +16,19 @@ from ucp_patterns.shard import Shard
 from ucp_patterns.unique import Unique
 
 import ucp
-from ucp.contract.protocols import Evidence, Format
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, Index, Kind, Loss, StateIndex
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format
+from ucp.core.index import Extra, Fragment, Index, Kind, Loss, StateIndex
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, resolve, whole_slice
-from ucp.core.tensor import TensorRef
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
 from ucp.io.elements import viewed
 from ucp.io.files import Sources
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.source.read import index_of
 from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
@@ -70,12 +70,14 @@ def memory_format(monkeypatch):
             return self.index
 
     fmt = MemoryFormat()
-    registry = import_module("ucp.contract.registry")
-    real_found, real_made = registry._found, registry._made
+    plugins = import_module("ucp.contract.plugins")
+    real_found, real_made = plugins.registered, plugins.instance
     monkeypatch.setattr(
-        registry, "_found", lambda group: {**real_found(group), **({"memory": None} if group == "ucp.formats" else {})}
+        plugins,
+        "registered",
+        lambda group: {**real_found(group), **({"memory": None} if group == "ucp.formats" else {})},
     )
-    monkeypatch.setattr(registry, "_made", lambda group, name: fmt if name == "memory" else real_made(group, name))
+    monkeypatch.setattr(plugins, "instance", lambda group, name: fmt if name == "memory" else real_made(group, name))
     return fmt
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import Kind, ParamGroup, StateIndex, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.errors import MissingFileError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.gaps import check_cover, gap_text, state_gaps
+from ucp.core.index import Index, Kind
 from ucp.core.layout import Layout
-from ucp.core.state_gaps import gap_text, state_gaps
+from ucp.core.tensor import DType
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text
 from ucp.errors import CoverError, counted

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ucp.core.patches import Made
 from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import Family
 from ucp.families.naming import Style
+from ucp.families.recipes import Made
 from ucp.families.rule import Rule
 from ucp.families.template import Template
 from ucp.families.toml.document import Joining, RenameDocument, RenameTable, located, make_alias, read_document

@@ -20,13 +20,12 @@ from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
-from ucp.core.dtypes import DType
 from ucp.core.layout import Layout
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.target import CrcField, Literal, OutputFile, Placement, RawCopy
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
 from ucp.io.torch_file.layout import KnownBytes, TorchZip, layout_torch_zip
 from ucp.io.torch_file.storage import NewStorage, NewTensor

@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.files import open_source
 from ucp.io.pickle.fields import described, shown
 from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 METADATA = ".metadata"
 """Name of the file; torch renames it into place last, so that its presence is the commit."""

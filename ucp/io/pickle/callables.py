@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, walk
+from ucp.core.tensor import DType
+from ucp.io.pickle.values import GlobalName, Stub, walk
 
 CALLS = "unpickled by a framework, this checkpoint calls"
 """How the note begins."""

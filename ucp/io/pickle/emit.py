@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import DestinationError
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 
 _BATCH = 1000

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError
+from ucp.io.pickle.values import GlobalName, Stub
 
 Shape = tuple[int, ...]
 

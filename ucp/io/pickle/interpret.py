@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.core.tensor import TensorRef
 from ucp.io.pickle.keys import check_keys
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.storage import LEFT_INERT, rebuilt_parameter, rebuilt_tensor, rebuilt_typed_tensor
 
 _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})

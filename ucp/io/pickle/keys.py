@@ -16,8 +16,8 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.storage import StorageRef
 
 _MOST_NODES = 256

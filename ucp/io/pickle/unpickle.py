@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.interpret import called, constructed, set_attributes
 from ucp.io.pickle.keys import Keys
@@ -30,6 +29,7 @@ from ucp.io.pickle.rewrite import (
     RefusedOpcodeError,
     Rewriter,
 )
+from ucp.io.pickle.values import GlobalName, Stub
 
 _NEW, _CALL = 0x81, ord("R")
 _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000

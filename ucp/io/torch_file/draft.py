@@ -3,7 +3,7 @@
 The value is built from plain values and the tensors that a draft hands out; `finish` lays the file out and says where
 each slice goes.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> draft = FileDraft("empty.pt")
 >>> draft.finish({"step": 3, "mask": draft.filled(DType.FLOAT32, (2, 2))}).file.path
 'empty.pt'
@@ -17,14 +17,12 @@ from math import prod
 from operator import attrgetter
 from pathlib import PurePath
 
-from ucp.core.dtypes import DType
 from ucp.core.index import Index
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.pickle_values import rebuild
-from ucp.core.slices import Slice
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, TargetPlan, casts
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, TargetPlan, casts
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
+from ucp.io.pickle.values import rebuild
 from ucp.io.torch_file.layout import layout_torch_zip
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 

@@ -5,7 +5,7 @@ whoever has them, and of the CRC-32 of each storage, filled in last. Members, fl
 of torch 2.13, byte for byte (caffe2/serialize/inline_container.cc over miniz): storages lie at multiples of 64 bytes,
 can be memory-mapped, and torch's own offset arithmetic (`calculate_storage_offsets`) finds them.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> storage = NewStorage(DType.FLOAT32, 6)
 >>> layout = layout_torch_zip({"weight": NewTensor(storage=storage, shape=(2, 3), strides=(3, 1))})
 >>> layout.storages[storage] % 64, layout.crcs[0].stop - layout.crcs[0].start

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
+from ucp.io.pickle.values import GlobalName
 
 LEFT_INERT = object()
 """Result of a builder for arguments that it does not know: the call becomes a `Stub`."""

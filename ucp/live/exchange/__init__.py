@@ -1,8 +1,8 @@
-"""Carry what every rank holds of a checkpoint into its memory: each byte is read once where several ranks hold it.
+"""Move bytes from a checkpoint into the tensors of all ranks; what several ranks hold is read once.
 
-1. `loads` says how an item is best read; `holders` who holds the same; `stages` what a rank does in which order;
-2. `read_shares` shares the bytes of slices out over the ranks that hold them;
-3. `carry` reads (`reading`) and gathers them (`buffers`) and puts them in place (`places`); `pace` decides whether
-   exchanging pays;
-4. `checksums` proves what was read, `verify` what has landed; `traffic` says what it cost.
+1. `reads` says what is read for an item, and reads it with threads;
+2. `read_shares` divides the bytes of slices equally among the ranks that hold them;
+3. `stages` finds who holds the same slices, and orders the work of a rank;
+4. `carry` reads, gathers and stores, and measures whether exchanging pays;
+5. `checksums` compares what was read with recorded checksums, and memory with the files.
 """

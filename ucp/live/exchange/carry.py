@@ -1,128 +1,166 @@
-"""Carry items from a checkpoint into the tensors of all ranks: each byte is read once where several of them hold it.
+"""Bring items from a checkpoint into the tensors of all ranks; each byte that several ranks hold is read once.
 
 1. `plan_stages` finds out, with the other ranks, who holds the same;
-2. every window is read, a part by each holder, while the one before it is gathered and put in place;
+2. every window is read, a part by each holder, while the one before it is gathered and stored;
 3. checksums are compared, and with `verify` everything is read again;
 4. all ranks succeed, or all raise the same error.
 
-A rank that fails says so with its next part in every set it is in; the members leave the set at that window, and say so
-in turn. So all come to the end, where the errors are told. A rank that dies ends the others by torch's own error.
+A rank that fails reports it with its next part to every set it is in; the members leave the set at that window, and
+report it in turn. So all ranks reach the end, where the errors are raised. If a rank dies, torch's own error ends the
+others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from ucp.contract.protocols import Observer
+from ucp.core.tensor import Record
 from ucp.live.exchange.checksums import check_records, verify
-from ucp.live.exchange.loads import Places
 from ucp.live.exchange.read_shares import Window
-from ucp.live.exchange.reading import THREAD_NBYTES, Reading, start_reading
-from ucp.live.exchange.stages import STATUS, Room, Stage, plan_stages
-from ucp.live.exchange.traffic import CarryOptions, Exchange, Traffic
+from ucp.live.exchange.reads import THREAD_NBYTES, LandingTensors, PendingRead, start_reading
+from ucp.live.exchange.stages import STATUS, Exchange, Stage, WindowSize, plan_stages
 from ucp.live.parts import LoadItem
-from ucp.live.run.ranks import Ranks, together
+from ucp.live.run.ranks import Ranks, run_together
 from ucp.transfer.gather import Reader
 
 if TYPE_CHECKING:
     import torch
 
+    _WindowRead: TypeAlias = tuple[Stage, Window, torch.Tensor, PendingRead | None]
+
 T = TypeVar("T")
 
 _THREADS = 4
 """Threads that read, per rank, at most."""
-
 _WORD = 8
-"""Bytes of a number that is told with a part."""
-
+"""Bytes of a number in the status of a part."""
 _SAMPLES = 2
-"""Windows that are exchanged before it is decided whether to go on so."""
+"""Windows that are exchanged before ranks decide whether to continue exchanging."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarryOptions:
+    """How to bring items into memory; the same on all ranks."""
+
+    exchange: Exchange = Exchange.AUTO
+    """Whether ranks that hold the same read it once between them."""
+    memory: int = 1 << 30
+    """Bytes of main memory for buffers."""
+    verify: bool = False
+    """Whether to read everything again at the end, and compare."""
+    records: Sequence[Record] = ()
+    """Ranges of files with their checksums, which are compared."""
+    observer: Observer | None = None
+    """Is notified of the bytes that have arrived on this rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What was read and exchanged, and the memory it took."""
+
+    nbytes: tuple[int, ...]
+    """Bytes that each rank read from files."""
+    rank: int
+    """Which of them this is."""
+    wanted_nbytes: int
+    """Bytes of files that all ranks asked for; they read more in short gaps, or for a checksum."""
+    exchanged_nbytes: int
+    """Bytes that this rank received from others."""
+    landed_nbytes: int
+    """Bytes that were stored on this rank."""
+    peak_nbytes: int
+    """Most main memory of this rank that windows took."""
+    is_verified: bool = False
+    """Whether everything that was stored was read again and compared."""
+    checked: frozenset[str] = frozenset()
+    """Files whose read ranges have all been compared with their checksums."""
 
 
 def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks, options: CarryOptions) -> Traffic:
     """Fill the landing tensors `into`, one for each of this rank's items. Collective: ranks may hold different items.
 
     A landing tensor has the type of its slice and its local shape; or, where the slice is a flat range of a local
-    tensor, as many elements, one after another.
+    tensor, as many elements in one dim.
 
     Raises
     ------
     SourceError, CoverError, CorruptError, LoadError
         On all ranks the same; the tensors may be partly filled.
     """
-    started = time.perf_counter()
-    shapes = (own.slice.local_shape if own.slice.is_whole else None for own in items)
-    shaped = together(
-        ranks, lambda: [own if to is None else own.detach().view(to) for to, own in zip(shapes, into, strict=True)]
+    shapes = (item.slice.local_shape if item.slice.is_whole else None for item in items)
+    tensors = run_together(
+        ranks,
+        lambda: [
+            tensor if shape is None else tensor.detach().view(shape) for shape, tensor in zip(shapes, into, strict=True)
+        ],
     )
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
     with Reader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
-        work = together(
-            ranks, lambda: _Work(stages, shaped, reader=reader, ranks=ranks, options=options, memory=memory)
+        transfer = run_together(
+            ranks, lambda: _Transfer(stages, tensors, reader=reader, ranks=ranks, options=options, memory=memory)
         )
-        together(ranks, work.run)
+        run_together(ranks, transfer.run)
         checked = check_records(options.records, reader, ranks) if options.records else frozenset()
         if options.verify:
-            verify(items, shaped, ranks, memory=memory)
-        told = ranks.share((reader.nbytes, work.wanted))
+            verify(items, tensors, ranks, memory=memory)
+        totals = ranks.share((reader.nbytes, transfer.wanted_nbytes))
     return Traffic(
-        nbytes=tuple(nbytes for nbytes, _ in told),
+        nbytes=tuple(nbytes for nbytes, _ in totals),
         rank=ranks.rank,
-        wanted_nbytes=sum(wanted for _, wanted in told),
-        exchanged_nbytes=work.received,
+        wanted_nbytes=sum(wanted for _, wanted in totals),
+        exchanged_nbytes=transfer.received_nbytes,
         landed_nbytes=sum(item.slice.nbytes for item in items),
-        peak_nbytes=work.peak_nbytes,
-        seconds=time.perf_counter() - started,
+        peak_nbytes=transfer.peak_nbytes,
         is_verified=options.verify,
         checked=checked,
     )
 
 
-class _Work:
-    """What this rank does, and what has become of it."""
+class _Transfer:
+    """The work of this rank, and its counters."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         *,
         reader: Reader,
         ranks: Ranks,
         options: CarryOptions,
         memory: int,
     ) -> None:
-        self._stages = stages
-        self._places = Places(into)
-        self._reader = reader
-        self._ranks = ranks
-        self._options = options
-        self._memory = memory
+        self._stages, self._reader, self._ranks, self._memory = stages, reader, ranks, memory
+        self._exchange, self._observer = options.exchange, options.observer
+        self._tensors = LandingTensors(tensors)
         self._failure: Exception | None = None
         self._is_stopped = False
-        self._buffers = _Buffers(stages, into, ranks, memory=memory)
+        self._buffers = _Buffers(stages, tensors, ranks, memory=memory)
         self.peak_nbytes = self._buffers.nbytes
-        self.received = 0
-        self.wanted = 0
+        self.received_nbytes = 0
+        self.wanted_nbytes = 0
 
     def run(self) -> None:
-        """Go through all stages. Raises what this rank failed with; call it through `together`."""
-        observer = self._options.observer
+        """Work through all stages. Raises what this rank failed with; call it through `run_together`."""
+        observer = self._observer
         if observer is not None:
-            nbytes = sum(load.slice.nbytes for stage in self._stages for load in stage.loads)
+            nbytes = sum(item.slice.nbytes for stage in self._stages for item in stage.items)
             self._try(lambda: observer.begin(title="load", nbytes=nbytes))
-        for stage, window, buffer, reading in self._read_ahead():
-            self._finish(stage, window, buffer, reading)
+        for window_read in self._read_ahead():
+            self._finish(*window_read)
         if observer is not None:
             self._try(observer.end)
         if self._failure is not None:
             raise self._failure
 
     def _try(self, work: Callable[[], T]) -> T | None:
-        """What `work` gives; None where it fails, which is told to the other ranks with the next part."""
+        """What `work` returns; None where it fails, which the other ranks learn with the next part."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001  # raised at the end of `run`, when all ranks have stopped
@@ -130,127 +168,129 @@ class _Work:
             self._is_stopped = True
             return None
 
-    def _read_ahead(self) -> Iterator[tuple[Stage, Window, torch.Tensor, Reading | None]]:
-        """Every window of this rank and the reading of its part; that of the next has begun too."""
-        begun: list[tuple[Stage, Window, torch.Tensor, Reading | None]] = []
+    def _read_ahead(self) -> Iterator[_WindowRead]:
+        """Every window of this rank and the reading of its part, when that of the next has begun too."""
+        pending: list[_WindowRead] = []
         for number, (stage, window) in enumerate(self._windows()):
             buffer = self._buffers.parts[number % 2]
-            begun.append((stage, window, buffer, self._try(partial(self._start, stage, window, buffer))))
+            pending.append((stage, window, buffer, self._try(partial(self._start, stage, window, buffer))))
             if number:
-                yield begun.pop(0)
-        yield from begun
+                yield pending.pop(0)
+        yield from pending
 
     def _windows(self) -> Iterator[tuple[Stage, Window]]:
-        """What is exchanged, then what is left for this rank alone; first what is read straight to where it lands."""
+        """First what is exchanged, then what this rank reads alone: straight into tensors, then through a buffer."""
         *shared, alone = self._stages
         yield from ((stage, window) for stage in shared for window in stage.windows())
-        for stage in (*(stage for stage in shared if stage.is_left), alone):
+        for stage in (*(stage for stage in shared if stage.is_dissolved), alone):
             for is_direct in (True, False):
-                places = [(self._places.memory(load) is not None) is is_direct for load in stage.loads]
-                rest = stage.rest(self._ranks.rank, self._memory, places)
+                selected = [(self._tensors.memory(item) is not None) is is_direct for item in stage.items]
+                rest = stage.remainder(self._ranks.rank, self._memory, selected)
                 for window in rest.windows():
                     if self._is_stopped:
                         return
                     yield rest, window
 
-    def _start(self, stage: Stage, window: Window, buffer: torch.Tensor) -> Reading:
-        mine = stage.members.index(self._ranks.rank)
+    def _start(self, stage: Stage, window: Window, buffer: torch.Tensor) -> PendingRead:
+        reader = stage.members.index(self._ranks.rank)
         segments, views = [], []
         for number in range(window.rounds):
             low = number * (window.round_nbytes + STATUS)
-            memory = buffer[low : low + window.round_nbytes].numpy().data
-            for segment in window.segments(mine, number):
-                load, view = stage.loads[segment.load], memory[segment.offset : segment.offset + segment.nbytes]
-                place = self._places.memory(load) if len(stage.members) == 1 else None
-                if place is not None:
-                    at = (segment.start - load.slice.start) * segment.itemsize
-                    view = place[at : at + segment.nbytes]
+            part = buffer[low : low + window.round_nbytes].numpy().data
+            for segment in window.read_by(reader, number):
+                item = stage.items[segment.slice_number]
+                view = part[segment.offset : segment.offset + segment.nbytes]
+                memory = self._tensors.memory(item) if len(stage.members) == 1 else None
+                if memory is not None:
+                    offset = (segment.start - item.slice.start) * segment.itemsize
+                    view = memory[offset : offset + segment.nbytes]
                 segments.append(segment)
                 views.append(view)
-        return start_reading(self._reader, stage.loads, segments, views)
+        return start_reading(self._reader, stage.items, segments, views)
 
-    def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, reading: Reading | None) -> None:
-        """Bring a window to its place, as soon as this rank's part of it is read."""
-        done = None if reading is None else self._try(reading.finish)
-        self.wanted += 0 if done is None else done.wanted
-        if stage.is_over or (self._is_stopped and len(stage.members) == 1):
+    def _finish(self, stage: Stage, window: Window, buffer: torch.Tensor, pending: PendingRead | None) -> None:
+        """Gather and store a window, as soon as this rank's part of it is read."""
+        result = None if pending is None else self._try(pending)
+        self.wanted_nbytes += 0 if result is None else result.wanted_nbytes
+        if stage.has_failed or (self._is_stopped and len(stage.members) == 1):
             return
         began = time.perf_counter()
         for number in range(window.rounds):
             low = number * (window.round_nbytes + STATUS)
             part = buffer[low : low + window.round_nbytes + STATUS]
-            parts = [part] if len(stage.members) == 1 else self._gathered(stage, window, part)
-            if stage.is_over:
+            parts = [part] if len(stage.members) == 1 else self._gather(stage, window, part)
+            if stage.has_failed:
                 return
-            self._try(partial(self._put, stage, window, number, parts))
-        stage.measured.append((0.0 if done is None else done.seconds, time.perf_counter() - began))
+            self._try(partial(self._store, stage, window, number, parts))
+        stage.timings.append((0.0 if result is None else result.seconds, time.perf_counter() - began))
 
-    def _gathered(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of all members, unless one of them has failed: then the stage is over."""
+    def _gather(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The parts of all members; if one of them has failed, the stage has."""
         import torch
 
         status = part[window.round_nbytes :].zero_()
         status[0] = int(self._is_stopped)
-        if stage.measured:  # the shortest times of its windows
-            least = [min(column) for column in zip(*stage.measured, strict=True)]
-            status[_WORD : 3 * _WORD].view(torch.float64).copy_(torch.tensor(least, dtype=torch.float64))
-        whole = self._buffers.gathered(len(stage.members), part.numel())
-        self._ranks.gather(self._buffers.sent(part), whole, stage.members)
-        self.received += (len(stage.members) - 1) * part.numel()
-        heard = whole[:, window.round_nbytes :].cpu()
-        if bool(heard[:, 0].any()):
-            stage.is_over = self._is_stopped = True
-        elif self._options.exchange is Exchange.AUTO and len(stage.measured) == _SAMPLES:
-            # whether the members would be done sooner if each read all, at the pace that they all read at; reading goes
-            # on while parts are gathered and put in place
-            read, moved = heard[:, _WORD : 3 * _WORD].contiguous().view(torch.float64).amax(dim=0).tolist()
-            stage.is_left = bool(len(heard) * read < max(read, moved))
-        return whole.unbind(0)
+        if stage.timings:  # the shortest times of its windows
+            shortest = [min(column) for column in zip(*stage.timings, strict=True)]
+            status[_WORD : 3 * _WORD].view(torch.float64).copy_(torch.tensor(shortest, dtype=torch.float64))
+        gathered = self._buffers.gather_buffer(len(stage.members), part.numel())
+        self._ranks.gather(self._buffers.to_device(part), gathered, stage.members)
+        self.received_nbytes += (len(stage.members) - 1) * part.numel()
+        statuses = gathered[:, window.round_nbytes :].cpu()
+        if bool(statuses[:, 0].any()):
+            stage.has_failed = self._is_stopped = True
+        elif self._exchange is Exchange.AUTO and len(stage.timings) == _SAMPLES:
+            # whether the members would finish sooner if each read all, at the pace at which they all read; reading
+            # continues while parts are gathered and stored
+            timings = statuses[:, _WORD : 3 * _WORD].contiguous().view(torch.float64)
+            reading, storing = timings.amax(dim=0).tolist()
+            stage.is_dissolved = bool(len(statuses) * reading < max(reading, storing))
+        return gathered.unbind(0)
 
-    def _put(self, stage: Stage, window: Window, number: int, parts: Sequence[torch.Tensor]) -> None:
+    def _store(self, stage: Stage, window: Window, number: int, parts: Sequence[torch.Tensor]) -> None:
         nbytes = 0
         for reader, part in enumerate(parts):
-            for segment in window.segments(reader, number):
+            for segment in window.read_by(reader, number):
                 nbytes += segment.nbytes
-                load = stage.loads[segment.load]
-                if len(parts) == 1 and self._places.memory(load) is not None:
-                    continue
+                item = stage.items[segment.slice_number]
+                if len(parts) == 1 and self._tensors.memory(item) is not None:
+                    continue  # it was read straight into the tensor
                 values = part[segment.offset : segment.offset + segment.nbytes]
-                for spot, piece in self._places.pieces(load, segment, values):
-                    spot.copy_(piece)
-        if self._options.observer is not None:
-            self._options.observer.advance(nbytes)
+                for target, piece in self._tensors.pieces(item, segment, values):
+                    target.copy_(piece)
+        if self._observer is not None:
+            self._observer.advance(nbytes)
 
 
 class _Buffers:
-    """What all stages of a rank need, one after another; pinned where it goes to or from a device."""
+    """Memory for the windows of all stages, one after another; pinned where data moves to or from a device."""
 
-    def __init__(self, stages: Sequence[Stage], into: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
+    def __init__(self, stages: Sequence[Stage], tensors: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
         import torch
 
         shared = stages[:-1]
-        places = Places(into)
-        rooms = [stage.needed() for stage in shared]
-        alone = [load for stage in stages for load in stage.loads if places.memory(load) is None]
-        if alone:  # also what the members of a set may come to read for themselves
-            rooms.append(Stage(members=(ranks.rank,), loads=alone, room=Room.within(memory, 1)).needed())
-        part = max((-(-one.part_nbytes // one.round_nbytes) * (one.round_nbytes + STATUS) for one in rooms), default=0)
-        longest = max((one.round_nbytes + STATUS for one in rooms), default=0)
-        parts = (len(stage.members) * (one.round_nbytes + STATUS) for stage, one in zip(shared, rooms, strict=False))
-        whole = max(parts, default=0)
-        is_pinned = any(tensor.is_cuda for tensor in into)
+        landing = LandingTensors(tensors)
+        sizes = [stage.largest_window() for stage in shared]
+        gathers = (len(stage.members) * (size.round_nbytes + STATUS) for stage, size in zip(shared, sizes, strict=True))
+        gathered = max(gathers, default=0)
+        solo = [item for stage in stages for item in stage.items if landing.memory(item) is None]
+        if solo:  # also what the members of a set may come to read for themselves
+            stage = Stage(members=(ranks.rank,), items=solo, size=WindowSize.within(memory, 1))
+            sizes.append(stage.largest_window())
+        parts = (-(-size.part_nbytes // size.round_nbytes) * (size.round_nbytes + STATUS) for size in sizes)
+        part = max(parts, default=0)
+        is_pinned = any(tensor.is_cuda for tensor in tensors)
         self.parts = [torch.empty(part, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
         on_host = ranks.device.type == "cpu"
-        self._whole = torch.empty(whole, dtype=torch.uint8, device=ranks.device, pin_memory=is_pinned and on_host)
-        self._sent = None if on_host else torch.empty(longest, dtype=torch.uint8, device=ranks.device)
-        self.nbytes = 2 * part + (whole if on_host else 0)
+        self._gathered = torch.empty(gathered, dtype=torch.uint8, device=ranks.device, pin_memory=is_pinned and on_host)
+        longest = max((size.round_nbytes + STATUS for size in sizes), default=0)
+        self._on_device = None if on_host else torch.empty(longest, dtype=torch.uint8, device=ranks.device)
+        self.nbytes = 2 * part + (gathered if on_host else 0)
 
-    def gathered(self, members: int, nbytes: int) -> torch.Tensor:
+    def gather_buffer(self, members: int, nbytes: int) -> torch.Tensor:
         """Memory for the parts of all [members, bytes]."""
-        return self._whole[: members * nbytes].view(members, nbytes)
+        return self._gathered[: members * nbytes].view(members, nbytes)
 
-    def sent(self, part: torch.Tensor) -> torch.Tensor:
+    def to_device(self, part: torch.Tensor) -> torch.Tensor:
         """A part where it can be gathered from."""
-        if self._sent is None:
-            return part
-        return self._sent[: part.numel()].copy_(part, non_blocking=True)
+        return part if self._on_device is None else self._on_device[: part.numel()].copy_(part, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Prove that what all ranks read between them is what the writer summed.
+"""Prove that what all ranks read between them is what the writer recorded, and that memory holds it.
 
-CRC-32s of parts combine to that of the whole: no rank needs all bytes. Every record is looked after by one rank, to
-which the others send the checksums of what they read of it. What lies between the parts of a record (padding) is read
-too, if it is little; a record of which little was wanted is not checked, and reported.
+CRC-32s of parts combine to that of the whole: no rank needs all bytes. Every record is checked by one rank, to which
+the others send the checksums of what they read of it. Gaps between the parts of a record (padding) are read too, if
+they are small; a record of which little was read is not checked, and reported.
 """
 
 from __future__ import annotations
@@ -14,63 +14,61 @@ from typing import TYPE_CHECKING
 
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, counted, listed
-from ucp.live.exchange.loads import Load, Places, bytes_of, own_load
 from ucp.live.exchange.read_shares import share_out
-from ucp.live.exchange.reading import start_reading
+from ucp.live.exchange.reads import LandingTensors, ReadItem, plan_solo_read, start_reading, view_bytes
 from ucp.live.parts import LoadItem
-from ucp.live.run.ranks import Ranks, together
-from ucp.transfer.checksums import gaps, mismatches
+from ucp.live.run.ranks import Ranks, run_together
+from ucp.transfer.checksums import find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
 
 if TYPE_CHECKING:
     import torch
 
-_LITTLE = 1 << 20
+_MOST_EXTRA = 1 << 20
 """Bytes of a record that are read for its checksum alone, at most; or an eighth of it, where that is more."""
-
 _FIELDS = 4
-"""Numbers that tell of a span: its record, its first byte in it, its bytes, its checksum."""
+"""Numbers that describe a span: its record, its first byte in it, its bytes, its checksum."""
 
 
 def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> frozenset[str]:
-    """Files all of whose recorded stretches that were read from are as they were written. Collective.
+    """Files whose recorded ranges, as far as they were read, are all as they were written. Collective.
 
     `records`: the same on all ranks. Raises CorruptError, on all ranks.
     """
     ordered = sorted(records, key=_start)
-    spans = together(ranks, lambda: _spans_of_all(ordered, reader, ranks))
-    mine = ordered[ranks.rank :: ranks.count]
-    starts, lacking = [_start(record) for record in mine], Counter[int]()
-    for path, offset, nbytes in gaps(mine, spans):
-        lacking[bisect_right(starts, (path, offset)) - 1] += nbytes
-    checked = [record for at, record in enumerate(mine) if lacking[at] <= max(_LITTLE, record.nbytes // 8)]
-    more = together(ranks, lambda: reader.scan(gaps(checked, spans)))
-    kept = {_start(record) for record in checked}
-    left = {record.path for record in mine if _start(record) not in kept}
-    told = ranks.share((mismatches(checked, [*spans, *more]), left))
-    wrong = [record for own, _ in told for record in own]
-    if wrong:
-        lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in wrong)
+    spans = run_together(ranks, lambda: _collect_spans(ordered, reader, ranks))
+    assigned = ordered[ranks.rank :: ranks.count]
+    starts, unread = [_start(record) for record in assigned], Counter[int]()
+    for path, offset, nbytes in find_gaps(assigned, spans):
+        unread[bisect_right(starts, (path, offset)) - 1] += nbytes
+    limits = [max(_MOST_EXTRA, record.nbytes // 8) for record in assigned]
+    checked = [record for number, record in enumerate(assigned) if unread[number] <= limits[number]]
+    more = run_together(ranks, lambda: reader.scan(find_gaps(checked, spans)))
+    skipped = {record.path for number, record in enumerate(assigned) if unread[number] > limits[number]}
+    results = ranks.share((find_mismatches(checked, [*spans, *more]), skipped))
+    damaged = [record for differing, _ in results for record in differing]
+    if damaged:
+        lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in damaged)
         raise CorruptError(
-            f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
+            f"CRC-32 differs in {counted(len(damaged), 'record')}: these bytes are not those that were written:\n"
             f"{listed(lines)}\n"
             "the files were damaged after they were saved: copy them again, or use another checkpoint"
         )
-    return frozenset(record.path for record in records).difference(*(own for _, own in told))
+    return frozenset(record.path for record in records).difference(*(paths for _, paths in results))
 
 
-def _spans_of_all(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
-    """What all ranks read of the records that this one looks after."""
+def _collect_spans(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
+    """What all ranks read of the records that this one checks."""
     import numpy as np
 
     starts = [_start(record) for record in ordered]
-    told: list[list[int]] = [[] for _ in range(ranks.count)]
+    messages: list[list[int]] = [[] for _ in range(ranks.count)]
     for span in reader.spans(frozenset(starts)):
         number = bisect_right(starts, (span.path, span.offset)) - 1
         if number >= 0 and ordered[number].path == span.path:
-            told[number % ranks.count] += (number, span.offset - starts[number][1], span.nbytes, span.crc32)
-    heard = ranks.swap([np.array(numbers, dtype=np.uint64) for numbers in told])
-    rows = (row for numbers in heard for row in numbers.reshape(-1, _FIELDS).tolist())
+            messages[number % ranks.count] += (number, span.offset - starts[number][1], span.nbytes, span.crc32)
+    received = ranks.swap([np.array(numbers, dtype=np.uint64) for numbers in messages])
+    rows = (row for numbers in received for row in numbers.reshape(-1, _FIELDS).tolist())
     return [Span(ordered[at].path, ordered[at].offset + low, nbytes, crc32) for at, low, nbytes, crc32 in rows]
 
 
@@ -78,40 +76,43 @@ def _start(record: Record) -> tuple[str, int]:
     return record.path, record.offset
 
 
-def verify(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
-    """Compare the landing tensors bit for bit with their items, cast as these are. Collective.
+def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
+    """Compare the landing tensors bit for bit with their items, in the types that they were brought in. Collective.
 
-    Raises CorruptError, on all ranks, that names what differs.
+    Raises CorruptError, on all ranks, with what differs.
     """
-    loads = [own_load(number, item) for number, item in enumerate(items) if item.slice.nbytes]
+    reads = [plan_solo_read(number, item) for number, item in enumerate(items) if item.slice.nbytes]
 
     def compare() -> None:
         with Reader(1) as reader:
-            differing = list(dict.fromkeys(_differing(loads, Places(into), reader, memory // 2)))
+            differing = list(dict.fromkeys(_find_differing(reads, LandingTensors(tensors), reader, memory // 2)))
         if differing:
-            names = (f"{items[at].name}/{items[at].state}" for at in differing)
-            many = counted(len(differing), "tensor in memory differs", "tensors in memory differ")
+            names = (f"{items[number].name}/{items[number].state}" for number in differing)
+            count = counted(len(differing), "tensor in memory differs", "tensors in memory differ")
             raise CorruptError(
-                f"expected what the checkpoint holds; when it is read again, {many}:\n{listed(names)}\n"
+                f"expected what the checkpoint holds; when it is read again, {count}:\n{listed(names)}\n"
                 "something else writes to the model or the files meanwhile, or memory or network are faulty: load again"
             )
 
-    together(ranks, compare)
+    run_together(ranks, compare)
 
 
-def _differing(loads: Sequence[Load], places: Places, reader: Reader, nbytes: int) -> Iterator[int]:
-    """Items that differ."""
+def _find_differing(
+    reads: Sequence[ReadItem], landing: LandingTensors, reader: Reader, part_nbytes: int
+) -> Iterator[int]:
+    """Numbers of the items that differ."""
     import torch
 
-    slices = [load.slice for load in loads]
-    windows = list(share_out(slices, costs=[load.cost for load in loads], readers=1, part_nbytes=nbytes))
+    costs = [read.cost for read in reads]
+    windows = list(share_out([read.slice for read in reads], costs=costs, readers=1, part_nbytes=part_nbytes))
     buffer = torch.empty(max((window.part_nbytes for window in windows), default=0), dtype=torch.uint8)
     for window in windows:
-        segments = list(window.segments(0))
-        parts = [buffer[own.offset : own.offset + own.nbytes] for own in segments]
-        start_reading(reader, loads, segments, [part.numpy().data for part in parts]).finish()
+        segments = list(window.read_by(0))
+        parts = [buffer[segment.offset : segment.offset + segment.nbytes] for segment in segments]
+        start_reading(reader, reads, segments, [part.numpy().data for part in parts])()
         for segment, part in zip(segments, parts, strict=True):
-            load = loads[segment.load]
-            pairs = ([bytes_of(own.cpu().contiguous()) for own in pair] for pair in places.pieces(load, segment, part))
-            if not all(torch.equal(memory, values) for memory, values in pairs):
-                yield load.item
+            read = reads[segment.slice_number]
+            pairs = landing.pieces(read, segment, part)
+            as_bytes = ([view_bytes(tensor.cpu().contiguous()) for tensor in pair] for pair in pairs)
+            if not all(torch.equal(memory, values) for memory, values in as_bytes):
+                yield read.item

@@ -11,9 +11,9 @@ from ucp.contract.registry import live_adapters
 from ucp.errors import LoadError, UsageError, listed
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.dtensor import check_axes
-from ucp.live.model.meta import give_memory, lacks_memory, place_of
+from ucp.live.model.meta import allocate, find_device, has_meta_tensors
 from ucp.live.model.module import describe_modules, torch_type
-from ucp.live.model.wrappers import FlatUnit, flat_units
+from ucp.live.model.wrappers import FlatUnit, find_flat_units
 from ucp.live.optimizer.flat_optimizer import describe_flat_optimizer
 from ucp.live.optimizer.torch_optimizer import describe_masters, describe_zero_redundancy
 from ucp.live.parts import LiveTensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-def described(request: LiveRequest) -> LiveRun:
+def describe_run(request: LiveRequest) -> LiveRun:
     """The rank's parts, by the adapter that claims them, or as a torch module with a torch optimizer."""
     for adapter in live_adapters():
         if adapter.claims(request):
@@ -32,16 +32,16 @@ def described(request: LiveRequest) -> LiveRun:
     from torch import optim
 
     modules = _modules(request.model)
-    units = [unit for module in modules for unit in flat_units(module)]
+    units = [unit for module in modules for unit in find_flat_units(module)]
     dtype = None if request.dtype is None else torch_type(request.dtype)
     model = describe_modules(modules, units, dtype=dtype)
-    if lacks_memory(modules):
-        model = replace(model, place=place_of(modules))
+    if has_meta_tensors(modules):
+        model = replace(model, device=find_device(modules))
     check_axes(model.tensors, request.mesh.topology)
-    is_placed = any(not own.part.is_whole for own in model.tensors)  # torch says itself how they lie
+    is_placed = any(not own.part.is_full for own in model.tensors)  # torch says itself how they lie
     is_named = is_placed and request.mesh.degree("pp") == 1  # but not how stages number their layers
     prepare = partial(_prepared, modules, units, dtype)
-    run = LiveRun(model=model, prepare=prepare, is_named=is_named, is_placed=is_placed)
+    run = LiveRun(model=model, prepare=prepare, has_global_names=is_named, has_global_parts=is_placed)
     if isinstance(request.optimizer, optim.Optimizer) and not units and not _is_zero(request.optimizer):
         model, live = describe_masters(request.optimizer, model, modules, request.masters)
         return replace(run, model=model, optimizer=live, finish=live.cast_weights)
@@ -64,7 +64,7 @@ def _prepared(
     """The model with memory for what has none."""
     from torch import nn
 
-    if model.place is None:
+    if model.device is None:
         return model
 
     def params() -> dict[str, nn.Parameter]:
@@ -76,7 +76,7 @@ def _prepared(
         return f"{own.dtype} {list(own.part.local_shape)}{tied}"
 
     params_before, before = params(), describe_modules(modules, units, dtype=dtype)
-    give_memory(modules, {number for number, name in model.owners.items() if name in brought}, model.place, dtype)
+    allocate(modules, {number for number, name in model.owners.items() if name in brought}, model.device, dtype)
     params_after, after = params(), describe_modules(modules, units)
     replaced = [
         f"{name}: is another Parameter" for name, own in params_before.items() if params_after.get(name) is not own

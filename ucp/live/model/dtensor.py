@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
-from ucp.contract.axes import Placement, axes_of
+from ucp.contract.layouts import Placement, axes_of
 from ucp.core.layout import Layout
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, listed

@@ -21,7 +21,7 @@ Owned = tuple["nn.Module", str, "torch.Tensor"]
 """A module, the name of a parameter or buffer in it, and that itself."""
 
 
-def lacks_memory(modules: Sequence[nn.Module]) -> bool:
+def has_meta_tensors(modules: Sequence[nn.Module]) -> bool:
     """Whether a parameter or buffer, saved or not, has none."""
     return any(_is_blank(own) for _, _, own in _owned(modules))
 
@@ -31,14 +31,14 @@ def _is_blank(tensor: torch.Tensor) -> bool:
     return local_of(tensor).is_meta
 
 
-def blank_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def choose_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The type that a tensor without memory is made in: `dtype` where it is a floating parameter."""
     from torch import nn
 
     return dtype if dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
-def place_of(modules: Sequence[nn.Module]) -> torch.device:
+def find_device(modules: Sequence[nn.Module]) -> torch.device:
     """Where tensors without memory are made: beside others of the model, or on the device of this process."""
     import torch
     from torch.nn import Module
@@ -53,7 +53,7 @@ def place_of(modules: Sequence[nn.Module]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(*kinds or {"cpu"})
 
 
-def give_memory(
+def allocate(
     modules: Sequence[nn.Module], brought: Collection[int], device: torch.device, dtype: torch.dtype | None
 ) -> None:
     """Make everything that has no memory on `device`, floating parameters in `dtype`, and compute what is not brought.
@@ -109,7 +109,7 @@ def _fill_in(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
     from torch import nn
 
     is_param = isinstance(tensor, nn.Parameter)
-    made = torch.empty_like(tensor, device=device, dtype=blank_dtype(tensor, dtype), requires_grad=False)
+    made = torch.empty_like(tensor, device=device, dtype=choose_dtype(tensor, dtype), requires_grad=False)
     if is_param:
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():

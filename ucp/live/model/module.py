@@ -7,12 +7,12 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
-from ucp.live.model.meta import blank_dtype
-from ucp.live.model.wrappers import FlatUnit, hidden_in, plain_name
+from ucp.live.model.meta import choose_dtype
+from ucp.live.model.wrappers import FlatUnit, find_wrapper_paths, plain_name
 from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     `units`: flat parameters that FSDP1 made of some of them. `dtype`: type to make floating parameters in that have no
     memory yet.
     """
-    hidden = hidden_in(model)
+    hidden = find_wrapper_paths(model)
     persistent = (
         list(model.state_dict(keep_vars=True))
         if not units
@@ -66,10 +66,10 @@ def describe_model(model: nn.Module, units: Sequence[FlatUnit] = (), *, dtype: t
     ]
     owners = {id(own): names[_place(own)][0] for _, own in named}
     for unit in units:
-        pieces = dict(zip(unit.names, unit.stretches, strict=True))
+        pieces = dict(zip(unit.names, unit.ranges, strict=True))
         dtype_of_unit = dtype_of(unit.share)
         tensors += [LiveTensor(names=own, dtype=dtype_of_unit, part=piece.part) for own, piece in pieces.items()]
-        memory |= {own[0]: piece.of(unit.share) for own, piece in pieces.items()}
+        memory |= {own[0]: piece.narrow(unit.share) for own, piece in pieces.items()}
         owners |= {id(own): unit.names[at][0] for at, own in enumerate(unit.originals)}
     odd = [name for name in persistent if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
@@ -125,7 +125,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 def _memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Where the rank's elements go; without memory still, where the tensor has none."""
     local = local_of(tensor)
-    wanted = blank_dtype(tensor, dtype) if local.is_meta else local.dtype
+    wanted = choose_dtype(tensor, dtype) if local.is_meta else local.dtype
     if wanted is local.dtype:
         return local
     made = local.detach().to(wanted)
@@ -134,7 +134,7 @@ def _memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _part_of(tensor: torch.Tensor, name: str) -> LivePart:
-    return dtensor_part(tensor, name) if is_dtensor(tensor) else LivePart.whole(tuple(tensor.shape))
+    return dtensor_part(tensor, name) if is_dtensor(tensor) else LivePart.full(tuple(tensor.shape))
 
 
 def _check(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -8,10 +8,10 @@ from itertools import accumulate, compress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.flat_buffer import FlatBuffer, Span
+from ucp.contract.layouts import FlatBuffer, Span
 from ucp.core.layout import Layout
 from ucp.errors import LoadError, UnsupportedError, listed
-from ucp.live.parts import LivePart, Stretch
+from ucp.live.parts import FlatRange, LivePart
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ _SHARDING = {
 """Class of a module that cannot be loaded to the reason."""
 
 
-def hidden_in(model: nn.Module) -> frozenset[str]:
+def find_wrapper_paths(model: nn.Module) -> frozenset[str]:
     """Paths of modules whose last component is a wrapper's own. Raises UnsupportedError for modules that are cut."""
     found = set()
     refused = []
@@ -67,7 +67,7 @@ class FlatUnit:
     """Memory of this rank's share."""
     names: tuple[tuple[str, ...], ...]
     """Names that each parameter in it goes by, its own first."""
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[FlatRange, ...]
     """What the share has of each parameter."""
     originals: tuple[torch.Tensor, ...]
     """The same, as an optimizer holds them with `use_orig_params`; empty without."""
@@ -75,9 +75,9 @@ class FlatUnit:
     """`id` of all parameters of the module that lie in it, itself among them."""
 
 
-def flat_units(model: nn.Module) -> list[FlatUnit]:
+def find_flat_units(model: nn.Module) -> list[FlatUnit]:
     """The flat parameters of all modules that FSDP1 wraps. Raises UnsupportedError where their order is not known."""
-    hidden = hidden_in(model)
+    hidden = find_wrapper_paths(model)
     paths: dict[int, list[str]] = {}
     wrapped = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -128,8 +128,8 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
         flat=flat,
         share=share,
         names=tuple(_names(flat, paths)),
-        stretches=tuple(
-            Stretch(start=span.start, numel=span.numel, part=part) for span, part in zip(spans, parts, strict=True)
+        ranges=tuple(
+            FlatRange(start=span.start, numel=span.numel, part=part) for span, part in zip(spans, parts, strict=True)
         ),
         originals=originals,
         members=frozenset(map(id, (flat, *originals, *(_field(flat, "_shared_params") or ())))),

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.wrappers import FlatUnit
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer, describe_optimizer
-from ucp.live.parts import LiveParam, LivePart, Stretch
+from ucp.live.parts import FlatRange, LiveParam, LivePart
 
 if TYPE_CHECKING:
     import torch
@@ -29,14 +29,14 @@ class Slot:
 
     key: str
     """What the optimizer beneath knows the tensor as."""
-    usual: Stretch
+    flat_range: FlatRange
     """What of it."""
-    apart: Mapping[str, Stretch] = field(default_factory=dict)
+    ranges_by_state: Mapping[str, FlatRange] = field(default_factory=dict)
     """States that lie otherwise."""
 
-    def stretch(self, state: str) -> Stretch:
+    def range_of(self, state: str) -> FlatRange:
         """Where a state of it lies."""
-        return self.apart.get(state, self.usual)
+        return self.ranges_by_state.get(state, self.flat_range)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class FlatOptimizer:
     """The optimizer, by the keys of its tensors."""
     slots: Mapping[str, Slot]
     """Name of a parameter to where it lies."""
-    cure: str
+    remedy: str
     """What to do where parameters of one tensor were stepped at other counts."""
     shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     """Key and state to its shape, where that is not the tensor's own."""
-    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    flat_states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Key and state to the memory that stretches are brought into."""
 
     def groups(self) -> list[LiveGroup]:
@@ -72,11 +72,11 @@ class FlatOptimizer:
             LiveParam(
                 name=name,
                 keeps=params[slot.key].keeps,
-                apart={state: own.part for state, own in slot.apart.items()},
+                apart={state: own.part for state, own in slot.ranges_by_state.items()},
                 is_frozen=params[slot.key].is_frozen,
             )
             for name, slot in slots.items()
-            if slot.usual.numel or slot.key != name
+            if slot.flat_range.numel or slot.key != name
         ]
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
@@ -84,14 +84,14 @@ class FlatOptimizer:
         slot = self._slot(name)
         if counts or name not in self.slots:
             return self.base.landing(slot.key, state, dtype, shape, counts=counts)
-        whole = self.made.get((slot.key, state))
+        whole = self.flat_states.get((slot.key, state))
         if whole is None:
             length = self.shapes.get((slot.key, state)) or tuple(local_of(self.base.live[slot.key]).shape)
             whole = self.base.landing(slot.key, state, dtype, length, counts=False)
-            if whole is not self.base.held(slot.key).get(state):
+            if whole is not self.base.current_states(slot.key).get(state):
                 whole.zero_()
-            self.made[slot.key, state] = whole
-        return slot.stretch(state).of(whole)
+            self.flat_states[slot.key, state] = whole
+        return slot.range_of(state).narrow(whole)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take the tensors that stretches were brought into; one tensor counts the steps of all in it."""
@@ -102,12 +102,12 @@ class FlatOptimizer:
             stepped = {name: own for name, own in members.items() if own}
             for name in (members.keys() - stepped.keys()) if stepped else ():
                 # beside others of its tensor the states of a parameter that no gradient ever reached are zero
-                for (_, state), whole in ((at, made) for at, made in self.made.items() if at[0] == key):
-                    self.slots[name].stretch(state).of(whole).zero_()
-            own_counts = _agreed_counts(stepped, counts, cure=self.cure)
+                for (_, state), whole in ((at, made) for at, made in self.flat_states.items() if at[0] == key):
+                    self.slots[name].range_of(state).narrow(whole).zero_()
+            own_counts = _agreed_counts(stepped, counts, cure=self.remedy)
             brought = {state: own for members in stepped.values() for state, own in members.items()}
             self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
-        self.made.clear()
+        self.flat_states.clear()
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
         """Set hyper-parameters of every group."""
@@ -117,21 +117,23 @@ class FlatOptimizer:
         if name in self.slots:
             return self.slots[name]
         own = self.base.live[name]
-        return Slot(key=name, usual=Stretch(start=0, numel=own.numel(), part=LivePart.whole(tuple(own.shape))))
+        return Slot(key=name, flat_range=FlatRange(start=0, numel=own.numel(), part=LivePart.full(tuple(own.shape))))
 
 
 def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> FlatOptimizer:
     """The optimizer by names, over flat parameters of FSDP1 or stretches of them. Raises as `describe_optimizer`."""
     flat = {id(unit.flat): unit.key for unit in units if not unit.originals}
     slots = {
-        names[0]: Slot(key=names[0], usual=replace(own, start=0)) if unit.originals else Slot(key=unit.key, usual=own)
+        names[0]: Slot(key=names[0], flat_range=replace(own, start=0))
+        if unit.originals
+        else Slot(key=unit.key, flat_range=own)
         for unit in units
-        for names, own in zip(unit.names, unit.stretches, strict=True)
+        for names, own in zip(unit.names, unit.ranges, strict=True)
     }
     return FlatOptimizer(
         base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})),
         slots=slots,
-        cure="wrap with use_orig_params=True, or load without optimizer=",
+        remedy="wrap with use_orig_params=True, or load without optimizer=",
     )
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ucp.core.dtypes import DType
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, UsageError, counted, listed
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
@@ -60,9 +60,9 @@ class TorchOptimizer:
     """Names of the parameters of each group of `wrapper`."""
     forms: dict[str, Forms]
     """Parameter to the form of the states that the optimizer keeps of it, where known: see `params`."""
-    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    new_states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Parameter and state to the tensor that `landing` gave memory of."""
-    place: torch.device | None = None
+    device: torch.device | None = None
     """Where parameters without memory are going to be made."""
 
     def groups(self) -> list[LiveGroup]:
@@ -95,7 +95,7 @@ class TorchOptimizer:
         wanted: torch.dtype = getattr(torch, dtype.value)
         if counts:
             return torch.empty(shape, dtype=wanted)
-        param, held = self.live[name], self.held(name).get(state)
+        param, held = self.live[name], self.current_states(name).get(state)
         local = local_of(param)
         if (
             not isinstance(held, torch.Tensor)
@@ -104,7 +104,7 @@ class TorchOptimizer:
         ):  # a new one: cut over the ranks as the parameter is where it has its shape, else whole on each
             held = torch.empty_like(param, dtype=wanted, requires_grad=False) if local.shape == shape else None
             held = param.new_empty(shape, dtype=wanted, requires_grad=False) if held is None else held
-        self.made[name, state] = held
+        self.new_states[name, state] = held
         return local_of(held)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
@@ -116,7 +116,7 @@ class TorchOptimizer:
                 self.handle.state[param] = {
                     state: _formed(value, forms.get(state))
                     if state in counts.get(name, ())
-                    else self.made.pop((name, state), value)
+                    else self.new_states.pop((name, state), value)
                     for state, value in kept.items()
                 }
             elif param.numel():
@@ -139,7 +139,7 @@ class TorchOptimizer:
         for name, weight in self.weights.items():
             local_of(weight).detach().copy_(local_of(self.live[name]).detach())
 
-    def held(self, name: str) -> Mapping[str, State]:
+    def current_states(self, name: str) -> Mapping[str, State]:
         """What the optimizer holds for a parameter now."""
         held: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return held
@@ -209,7 +209,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     live = {model.owners[id(p)]: p for p in params}
-    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=model.handles, forms={}, place=model.place)
+    return TorchOptimizer(handle=optimizer, names=names, live=live, memory=model.handles, forms={}, device=model.device)
 
 
 def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
@@ -222,16 +222,16 @@ def _forms_of(live: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> di
     known: dict[str, Forms] = {}
     for number, names in enumerate(live.names):
         group = {**live.handle.param_groups[number], **hyper[number]}
-        held = next((state for name in names if (state := live.held(name))), None)
+        held = next((state for name in names if (state := live.current_states(name))), None)
         probed: dict[_Kind, Forms | None] = {}
         for name in names:
             like = live.memory.get(name, live.live[name])
-            device = live.place if like.is_meta and live.place else like.device
+            device = live.device if like.is_meta and live.device else like.device
             kind = live.live[name].ndim, like.dtype, device
             if kind not in probed:
                 probed[kind] = None if base is None else _probed(live.handle, base, group, kind)
             forms = probed[kind]
-            forms = forms if forms is not None else live.held(name) or held
+            forms = forms if forms is not None else live.current_states(name) or held
             if forms is not None:
                 known[name] = forms
     return known

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.optimizer import step_counts
 from ucp.core.index import Index
-from ucp.core.pickle_values import Stub
 from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.io.pickle.values import Stub
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
-from ucp.live.match.findings import Findings
+from ucp.live.match.items import Findings
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
@@ -180,7 +180,7 @@ class DeepSpeedAdapter:
         named = name_module(engine.module, engine.expert_parallel_group)
         wrapped = unwrapped(engine.optimizer, named)
         model = _model(named, wrapped)
-        run = LiveRun(model=model, finish=wrapped.finish, is_placed=not is_cut)
+        run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut)
         if request.optimizer is False:
             return run
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
@@ -218,4 +218,4 @@ def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
             master = Master(memory=tensor, part=whole_part(tensor))
         tensors.append(LiveTensor(names=names, dtype=dtype_of(master.memory), part=master.part))
         handles[names[0]], marked[names[0]] = master.memory, tensor
-    return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked=marked)
+    return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked_params=marked)

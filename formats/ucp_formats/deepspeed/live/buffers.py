@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.flat_buffer import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
+from ucp.contract.layouts import Chunks, FlatBuffer, FlatLayout, Span, WholeParameters, chunk_axis
 from ucp.core.layout import AxisLayout, Layout
-from ucp.live.parts import LivePart, Stretch
+from ucp.live.parts import FlatRange, LivePart
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,9 @@ class Buffer:
     """Number of its parameter group."""
     tensor: torch.Tensor
     """Masters."""
-    params: Mapping[nn.Parameter, Stretch]
+    params: Mapping[nn.Parameter, FlatRange]
     """Parameters of the group, in the order of the buffer; some may have no elements on this rank."""
-    apart: Mapping[str, Mapping[nn.Parameter, Stretch]] = field(default_factory=dict)
+    apart: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
     """States that do not lie as the masters do."""
 
 
@@ -72,7 +72,7 @@ def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        own: dict[nn.Parameter, Stretch] = {}
+        own: dict[nn.Parameter, FlatRange] = {}
         at = 0
         for param in params:
             own[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
@@ -84,20 +84,22 @@ def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]
     """One per parameter; `groups`: parameters and what is stepped for each."""
     for group, members in enumerate(groups):
         for param, tensor in members:
-            own = Stretch(start=0, numel=tensor.numel(), part=whole_part(param))
+            own = FlatRange(start=0, numel=tensor.numel(), part=whole_part(param))
             yield Buffer(group=group, tensor=tensor, params={param: own})
 
 
 def whole_part(param: torch.Tensor) -> LivePart:
     """What model parallelism leaves a rank of a parameter: all of it."""
-    return LivePart.whole(tuple(getattr(param, "ds_shape", param.shape)))
+    return LivePart.full(tuple(getattr(param, "ds_shape", param.shape)))
 
 
-def chunk_of(param: Any, process_group: ProcessGroup) -> Stretch:
+def chunk_of(param: Any, process_group: ProcessGroup) -> FlatRange:
     """What `ds_tensor` of a parameter holds, without the padding."""
     rank, ranks = _place(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
-    return Stretch(start=0, numel=span.numel, part=_cut(LivePart.whole(tuple(param.ds_shape)), chunk_axis(ranks), rank))
+    return FlatRange(
+        start=0, numel=span.numel, part=_cut(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
+    )
 
 
 def _shares(
@@ -107,7 +109,7 @@ def _shares(
     process_group: ProcessGroup | None,
     *,
     whole_in: Sequence[nn.Parameter] | None = None,
-) -> dict[nn.Parameter, Stretch]:
+) -> dict[nn.Parameter, FlatRange]:
     """An equal share of one buffer; `starts`: element of it where each parameter starts. No group: all of it.
 
     `whole_in`: order of a tensor of its own that has parameters whole where the share touches them.
@@ -124,7 +126,7 @@ def _shares(
         part = whole_part(param)
         if str(at) in axes:
             part = _cut(part, axes[str(at)], rank)
-        stretches[param] = Stretch(start=packed.get(param, start), numel=numel, part=part)
+        stretches[param] = FlatRange(start=packed.get(param, start), numel=numel, part=part)
     return stretches
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucp.core.names import STEP
+from ucp.core.index import STEP
 from ucp.errors import UnsupportedError
 from ucp.live.adapters import LiveOptimizer, State
 from ucp.live.match.groups import LiveGroup
 from ucp.live.optimizer.flat_optimizer import FlatOptimizer, Slot
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LivePart
-from ucp_formats.deepspeed.experts import Numbered, is_expert, renumbered
+from ucp_formats.deepspeed.experts import ExpertNumbers, global_name, is_expert
 from ucp_formats.deepspeed.live.buffers import (
     MOMENTUM,
     Buffer,
@@ -56,7 +56,7 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
     state = module.state_dict(keep_vars=True)
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     named += [(name, own) for name, own in module.named_buffers(remove_duplicate=False) if name in state]
-    counts = Numbered.of(name for name, _ in named).counts
+    counts = ExpertNumbers.of(name for name, _ in named).counts
     names: dict[torch.Tensor, list[str]] = {}
     tensor: Any  # with what DeepSpeed hangs on it
     for local_name, tensor in named:
@@ -64,7 +64,7 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
         if is_expert(name):  # numbered on each rank from 0, in a checkpoint over all ranks
             local = next(count for start, count in counts.items() if name.startswith(start))
             rank = distributed.get_rank(expert_groups[tensor.group_name])
-            name = renumbered(name, rank=rank, local=local)
+            name = global_name(name, rank=rank, experts_per_rank=local)
         names.setdefault(tensor, []).append(name)
     odd = [name for name in state if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
@@ -104,7 +104,9 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
             forms[key] = {STEP: 0, **dict.fromkeys(_KEPT[kind], like[:0].float() if is_float else like)}
     base = TorchOptimizer(handle=optimizer, names=members, live=tensors, memory=tensors, forms=forms)
     slots = {
-        names[param]: Slot(key=key, usual=usual, apart={state: of[param] for state, of in own.apart.items()})
+        names[param]: Slot(
+            key=key, flat_range=usual, ranges_by_state={state: of[param] for state, of in own.apart.items()}
+        )
         for key, own in held
         for param, usual in own.params.items()
     }
@@ -113,7 +115,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
         for key, own in held
         for state, of in own.apart.items()
     }
-    return BufferedOptimizer(base=base, slots=slots, cure=_CURE, shapes=shapes, buffers=dict(held))
+    return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(held))
 
 
 def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
@@ -225,7 +227,7 @@ def _buffered(
 ) -> Wrapped:
     held = tuple(buffers)
     masters: dict[torch.Tensor, Master] = {
-        param: Master(memory=own.of(buffer.tensor.detach()), part=own.part)
+        param: Master(memory=own.narrow(buffer.tensor.detach()), part=own.part)
         for buffer in held
         for param, own in buffer.params.items()
     }

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ucp.contract.problems import Problems
 from ucp.contract.protocols import SourceOptions
+from ucp.contract.ranks import Problems
 from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import (
@@ -35,8 +35,8 @@ from ucp.errors import (
 )
 from ucp.io.files import split_parts
 from ucp.io.folder import path_of
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import text
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.names import OFFLOADED, FileName, Role, TagFolder
 

@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.flat_buffer import Chunks, chunk_axis
-from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.layouts import Chunks, chunk_axis
+from ucp.contract.ranks import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Stored
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
-from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards
+from ucp.core.tensor import DType, TensorRef, contiguous_strides
+from ucp.core.union import ShardedTensor, Shards, Stored
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.config import RunConfig

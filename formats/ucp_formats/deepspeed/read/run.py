@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ucp.contract.problems import Problems
+from ucp.contract.ranks import Problems
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder
@@ -86,6 +86,11 @@ class SavedRun:
     def is_bf16_optimizer(self) -> bool:
         """Whether BF16_Optimizer wrote it: a ZeRO-1 file that names no stage (bf16_optimizer.py, 0.19.8)."""
         return any(file.stage is None for file in self.optimizers.values())
+
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether the configuration makes buffers in another order than that of the optimizer."""
+        return self.config.round_robin and not self.is_bf16_optimizer
 
     @property
     def shapes_from(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
 from ucp_formats.deepspeed.names import locate_tag, parse_name, saved_as, the_folder

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import Layout, whole_shape
-from ucp.core.pickle_values import Stub
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
 from ucp.families.match import cut_dim
 from ucp.io.pickle.fields import Shape
+from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.tp.layout import (
     MisfitError,
     TensorLayout,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucp.families.naming import Named
 
 
-def arguments_of(saved: object) -> dict[str, object]:
+def script_arguments(saved: object) -> dict[str, object]:
     """Arguments of the training script: `args`, which Megatron-DeepSpeed saves with the client state."""
     state = saved.state if isinstance(saved, Stub) else saved
     return {str(key): value for key, value in state.items()} if isinstance(state, dict) else {}

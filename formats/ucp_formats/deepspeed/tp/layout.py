@@ -25,7 +25,7 @@ from itertools import product
 from math import gcd, prod
 from typing import NamedTuple
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
 from ucp.core.region import Box, RegionPair, flat_boxes, uncovered
 from ucp.core.tensor import contiguous_strides

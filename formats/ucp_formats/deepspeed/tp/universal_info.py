@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ucp.core.layout import Overlap
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.tp.layout import (
     AFFINE_VERSION,
     MisfitError,

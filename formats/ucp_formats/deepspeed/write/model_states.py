@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from ucp.contract.flat_buffer import Chunks
+from ucp.contract.layouts import Chunks
 from ucp.contract.run_extras import MODULE_STATE
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import TorchSize
+from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
+from ucp.core.tensor import DType
+from ucp.io.pickle.values import TorchSize
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.optimizer.groups import is_optimized

@@ -13,20 +13,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ucp.contract.companions import place_companions
-from ucp.contract.flat_buffer import FlatLayout
+from ucp.contract.layouts import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.run_extras import LR_SCHEDULER
-from ucp.core.dtypes import DType
-from ucp.core.index import TAG, AtomIndex, Index, Kind, check_weights
+from ucp.core.gaps import check_weights
+from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.core.layout import Part as LocalPart
-from ucp.core.names import WEIGHT
 from ucp.core.region import RegionPair
-from ucp.core.slices import Slice, whole_slice
-from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
-from ucp.core.tensor import InlineTensor
+from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, whole_slice
+from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
 from ucp.io.folder import MARK
@@ -266,10 +264,10 @@ def _tensor_rules(
     record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
     if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
         return record, ()
-    from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of  # few runs need one
+    from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments  # few runs need one
 
     saved = extras.get("args") or extras.client_state().get("args")
-    family = FamilyRules(said, arguments_of(saved), index.path)
+    family = FamilyRules(said, script_arguments(saved), index.path)
     wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
         layouts = family.layouts_of(wholes, tp)

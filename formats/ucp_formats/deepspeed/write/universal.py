@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
 from ucp.io.torch_file.draft import Drafted, target_plan

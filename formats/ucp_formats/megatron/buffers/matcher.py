@@ -1,452 +1,376 @@
-"""Which parameter lies where in a flat buffer, found by content: no names are recorded in it.
+"""Finds parameters in the flat buffers of the distributed optimizer by content, because no names are recorded there.
 
-The distributed optimizer lays the parameters of a rank end to end in one buffer per element type, which is then cut
-over the data-parallel ranks without regard to them. A file may keep the buffer whole, or in stretches. The masters are
-kept in fp32, and the model's weights are the masters cast to the type of the model, bit for bit. So the first elements
-at a place of the buffer, cast, tell the parameter that starts there; further windows confirm it.
+The optimizer lays the parameters of a rank end to end in one buffer per dtype, and cuts the buffer over the
+data-parallel ranks without regard to parameters. A file holds the whole buffer, or ranges of it. The model's weights
+are the fp32 masters cast to the dtype of the model, bit for bit. So the elements at a position of the buffer, cast,
+tell which parameter starts there.
 
-1. Walk over the places where a parameter can start, and find for each the parameters that fit it. Where the order of
-   registration is known for sure, walk in that order, and prove every place by its contents (`layouts`).
-2. Else a place that one parameter fits is known. Norms that are all one and biases that are all zero have the same
-   contents in every layer: places that several fit are matched in the order of the buffer, which is that of
-   registration or its reverse, over as many parameters as may be frozen or on other ranks. Where the earliest and the
-   latest that each place can have are not the same (`ucp.core.assign.bounds`), the checkpoint does not say: an error.
-3. What no parameter fits is named; nothing is filled in by guessing.
+1. At every position where a parameter can start, find the parameters whose weights are stored there.
+2. A position that one parameter matches is decided. Several match where contents are identical (norms that are all one,
+   biases that are all zero). These positions are assigned in the order of registration or its reverse, where parameters
+   may be missing (frozen, or on other ranks). If the earliest and the latest assignment differ
+   (`ucp.core.assign.bounds`), the checkpoint is ambiguous: an error.
+3. Elements that match no parameter are reported as gaps.
+
+Where the order of registration is certain, `FlatBufferMatcher.find_layouts` follows it and checks every position.
 
 (megatron-core 0.16 core/distributed/param_and_grad_buffer.py lays the buffers out.)
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 
 from ucp.core.assign import bounds
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment, taken
-from ucp.core.region import RegionPair, local_flat_pairs
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, counted, listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """Consecutive elements of a buffer."""
-
-    start: int
-    """First element, in the buffer."""
-    ref: TensorRef
-    """Where they are stored; 1-D, consecutive."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.ref.numel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MasterBuffer:
-    """One state of all parameters of a rank, end to end."""
-
-    where: str
-    """What it is, for messages."""
-    ranges: tuple[StoredRange, ...]
-    """Its stored elements, in increasing start."""
-    numel: int
-    """Elements, gaps counted."""
-
-    @classmethod
-    def from_tensor(cls, ref: TensorRef, where: str) -> MasterBuffer:
-        """The elements of a tensor that are stored consecutively, end to end."""
-        return cls(where=where, ranges=(StoredRange(0, ref.strided(0, (ref.numel,), (1,))),), numel=ref.numel)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """First elements of its stretches."""
-        return tuple(stretch.start for stretch in self.ranges)
-
-    def iter_stored(self, start: int, stop: int) -> Iterator[tuple[int, TensorRef]]:
-        """What is stored of the elements `start` to `stop`: (first element, in the buffer; where)."""
-        at = max(bisect_right(self.ranges, start, key=lambda stretch: stretch.start) - 1, 0)
-        for number in range(at, len(self.ranges)):
-            stretch = self.ranges[number]
-            low, high = max(start, stretch.start), min(stop, stretch.stop)
-            if stretch.start >= stop:
-                return
-            if low < high:
-                yield low, stretch.ref.narrow((low - stretch.start,), (high - low,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A parameter as one rank of the model-parallel grid holds it."""
-
-    name: str
-    """Its name."""
-    local_shape: tuple[int, ...]
-    """Elements per dim on that rank."""
-    pairs: tuple[RegionPair, ...]
-    """Which boxes of the whole the local tensor is made of."""
-    refs: tuple[TensorRef, ...]
-    """The model's own elements: row-major stretches that, end to end, are the local tensor."""
-    kind: str = "dense"
-    """Parameters of different kinds do not share a buffer where experts are parallel: "dense" or "expert"."""
-    replica: int = 0
-    """0 where this rank is the first to hold the parameter; above, it holds a copy."""
-
-    @property
-    def numel(self) -> int:
-        """Elements on that rank."""
-        return sum(ref.numel for ref in self.refs)
-
-    @property
-    def dtype(self) -> DType:
-        """Type in which the model computes with it."""
-        return self.refs[0].dtype
-
-
-def cut_fragments(held: Candidate, buffer: MasterBuffer, start: int) -> Iterator[Fragment]:
-    """Pieces of the parameter that lies in `buffer` from element `start` on."""
-    strides = contiguous_strides(held.local_shape)
-    for low, ref in buffer.iter_stored(start, start + held.numel):
-        first = low - start
-        for run, position in local_flat_pairs(held.local_shape, first, first + ref.numel):
-            stored = ref.strided(position, run.sizes, strides)
-            piece = Fragment(box=run, ref=stored, replica=held.replica)
-            yield from filter(None, (taken(RegionPair(pair.local, pair.whole), piece) for pair in held.pairs))
-
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer
 
 _WINDOW = 64
-"""Elements by which a parameter is recognised."""
+"""Elements of a window that is compared."""
 
 _REMEDY = (
-    "Which of them is trained, and which frozen, is recorded nowhere, so that their states would be guessed. Take the "
-    "checkpoint of a later step, where their contents differ, or load this one in Megatron and save it with "
-    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which records names. Where the states are not "
-    "needed, save it with --no-save-optim: the weights are read without them"
+    "The checkpoint does not record which of them are trained and which are frozen. Take the checkpoint of a later "
+    "step, where their contents differ; or load this one in Megatron and save it with --ckpt-format torch_dist "
+    "--dist-ckpt-optim-fully-reshardable, which records names. To convert the weights alone, save it with "
+    "--no-save-optim"
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class ContentMatch:
-    """A place where a parameter starts."""
+    """A position of a buffer, and the parameters whose contents are stored there."""
 
     where: str
     """The buffer, for messages."""
     start: int
-    """Its first element."""
+    """First element."""
     candidates: list[Candidate]
-    """Parameters whose contents stand there, all of one length."""
+    """Parameters, all of one length."""
 
     @property
     def stop(self) -> int:
-        """One past the last element of a parameter there."""
+        """One past the last element."""
         return self.start + self.candidates[0].numel
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BufferPlacement:
     """Where the parameters of one buffer are."""
 
-    starts: dict[str, int] = field(default_factory=dict)
+    starts: dict[str, int]
     """Parameter to its first element, in the order of the buffer."""
-    gaps: list[tuple[int, int]] = field(default_factory=list)
-    """Elements (first, one past the last) that no parameter fits and that are no padding."""
-    ties: list[str] = field(default_factory=list)
-    """Parameters told from others of equal contents by their order alone."""
+    gaps: list[tuple[int, int]]
+    """Elements (first, one past the last) that match no parameter and are no padding."""
+    ties: list[str]
+    """Parameters with the contents of others, told apart by their order alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferMatches:
-    """What stands in a buffer, before parameters of equal contents are told apart."""
+    """Positions of a buffer with matching parameters, before ties are resolved."""
 
-    buffer: MasterBuffer
+    buffer: StateBuffer
     """The buffer."""
     matches: list[ContentMatch]
-    """Where parameters start, in its order."""
+    """Positions where parameters start, in increasing order."""
     gaps: list[tuple[int, int]]
-    """Elements (first, one past the last) that no parameter fits and that are no padding."""
-    narrowed: list[str]
-    """Parameters that are there because the others that fit are not expected."""
+    """Elements (first, one past the last) that match no parameter and are no padding."""
+    preferred: list[str]
+    """Parameters that were chosen because the rank does not hold the others that match."""
 
 
 class Fingerprints:
     """Parameters by the elements of three windows of their weights: at the start, in the middle and at the end.
 
-    All elements are compared later, as copies.
+    The windows only tell which parameter it is. All elements are compared later, as copies.
     """
 
     def __init__(self, candidates: Iterable[Candidate], prober: Prober) -> None:
         self.candidates = tuple(candidates)
-        """Those that are told by them."""
+        """All parameters."""
         self.zeros: set[str] = set()
-        """Names of those that start with zeros, as padding is."""
+        """Names of those that start with zeros, as padding does."""
         self._prober = prober
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
-        for own in self.candidates:
-            length = min(own.numel, _WINDOW)
-            first = prober.joined(own.refs, 0, length, dtype=own.dtype)
-            self._by_first.setdefault((length, own.dtype, first), []).append(own)
+        for candidate in self.candidates:
+            length = min(candidate.numel, _WINDOW)
+            first = prober.read_joined(candidate.refs, 0, length, dtype=candidate.dtype)
+            self._by_first.setdefault((length, candidate.dtype, first), []).append(candidate)
             if not any(first):
-                self.zeros.add(own.name)
+                self.zeros.add(candidate.name)
         self._lengths = sorted({(length, dtype) for length, dtype, _ in self._by_first}, reverse=True)
 
-    def find_candidates(self, buffer: MasterBuffer, start: int) -> list[Candidate]:
-        """Candidates whose contents stand in `buffer` from element `start` on."""
-        found = []
+    def find_candidates(self, buffer: StateBuffer, start: int) -> list[Candidate]:
+        """Parameters whose contents are stored in `buffer` from element `start` on."""
+        matching = []
         for length, dtype in self._lengths:
             first = self._read(buffer, start, start + length, dtype)
-            fits = () if first is None else self._by_first.get((length, dtype, first), ())
-            found += [own for own in fits if self.is_stored_at(buffer, start, own, first=False)]
-        return found
+            candidates = () if first is None else self._by_first.get((length, dtype, first), ())
+            matching += [
+                candidate
+                for candidate in candidates
+                if self.is_stored_at(buffer, start, candidate, compare_first=False)
+            ]
+        return matching
 
-    def is_stored_at(self, buffer: MasterBuffer, start: int, own: Candidate, *, first: bool = True) -> bool:
-        """Whether the contents of `own` stand there. `first`: whether the first window has to be compared, too."""
-        if start + own.numel > buffer.numel:
+    def is_stored_at(
+        self, buffer: StateBuffer, start: int, candidate: Candidate, *, compare_first: bool = True
+    ) -> bool:
+        """Whether the contents of `candidate` are stored there. `compare_first`: compare the first window, too."""
+        numel, dtype = candidate.numel, candidate.dtype
+        if start + numel > buffer.numel:
             return False
-        last = max(own.numel - _WINDOW, 0)
-        windows = ((low, min(low + _WINDOW, own.numel)) for low in {0, last // 2, last} if low or first)
+        last = max(numel - _WINDOW, 0)
+        windows = ((low, min(low + _WINDOW, numel)) for low in {0, last // 2, last} if low or compare_first)
         return all(
-            self._read(buffer, start + low, start + high, own.dtype)
-            == self._prober.joined(own.refs, low, high, dtype=own.dtype)
+            self._read(buffer, start + low, start + high, dtype)
+            == self._prober.read_joined(candidate.refs, low, high, dtype=dtype)
             for low, high in windows
         )
 
-    def _read(self, buffer: MasterBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
-        """Elements of the buffer, cast; None where it does not store all of them."""
-        parts, at = [], start
+    def _read(self, buffer: StateBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
+        """Elements of the buffer, cast; None where not all of them are stored."""
+        windows, end = [], start
         for low, ref in buffer.iter_stored(start, stop):
-            if low != at:
+            if low != end:
                 return None
-            parts.append(self._prober.window(ref, 0, ref.numel, dtype=dtype))
-            at += ref.numel
-        return b"".join(parts) if at == stop else None
+            windows.append(self._prober.window(ref, 0, ref.numel, dtype=dtype))
+            end += ref.numel
+        return b"".join(windows) if end == stop else None
 
 
 class FlatBufferMatcher:
     """Finds the parameters of one rank in flat buffers, by content."""
 
     def __init__(self, parts: Sequence[Fingerprints], *, orders: Sequence[Sequence[str]]) -> None:
-        """`parts`: parameters that may be in them, each in one part. `orders`: in which they may be registered."""
+        """`parts`: the parameters, each in one part. `orders`: orders in which they may have been registered."""
         self._parts = parts
         self._orders = orders
-        self._candidates = [own for part in parts for own in part.candidates if own.numel]
+        self._candidates = [candidate for part in parts for candidate in part.candidates if candidate.numel]
 
     def find(
         self,
-        buffer: MasterBuffer,
+        buffer: StateBuffer,
         *,
         starts: Iterable[int] | None = None,
         alignment: int = ALIGNMENT,
         unexpected: Collection[str] = frozenset(),
     ) -> BufferMatches:
-        """Places of parameters in `buffer`, and what fits them.
+        """Positions of parameters in `buffer`.
 
         Parameters
         ----------
         buffer
-            Masters (fp32) of the parameters of the rank; it need not hold all of them.
+            Masters (fp32) of parameters of the rank; not necessarily of all.
         starts
-            Elements at which a parameter can start, when they are known; else the walk goes from the end of a
-            parameter to the next aligned element, or to the very end where a bucket ended.
+            Elements at which a parameter can start, where they are known; else a parameter starts at the next aligned
+            element after the previous one, or, where a bucket ended, right after it.
         unexpected
-            Parameters that the rank does not hold by the rules of the grid: where others fit too, it is not these.
+            Parameters that the rank does not hold by the rules of the grid: others that match are preferred.
 
-        Raises MalformedError when the lengths of what fits differ and nothing tells which is right.
+        Raises MalformedError when parameters of different lengths match at one position and nothing decides.
         """
         if starts is None:
-            spots = self._from_end_to_end(buffer, alignment)
-            end = spots[-1].stop if spots else 0
-            shortest = min((own.numel for own in self._candidates), default=1)
-            gaps = [(end, buffer.numel)] if buffer.numel - end >= shortest else []  # another one could be there
+            matches = self._match_end_to_end(buffer, alignment)
+            end = matches[-1].stop if matches else 0
+            shortest = min((candidate.numel for candidate in self._candidates), default=1)
+            gaps = [(end, buffer.numel)] if buffer.numel - end >= shortest else []  # room for another parameter
         else:
-            spots = self._among(buffer, sorted(set(starts)))
+            matches = self._match_at(buffer, sorted(set(starts)))
             gaps, end = [], 0
-            for start, stop in (*((own.start, own.stop) for own in spots), (buffer.numel,) * 2):
-                # what aligns the next parameter is padding
+            for start, stop in (*((match.start, match.stop) for match in matches), (buffer.numel,) * 2):
+                # elements that align the next parameter are padding
                 is_padding = start - end < alignment and (start % alignment == 0 or start == buffer.numel)
                 if start > end and not is_padding:
                     gaps.append((end, start))
                 end = stop
-        narrowed = []
-        for spot in spots:
-            expected = [own for own in spot.candidates if own.name not in unexpected]
-            if expected and len(expected) < len(spot.candidates):
-                spot.candidates = expected
-                narrowed += [own.name for own in expected if len(expected) == 1]
-        return BufferMatches(buffer=buffer, matches=spots, gaps=gaps, narrowed=narrowed)
+        preferred = []
+        for match in matches:
+            expected = [candidate for candidate in match.candidates if candidate.name not in unexpected]
+            if expected and len(expected) < len(match.candidates):
+                match.candidates = expected
+                preferred += [expected[0].name] if len(expected) == 1 else []
+        return BufferMatches(buffer=buffer, matches=matches, gaps=gaps, preferred=preferred)
 
     def place(
-        self, buffer: MasterBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
+        self, buffer: StateBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
     ) -> BufferPlacement:
-        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `settled`."""
+        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `resolve`."""
         return self.resolve([self.find(buffer, starts=starts, alignment=alignment)])[0]
 
-    def resolve(self, found: Sequence[BufferMatches]) -> list[BufferPlacement]:
-        """Where the parameters are in buffers that follow one another in the order of the model, last layers first.
+    def resolve(self, buffers: Sequence[BufferMatches]) -> list[BufferPlacement]:
+        """Where the parameters of buffers are that follow one another in the order of the model, last layers first.
 
-        Raises MalformedError when parameters of equal contents cannot be told apart by their order either, or one of
-        them is in a buffer twice; all are named.
+        Raises MalformedError, naming all, when the order does not decide between parameters of identical contents
+        either, or when a parameter is in a buffer twice.
         """
-        spots = [spot for own in found for spot in own.matches]
-        kinds = {spot.candidates[0].kind for spot in spots if len(spot.candidates) == 1}
-        inside = {own.name for own in self._candidates if not kinds or own.kind in kinds}
-        orders = [[name for name in reversed(order) if name in inside] for order in self._orders]
-        chosen = iter(resolve_ties([own.matches for own in found], orders))
+        matches = [match for buffer in buffers for match in buffer.matches]
+        kinds = {match.candidates[0].kind for match in matches if len(match.candidates) == 1}
+        names = {candidate.name for candidate in self._candidates if not kinds or candidate.kind in kinds}
+        orders = [[name for name in reversed(order) if name in names] for order in self._orders]
+        chosen = iter(resolve_ties([buffer.matches for buffer in buffers], orders))
         placements = []
-        for own in found:
-            held = [next(chosen).name for _ in own.matches]
-            twice = {name for name in held if held.count(name) > 1} if len(set(held)) < len(held) else ()
-            if twice:
+        for buffer in buffers:
+            params = [next(chosen).name for _ in buffer.matches]
+            duplicates = (
+                sorted({name for name in params if params.count(name) > 1}) if len(set(params)) < len(params) else ()
+            )
+            if duplicates:
                 raise MalformedError(
-                    f"{own.buffer.where}: expected each parameter once; the contents of {len(twice)} stand in it "
-                    f"twice:\n{listed(sorted(twice))}"
+                    f"{buffer.buffer.where}: expected each parameter once; {len(duplicates)} are stored "
+                    f"twice:\n{listed(duplicates)}"
                 )
-            starts = {name: spot.start for name, spot in zip(held, own.matches, strict=True)}
-            ties = [name for name, spot in zip(held, own.matches, strict=True) if len(spot.candidates) > 1]
-            placements.append(BufferPlacement(starts=starts, gaps=own.gaps, ties=[*own.narrowed, *ties]))
+            starts = {name: match.start for name, match in zip(params, buffer.matches, strict=True)}
+            ties = [name for name, match in zip(params, buffer.matches, strict=True) if len(match.candidates) > 1]
+            placements.append(BufferPlacement(starts=starts, gaps=buffer.gaps, ties=[*buffer.preferred, *ties]))
         return placements
 
-    def find_layouts(self, segments: Sequence[MasterBuffer], *, slack: int) -> list[dict[str, BufferPosition]]:
+    def find_layouts(self, segments: Sequence[StateBuffer], *, slack: int) -> list[dict[str, BufferPosition]]:
         """The first and the last layout that one order of registration and the contents allow; one if they are equal.
 
-        A buffer is stored in `segments`, with at most `slack` elements of padding at the end of each. None where there
-        is no such layout, or one without any parameter.
+        A buffer is stored in `segments`, each with at most `slack` elements of padding at its end. Empty where there is
+        no such layout, or only one without any parameter.
         """
         (order,), (part,) = self._orders, self._parts
         numbers = {name: number for number, name in enumerate(order)}
-        numels = {own.name: own.numel for own in part.candidates}
+        numels = {candidate.name: candidate.numel for candidate in part.candidates}
 
         @cache
-        def fitting(at: BufferPosition) -> list[int]:
-            return [numbers[own.name] for own in part.find_candidates(segments[at.segment], at.start)]
+        def find_params(position: BufferPosition) -> list[int]:
+            candidates = part.find_candidates(segments[position.segment], position.start)
+            return [numbers[candidate.name] for candidate in candidates]
 
-        def walked(*, last: bool) -> tuple[BufferPosition | None, ...] | None:
-            return walk(
-                [numels[name] for name in order],
-                [segment.numel for segment in segments],
-                fitting,
-                slack=slack,
-                zeros={numbers[name] for name in part.zeros},
-                last=last,
-            )
-
-        first = walked(last=False)
-        if first is None or all(place is None for place in first):
+        walk_in_order = partial(
+            walk,
+            [numels[name] for name in order],
+            [segment.numel for segment in segments],
+            find_params,
+            slack=slack,
+            zeros={numbers[name] for name in part.zeros},
+        )
+        first = walk_in_order()
+        if first is None or all(position is None for position in first):
             return []
         return [
-            {name: place for name, place in zip(order, places, strict=True) if place is not None}
-            for places in dict.fromkeys((first, walked(last=True)))
-            if places is not None
+            {name: position for name, position in zip(order, positions, strict=True) if position is not None}
+            for positions in dict.fromkeys((first, walk_in_order(last=True)))
+            if positions is not None
         ]
 
-    def _fitting(self, buffer: MasterBuffer, start: int) -> list[Candidate]:
-        return [own for part in self._parts for own in part.find_candidates(buffer, start) if own.numel]
+    def _find_candidates(self, buffer: StateBuffer, start: int) -> list[Candidate]:
+        return [
+            candidate for part in self._parts for candidate in part.find_candidates(buffer, start) if candidate.numel
+        ]
 
-    def _among(self, buffer: MasterBuffer, starts: list[int]) -> list[ContentMatch]:
-        """Parameters at known starts; those inside a parameter that was found are cuts between ranks."""
-        spots: list[ContentMatch] = []
+    def _match_at(self, buffer: StateBuffer, starts: list[int]) -> list[ContentMatch]:
+        """Parameters at known starts; starts inside a parameter are cuts between ranks."""
+        matches: list[ContentMatch] = []
         edges = {*starts, buffer.numel}
         end = 0
         for start in starts:
             if start < end:
                 continue
-            fits = [own for own in self._fitting(buffer, start) if start + own.numel in edges]
-            fits = _of_one_length(buffer, start, fits, edges)
-            if fits:
-                spots.append(ContentMatch(where=buffer.where, start=start, candidates=fits))
-                end = spots[-1].stop
-        return spots
+            candidates = [
+                candidate for candidate in self._find_candidates(buffer, start) if start + candidate.numel in edges
+            ]
+            candidates = _require_one_length(buffer, start, candidates, edges)
+            if candidates:
+                matches.append(ContentMatch(where=buffer.where, start=start, candidates=candidates))
+                end = matches[-1].stop
+        return matches
 
-    def _from_end_to_end(self, buffer: MasterBuffer, alignment: int) -> list[ContentMatch]:
-        """Parameters one after the other, until none fits."""
-        spots: list[ContentMatch] = []
+    def _match_end_to_end(self, buffer: StateBuffer, alignment: int) -> list[ContentMatch]:
+        """Parameters one after another, until none matches."""
+        matches: list[ContentMatch] = []
         bucket = end = 0
         while True:
             aligned = bucket + -(-(end - bucket) // alignment) * alignment
             for start in dict.fromkeys((aligned, end)):
-                fits = _of_one_length(buffer, start, self._fitting(buffer, start), None)
-                if fits:
+                candidates = _require_one_length(buffer, start, self._find_candidates(buffer, start), None)
+                if candidates:
                     bucket = bucket if start == aligned else start
-                    spots.append(ContentMatch(where=buffer.where, start=start, candidates=fits))
-                    end = spots[-1].stop
+                    matches.append(ContentMatch(where=buffer.where, start=start, candidates=candidates))
+                    end = matches[-1].stop
                     break
             else:
-                return spots
+                return matches
 
 
-def _of_one_length(
-    buffer: MasterBuffer, start: int, fits: list[Candidate], edges: Collection[int] | None
+def _require_one_length(
+    buffer: StateBuffer, start: int, candidates: list[Candidate], edges: Collection[int] | None
 ) -> list[Candidate]:
-    """Those that end first, where something ends, by the `edges`.
+    """The shortest candidates. `edges`: elements where stored ranges start, where these are known.
 
-    Raises MalformedError when the lengths differ and nothing tells which is right.
+    Raises MalformedError when the lengths differ and no edge shows that the shortest ends there.
     """
-    lengths = sorted({own.numel for own in fits})
+    lengths = sorted({candidate.numel for candidate in candidates})
     if len(lengths) > 1 and (edges is None or any(start < edge < start + lengths[0] for edge in edges)):
         raise MalformedError(
             f"{buffer.where}: parameters of different lengths have the contents from element {start} on:\n"
-            f"{listed(f'{own.name} {list(own.local_shape)}' for own in fits)}\n"
+            f"{listed(f'{candidate.name} {list(candidate.local_shape)}' for candidate in candidates)}\n"
             "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
         )
-    return [own for own in fits if own.numel == lengths[0]]
+    return [candidate for candidate in candidates if candidate.numel == lengths[0]]
 
 
-def ambiguity_error(where: str, places: Sequence[str]) -> MalformedError:
-    """The error that names places which several parameters of equal contents can have."""
+def ambiguity_error(where: str, lines: Sequence[str]) -> MalformedError:
+    """The error for positions that several parameters of identical contents can have, a line each."""
     return MalformedError(
-        f"{where}{counted(len(places), 'parameter has', 'parameters have')} the same contents as others, and their "
-        f"order does not tell them apart:\n{listed(places)}\n{_REMEDY}"
+        f"{where}{counted(len(lines), 'parameter has', 'parameters have')} the same contents as others, and their "
+        f"order does not tell them apart:\n{listed(lines)}\n{_REMEDY}"
     )
 
 
-def resolve_ties(runs: Sequence[Sequence[ContentMatch]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
-    """The parameter at every place of `runs`, one after the other.
+def resolve_ties(buffers: Sequence[Sequence[ContentMatch]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
+    """The parameter at every position of `buffers`, one after another.
 
-    `runs`: places of buffers, each in its order; the buffers in that of the model, where that is known. `orders`: names
-    in the order of the buffers, as they may be. Raises MalformedError naming all places that stay open.
+    `buffers`: positions of each buffer, in order; the buffers in the order of the model, where that is known. `orders`:
+    possible orders of names in the buffers. Raises MalformedError naming all positions that stay ambiguous.
     """
-    places = list(chain.from_iterable(runs))
-    if all(len(place.candidates) == 1 for place in places):
-        return [place.candidates[0] for place in places]
-    answers = [answer for order in orders for answer in _answers(places, order)]
-    if not answers and len(runs) > 1:  # buffers are not in the order of the model: each by itself
-        return [own for run in runs for own in resolve_ties([run], orders)]
-    names = [{answer[number].name for answer in answers} for number in range(len(places))]
-    open_ = [
-        f"{place.where}, element {place.start}: {', '.join(own.name for own in place.candidates[:4])}"
-        for place, found in zip(places, names, strict=True)
-        if len(place.candidates) > 1 and len(found) != 1
+    matches = list(chain.from_iterable(buffers))
+    if all(len(match.candidates) == 1 for match in matches):
+        return [match.candidates[0] for match in matches]
+    assignments = [assignment for order in orders for assignment in _assign_in_order(matches, order)]
+    if not assignments and len(buffers) > 1:  # the buffers are not in the order of the model: resolve each alone
+        return [candidate for buffer in buffers for candidate in resolve_ties([buffer], orders)]
+    ambiguous = [
+        f"{match.where}, element {match.start}: {', '.join(candidate.name for candidate in match.candidates[:4])}"
+        for number, match in enumerate(matches)
+        if len(match.candidates) > 1 and len({assignment[number].name for assignment in assignments}) != 1
     ]
-    if open_:
-        raise ambiguity_error("", open_)
-    return answers[0]
+    if ambiguous:
+        raise ambiguity_error("", ambiguous)
+    return assignments[0]
 
 
-def _answers(places: Sequence[ContentMatch], order: Sequence[str]) -> list[list[Candidate]]:
-    """The earliest and the latest answer that an order allows; none where known places contradict it."""
-    ranks = {name: number for number, name in enumerate(order)}
-    known = Counter(place.candidates[0].name for place in places if len(place.candidates) == 1)
-    bound = [
-        place for place in places if len(place.candidates) > 1 or known[place.candidates[0].name] == 1
-    ]  # no copies
-    found = bounds([sorted(ranks[own.name] for own in place.candidates if own.name in ranks) for place in bound])
-    if found is None:
-        return []
-    answers = []
-    for numbers in found:
-        names = {id(place): order[number] for place, number in zip(bound, numbers, strict=True)}
-        of_names = ({own.name: own for own in place.candidates} for place in places)
-        answers.append(
+def _assign_in_order(matches: Sequence[ContentMatch], order: Sequence[str]) -> list[list[Candidate]]:
+    """The earliest and the latest assignment that an order allows; none where decided positions contradict it."""
+    numbers = {name: number for number, name in enumerate(order)}
+    decided = Counter(match.candidates[0].name for match in matches if len(match.candidates) == 1)
+    bound = [match for match in matches if len(match.candidates) > 1 or decided[match.candidates[0].name] == 1]
+    limits = bounds(
+        [
+            sorted(numbers[candidate.name] for candidate in match.candidates if candidate.name in numbers)
+            for match in bound
+        ]
+    )
+    assignments = []
+    for assigned in limits or ():
+        names = {id(match): order[number] for match, number in zip(bound, assigned, strict=True)}
+        assignments.append(
             [
-                by_name.get(names.get(id(place), ""), place.candidates[0])
-                for place, by_name in zip(places, of_names, strict=True)
+                next(
+                    (candidate for candidate in match.candidates if candidate.name == names.get(id(match))),
+                    match.candidates[0],
+                )
+                for match in matches
             ]
         )
-    return answers
+    return assignments

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from ucp.contract.axes import along
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import along
+from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
@@ -199,7 +199,7 @@ class _Laws:
         ranks = count_replicas(self._mesh, expert=name in self._experts)
         if own is None or ranks == 1 or self._arguments.raw.get(_INSTANCES) not in (None, 1):
             return None
-        share = own.share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
+        share = own.find_share(ranks, multiple=bucket_multiple(ranks, for_busbw=bool(self._arguments.pads_buckets)))
         if share is None:
             return None
         made = pattern("partition", start=own.start, share=share)

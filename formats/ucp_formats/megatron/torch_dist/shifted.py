@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Kind, Loss, StateIndex
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, Loss, StateIndex
 from ucp.errors import listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING

@@ -24,10 +24,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
 _NAMESPACE = GlobalName("argparse", "Namespace")

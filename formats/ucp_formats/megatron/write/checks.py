@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ucp.core.dtypes import DType
 from ucp.core.index import Kind
 from ucp.core.layout import place
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UsageError, listed
 from ucp.io.pickle.fields import shown

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from ucp.contract.run_extras import ExtraRow, ExtraTable, ExtraValues
-from ucp.core.index import Index, Kind
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Placement
 from ucp.errors import counted
 from ucp_formats.megatron.names import MODULES

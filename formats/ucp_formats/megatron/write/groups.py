@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.contract.rank_extras import Checksums
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, ParamGroup
-from ucp.core.names import STEP
+from ucp.contract.ranks import Checksums
+from ucp.core.index import STEP, Index, Kind, ParamGroup
+from ucp.core.tensor import DType
 
 _EXPERT = "is_expert_parallel"
 _FROM_RUN = {"params", "step", "param_names"}

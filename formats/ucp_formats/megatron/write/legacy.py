@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from ucp.core.dtypes import DType
+from ucp.core.index import WEIGHT
 from ucp.core.layout import Layout, Overlap, local_shape, place
-from ucp.core.names import WEIGHT
-from ucp.core.pickle_values import GlobalName
 from ucp.core.region import RegionPair
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.families.family import Family
+from ucp.io.pickle.values import GlobalName
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ucp.contract.axes import along
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind
+from ucp.contract.layouts import along
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
 from ucp.families.family import Family

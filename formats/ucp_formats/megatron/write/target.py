@@ -17,10 +17,10 @@ from ucp.contract.model import recorded_arguments, run_arguments, said_values
 from ucp.contract.optimizer import OptimizerPlan, missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.gaps import check_weights
+from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UsageError, listed
 from ucp.families.naming import CANONICAL

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from ucp.core.dtypes import DType
+from ucp.core.index import WEIGHT
 from ucp.core.layout import Layout, place
-from ucp.core.names import WEIGHT
 from ucp.core.region import Box, RegionPair, intersect
 from ucp.core.target import Literal, OutputFile
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError
 from ucp.io.dcp.emit import DcpDraft, NewChunk

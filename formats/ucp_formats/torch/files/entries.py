@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from ucp.contract.rank_extras import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, per_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
-from ucp.core.pickle_values import Stub, walk_paths
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import described
+from ucp.io.pickle.values import Stub, walk_paths
 from ucp_formats.torch.files.global_tensor import (
     GlobalTensor,
     global_shape,

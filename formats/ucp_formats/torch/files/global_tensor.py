@@ -4,7 +4,7 @@ Shards of a DTensor are placed by its own layout, and must have just the shapes 
 shard (HSDP, data parallelism around tensor parallelism) hold copies. Plain tensors in the files of several ranks are
 copies of each other too: they are never joined row by row.
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
 >>> tensor = join_ranks({0: ref, 1: ref}, "w")
 >>> [(str(piece.box), piece.replica) for piece in tensor.state.fragments], tensor.layout.patterns
@@ -18,15 +18,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from ucp.contract.registry import pattern
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Stored
+from ucp.contract.plugins import pattern
 from ucp.core.index import StateIndex
 from ucp.core.layout import AxisLayout, Layout, local_shape, place
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Union
+from ucp.core.tensor import DType, TensorRef
+from ucp.core.union import ShardedTensor, Shards, Stored, Union
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.torch.files.sharded import RankShard, parse_shard
 from ucp_formats.torch.state_dict.entries import StateEntry
 

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ucp.contract.locating import Located, find_only, the_checkpoint
-from ucp.contract.protocols import Strength
+from ucp.contract.locating import Located, Strength, find_only, the_checkpoint
 from ucp.contract.registry import is_of_another
 from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
-from ucp.io.destination.mark import read_mark
 from ucp.io.folder import names_in
+from ucp.io.provenance import read_mark
 
 Item = Literal["model", "optimizer", "others", "all"]
 """What a file holds."""

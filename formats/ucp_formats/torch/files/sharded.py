@@ -1,7 +1,7 @@
 """What one rank saved of a tensor that ranks share: a DTensor or a ShardedTensor, read from its pickle.
 
 A DTensor records the global shape, the mesh, the rank's place in it, and a placement for each axis of the mesh. Its
-classes moved between versions of torch (2.1 to 2.13): they are recognised by name alone, and `ucp.contract.axes`
+classes moved between versions of torch (2.1 to 2.13): they are recognised by name alone, and `ucp.contract.layouts`
 gives their meaning.
 
 Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py`, `device_mesh.py`,
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.axes import Placement, axes_of
-from ucp.contract.registry import pattern
+from ucp.contract.layouts import Placement, axes_of
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
+from ucp.io.pickle.values import GlobalName, Stub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import cast
 
 from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Located
+from ucp.contract.locating import Evidence, Located
 from ucp.contract.model import in_model_order, tied_output
-from ucp.contract.protocols import Evidence, Format, SourceOptions
-from ucp.contract.rank_extras import Checksums
-from ucp.core.index import AtomIndex, Extra, Index, Kind, SourceFile
-from ucp.core.names import WEIGHT
+from ucp.contract.protocols import Format, SourceOptions
+from ucp.contract.ranks import Checksums
+from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.torch.extras import find_step
 from ucp_formats.torch.files.entries import SavedEntries, collect_entries, pickled_objects

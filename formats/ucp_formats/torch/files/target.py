@@ -17,13 +17,12 @@ from ucp.contract.companions import place_companions
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER
-from ucp.core.index import AtomIndex, Index, check_weights
-from ucp.core.names import STEP, WEIGHT
-from ucp.core.pickle_values import GlobalName, Stub, walk
-from ucp.core.slices import whole_slice
-from ucp.core.target import TargetOptions, TargetPlan
+from ucp.core.gaps import check_weights
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
+from ucp.core.target import TargetOptions, TargetPlan, whole_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
+from ucp.io.pickle.values import GlobalName, Stub, walk
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober

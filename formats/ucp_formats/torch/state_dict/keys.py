@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ucp.core.index import AtomIndex, Kind, ParamGroup, StateIndex
-from ucp.core.names import WEIGHT, OptimizerKeys, StateDictKeys
+from ucp.core.index import WEIGHT, AtomIndex, Kind, OptimizerKeys, ParamGroup, StateDictKeys, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.union import scalar_state
 from ucp.errors import UnsupportedError, listed

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ucp.core.index import Loss, ParamGroup
-from ucp.core.names import STEP
+from ucp.core.index import STEP, Loss, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, nest, show_path, unnamed_states
 from ucp_formats.torch.state_dict.model_dict import OptimizedParams, Path, fused_parts, longest_name, name_in

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ucp_patterns.partition import Partition
 
 from tests.integration.live.reference.zero import Flat, FlatAdamW
-from ucp.core.dtypes import DType
 from ucp.core.layout import AxisLayout, Layout
+from ucp.core.tensor import DType
 from ucp.live.match.groups import LiveGroup
 from ucp.live.parts import LiveParam, LivePart
 

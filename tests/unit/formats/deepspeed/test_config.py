@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ucp_formats.deepspeed.config import Precision, RunConfig
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 
 
 @pytest.mark.parametrize(

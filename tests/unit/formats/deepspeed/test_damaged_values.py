@@ -11,7 +11,7 @@ import pytest
 import torch
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
-from ucp.core.index import check_cover
+from ucp.core.gaps import check_cover
 from ucp.errors import SourceError
 
 JUNK = (

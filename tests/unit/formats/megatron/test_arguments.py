@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError
+from ucp.io.pickle.values import GlobalName, Stub
 
 
 def namespace(module: str = "argparse", qualname: str = "Namespace", **values: object) -> Stub:

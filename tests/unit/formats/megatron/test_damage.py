@@ -16,8 +16,8 @@ from ucp_formats.megatron.source import MegatronFormat
 
 import ucp
 from ucp.conversion.prepare import Silent
-from ucp.core.index import Index, check_cover
-from ucp.core.names import WEIGHT
+from ucp.core.gaps import check_cover
+from ucp.core.index import WEIGHT, Index
 from ucp.errors import CoverError, MalformedError, MissingFileError, UnsupportedError
 from ucp.transfer.compare import compare_copies
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ucp_formats.torch.sharding import TargetSharding
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.index import Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.target import TargetOptions

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ucp
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UnsupportedError
 
 

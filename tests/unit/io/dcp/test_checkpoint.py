@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ucp.core.pickle_values import Stub
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 from ucp.io.dcp import items as dcp_items
 from ucp.io.dcp.checkpoint import Dcp, read_dcp
 from ucp.io.pickle.unpickle import Parsed, parse_pickle
+from ucp.io.pickle.values import Stub
 from ucp.io.torch_file.archive import read_archive
 
 TENSORS = {

@@ -12,11 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from zlib_ng import zlib_ng
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.target import CrcField
-from ucp.core.tensor import TensorRef
+from ucp.core.target import CrcField, Slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.io.dcp.checkpoint import read_dcp
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.torch_file.draft import Drafted, Part

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.io.pickle.callables import unusual_calls
 from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub
 
 USUAL = {"ds.LossScaler"}
 

@@ -10,12 +10,11 @@ from typing import Self
 
 import pytest
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import DestinationError
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 
 

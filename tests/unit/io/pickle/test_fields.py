@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.io.pickle.fields import described, integer, mapping, sequence, shapes, tensor, text
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 TENSOR = TensorRef(path="f", offset=0, dtype=DType.FLOAT32, shape=(2, 3), strides=(3, 1))
 ENUM = Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,), new=False)

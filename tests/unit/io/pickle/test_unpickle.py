@@ -12,9 +12,9 @@ from typing import Self
 
 import pytest
 
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.unpickle import TruncatedPickleError, parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 PROTOCOLS = range(6)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ucp.core.pickle_values import GlobalName, Stub
 from ucp.errors import UcpError
 from ucp.io.pickle.unpickle import parse_pickle
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 
 

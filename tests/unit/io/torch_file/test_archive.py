@@ -12,11 +12,10 @@ import pytest
 import torch
 from zlib_ng import zlib_ng
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, UcpError, UnsupportedError
 from ucp.io.files import open_source
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.archive import Archive, read_archive, read_embedded
 from ucp.io.torch_file.storage import StorageRef
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.core.tensor import TensorRef
+from ucp.core.target import Slice
+from ucp.core.tensor import DType, TensorRef
 from ucp.io.torch_file.archive import read_archive
 from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 

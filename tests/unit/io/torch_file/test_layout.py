@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.serialization import config
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub, TorchSize
+from ucp.core.tensor import DType
 from ucp.io.files import open_source
+from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file import layout as layout_module
 from ucp.io.torch_file.archive import read_archive
 from ucp.io.torch_file.layout import TorchZip, layout_torch_zip

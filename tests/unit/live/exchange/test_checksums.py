@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
 from ucp.errors import CorruptError
-from ucp.live.exchange.carry import carry
-from ucp.live.exchange.traffic import CarryOptions, Exchange
+from ucp.live.exchange.carry import CarryOptions, carry
+from ucp.live.exchange.stages import Exchange
 from ucp.live.parts import LoadItem
 from ucp.testing.handmade import Shards
 

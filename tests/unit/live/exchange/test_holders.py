@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from tests.unit.live.threads import run
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Slice
-from ucp.live.exchange.stages import digests, holders
+from ucp.core.target import Slice
+from ucp.core.tensor import DType
+from ucp.live.exchange.stages import find_holders, hash_slices
 
 COUNT = 70
 
@@ -22,8 +22,8 @@ def row(param: str, first: int, rows: int = 1) -> Slice:
 def test_each_slice_has_its_own_holders():
     def found(ranks):
         own = [row("whole", 0, 8), row("cut", ranks.rank % 35), row("own", ranks.rank)] if ranks.rank else []
-        told = holders(digests(own), ranks)
-        return [told.sets[number] for number in told.numbers]
+        sets, numbers = find_holders(hash_slices(own), ranks)
+        return [sets[number] for number in numbers]
 
     every = tuple(range(1, COUNT))
     none, *rest = run(COUNT, found)
@@ -43,13 +43,13 @@ def test_everything_that_makes_a_slice_makes_its_digest():
         replace(own, stop=7),
         row("w", 1, 2),
     ]
-    assert len(set(digests([own, *others]))) == 1 + len(others)
-    assert digests([own]) == digests([row("w", 0, 2)])
+    assert len(set(hash_slices([own, *others]))) == 1 + len(others)
+    assert hash_slices([own]) == hash_slices([row("w", 0, 2)])
 
 
 def test_what_a_rank_holds_twice_is_shared_as_often_as_others_hold_it():
     def found(ranks):
-        told = holders(digests([row("w", 0)] * (1 + ranks.rank)), ranks)
-        return [told.sets[number] for number in told.numbers]
+        sets, numbers = find_holders(hash_slices([row("w", 0)] * (1 + ranks.rank)), ranks)
+        return [sets[number] for number in numbers]
 
     assert run(3, found) == [[(0, 1, 2)], [(0, 1, 2), (1, 2)], [(0, 1, 2), (1, 2), (2,)]]

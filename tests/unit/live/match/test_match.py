@@ -1,12 +1,10 @@
 import pytest
 
-from ucp.core.dtypes import DType
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError
-from ucp.live.match.findings import Findings
-from ucp.live.match.states import match_states
-from ucp.live.match.tensors import find_unexpected, fitting, match_tensors, want_weights
+from ucp.live.match.items import Findings, filter_fitting, find_unexpected, match_states, match_tensors, plan_weights
 from ucp.live.parts import LiveParam, LivePart, LiveTensor
 
 FLOAT = DType.FLOAT32
@@ -36,13 +34,13 @@ def index(*atoms, aliases=None, groups=()):
 
 
 def live(*names, shape=(2, 3), dtype=FLOAT):
-    return LiveTensor(names=names, dtype=dtype, part=LivePart.whole(shape))
+    return LiveTensor(names=names, dtype=dtype, part=LivePart.full(shape))
 
 
 def matched(tensors, source, rename=None):
     findings = Findings()
     named = match_tensors(tensors, source, rename=rename, findings=findings)
-    found = fitting(tensors, named, source, findings)
+    found = filter_fitting(tensors, named, source, findings)
     find_unexpected(tensors, set(named.values()), source, findings)
     return found, findings
 
@@ -131,7 +129,7 @@ def test_a_common_prefix_is_named(names, held, hint):
 )
 def test_where_nothing_goes_into_the_model_it_is_said_why(own, said):
     _, findings = matched([own], index(atom("a")))
-    message = str(findings.nothing("/ckpt"))
+    message = str(findings.make_no_match_error("/ckpt"))
     assert message.startswith(f"nothing in /ckpt {said}")
     assert "strict=False" not in message
     cure = "name.removeprefix('net.')" if own.name == "net.a" else "`ucp inspect` lists"
@@ -147,7 +145,7 @@ def test_types_are_cast_among_floats_only():
         "b is int64 in the model and float32 in the checkpoint",
         "c is float32 in the model and int64 in the checkpoint",
     ]
-    (want,) = want_weights(tensors, found, source, findings=findings)
+    (want,) = plan_weights(tensors, found, source, findings=findings)
     assert want.slice.dtype is DType.BFLOAT16
     assert findings.casts == {"weight: float32 to bfloat16": 1}
 
@@ -169,7 +167,7 @@ def adam_atom(name, **changed):
 def states_of(params, source):
     findings = Findings()
     names = {name: name for name in source.atoms}
-    parts = {name: LivePart.whole(own.global_shape) for name, own in source.atoms.items()}
+    parts = {name: LivePart.full(own.global_shape) for name, own in source.atoms.items()}
     stepped = {param.name for param in params}
     wants, fresh = match_states(params, parts, names, source, stepped=stepped, findings=findings)
     return [(want.name, want.state, want.slice.dtype) for want in wants], fresh, findings
@@ -200,7 +198,7 @@ def test_a_step_count_that_the_optimizer_does_not_keep_is_left_out():
     params = [LiveParam(name=name, keeps={"exp_avg": FLOAT}) for name in "ab"]
     wants, _, findings = states_of(params, index(adam_atom("a"), adam_atom("b")))
     assert [want[1] for want in wants] == ["exp_avg", "exp_avg"]
-    assert findings.notes == ["step counts are left out: the optimizer keeps none"]
+    assert findings.notes == ["step counts are dropped: the optimizer keeps none"]
 
 
 def test_a_parameter_that_was_never_stepped_is_fresh():

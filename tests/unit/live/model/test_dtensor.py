@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError
 from ucp.live.model.dtensor import check_axes
@@ -34,7 +34,7 @@ def net_of(mesh, *placements):
 
 def slice_of(net):
     (own,) = describe_model(net).tensors
-    return own.part.slice_of("w", "weight", (5, 4), DType.FLOAT32)
+    return own.part.to_slice("w", "weight", (5, 4), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(0))])
@@ -61,7 +61,7 @@ def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
     fully_shard(net, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
     live = describe_model(net)
     (own,) = live.tensors
-    (pair,) = own.part.slice_of("w1", "weight", (experts, 4), DType.FLOAT32).pairs
+    (pair,) = own.part.to_slice("w1", "weight", (experts, 4), DType.FLOAT32).pairs
     assert len(own.part.layout.axes) == 2
     part = whole[tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))]
     assert torch.equal(part, live.handles["w1"])
@@ -71,7 +71,7 @@ def test_a_rank_may_hold_nothing_of_it(mesh):
     net = nn.Module()
     net.w = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, (Shard(0), Replicate()), src_data_rank=None))
     (own,) = describe_model(net).tensors
-    found = own.part.slice_of("w", "weight", (1, 4), DType.FLOAT32)
+    found = own.part.to_slice("w", "weight", (1, 4), DType.FLOAT32)
     assert (found.local_shape, found.nbytes) == ((0, 4), 0)
 
 
@@ -85,7 +85,7 @@ def test_a_sum_that_is_not_reduced_is_refused(mesh):
 def test_another_shape_in_the_checkpoint_does_not_fit(mesh):
     (own,) = describe_model(net_of(mesh, Shard(0), Replicate())).tensors
     with pytest.raises(ValueError, match=r"has shape \[5, 4\] in the model and \[6, 4\]"):
-        own.part.slice_of("w", "weight", (6, 4), DType.FLOAT32)
+        own.part.to_slice("w", "weight", (6, 4), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("told", ["dp=2,tp=2", "dp_replicate=2,dp_shard=1,tp=2", "cp=2,tp=2"])

@@ -7,7 +7,7 @@ from torch import nn, optim
 
 from ucp.errors import LoadError
 from ucp.live.load import load_into
-from ucp.live.model.meta import place_of
+from ucp.live.model.meta import find_device
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -188,4 +188,4 @@ def test_a_wrapper_may_have_buffers_of_its_own() -> None:
     wrapper = nn.Module()
     wrapper.register_parameter("weight", nn.Parameter(torch.zeros(2)))
     wrapper.buffers = []  # type: ignore[assignment]  # as Megatron's DistributedDataParallel has
-    assert place_of([wrapper]) == torch.device("cpu")
+    assert find_device([wrapper]) == torch.device("cpu")

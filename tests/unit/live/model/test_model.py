@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError
 from ucp.live.model.module import describe_model
 from ucp.live.parts import LivePart, LiveTensor
@@ -20,9 +20,9 @@ class Net(nn.Module):
 
 
 PLAIN = (
-    LiveTensor(names=("scale",), dtype=DType.BFLOAT16, part=LivePart.whole(())),
-    LiveTensor(names=("emb.weight", "head.weight"), dtype=DType.FLOAT32, part=LivePart.whole((4, 3))),
-    LiveTensor(names=("seen",), dtype=DType.INT64, part=LivePart.whole(())),
+    LiveTensor(names=("scale",), dtype=DType.BFLOAT16, part=LivePart.full(())),
+    LiveTensor(names=("emb.weight", "head.weight"), dtype=DType.FLOAT32, part=LivePart.full((4, 3))),
+    LiveTensor(names=("seen",), dtype=DType.INT64, part=LivePart.full(())),
 )
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel
 from ucp.live.model.parallel.experts import ExpertMap, Experts
-from ucp.live.model.parallel.numbering import Numbering, survey
+from ucp.live.model.parallel.numbering import Numbering, survey_numbers
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.mesh import RunMesh
 
 
 def model(*names: str, chunks: int = 1, said: dict[str, int] | None = None) -> LiveModel:
-    tensors = tuple(LiveTensor(names=(name,), dtype=DType.FLOAT32, part=LivePart.whole((1,))) for name in names)
+    tensors = tuple(LiveTensor(names=(name,), dtype=DType.FLOAT32, part=LivePart.full((1,))) for name in names)
     return LiveModel(tensors=tensors, handles={}, owners={}, chunks=chunks, layer_numbers=said or {})
 
 
@@ -29,14 +29,14 @@ def named(
 ) -> list[list[str]]:
     """Names in the whole model, per rank."""
     run = Topology.parse(topology)
-    told = [survey(own) for own in models]
+    told = [survey_numbers(own) for own in models]
     found = []
     for rank, own in enumerate(models):
-        mesh = RunMesh.of(run, rank=rank)
+        mesh = RunMesh.from_topology(run, rank=rank)
         dealt = ExpertMap.of(experts, ep=run.ep)
-        numbering = Numbering(told=told, mesh=mesh, rank=rank, experts=dealt, chunks=own.chunks)
-        whole = numbering.named(own, stored, rename)
-        found.append([tensor.whole_names[0] for tensor in whole.tensors])
+        numbering = Numbering(surveys=told, mesh=mesh, rank=rank, experts=dealt, chunks=own.chunks)
+        whole = numbering.name_globally(own, stored, rename)
+        found.append([tensor.global_names[0] for tensor in whole.tensors])
     return found
 
 

@@ -11,9 +11,9 @@ from torch import nn, optim
 
 from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
-from ucp.contract.registry import pattern
-from ucp.core.dtypes import DType
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
+from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.load import load_into

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from ucp.core.dtypes import DType
+from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError
 from ucp.live.model.module import describe_model
 from ucp.live.optimizer.torch_optimizer import describe_optimizer

@@ -31,42 +31,42 @@ class Mesh:
 
 
 def test_without_a_topology_nothing_is_known():
-    mesh = RunMesh.of(None, rank=3)
-    assert (mesh.topology, mesh.coords, mesh.at(1), mesh.degree("tp")) == (None, {}, {}, 1)
+    mesh = RunMesh.from_topology(None, rank=3)
+    assert (mesh.topology, mesh.coords, mesh.coords_of(1), mesh.degree("tp")) == (None, {}, {}, 1)
 
 
 def test_replicas_of_shards():
-    mesh = RunMesh.of(Topology(dp_replicate=2, dp_shard=2, tp=2), rank=7)
+    mesh = RunMesh.from_topology(Topology(dp_replicate=2, dp_shard=2, tp=2), rank=7)
     assert {axis: mesh.coords[axis] for axis in ("dp", "dp_replicate", "dp_shard", "tp")} == {
         "dp": 3,
         "dp_replicate": 1,
         "dp_shard": 1,
         "tp": 1,
     }
-    assert mesh.at(2)["dp_shard"] == 1
+    assert mesh.coords_of(2)["dp_shard"] == 1
 
 
 def test_experts_must_divide_the_ranks_of_a_stage():
     with pytest.raises(TopologyError, match=r"ep x etp to divide the 2 ranks of a stage .*ep=3: 3 x 1"):
-        RunMesh.of(Topology(dp=2, ep=3), rank=0)
+        RunMesh.from_topology(Topology(dp=2, ep=3), rank=0)
 
 
 def test_a_mesh_of_another_order():
     """tp outermost: rank 1 is a neighbour along pp."""
-    mesh = RunMesh.of_device_mesh(Mesh((2, 2, 2), ("tp", "dp", "pp")), rank=1, count=8)
+    mesh = RunMesh.from_device_mesh(Mesh((2, 2, 2), ("tp", "dp", "pp")), rank=1, count=8)
     assert str(mesh.topology) == "dp=2,tp=2,pp=2"
     assert (mesh.coords["tp"], mesh.coords["dp"], mesh.coords["pp"]) == (0, 0, 1)
-    assert (mesh.at(6)["tp"], mesh.at(6)["dp"], mesh.at(6)["pp"]) == (1, 1, 0)
+    assert (mesh.coords_of(6)["tp"], mesh.coords_of(6)["dp"], mesh.coords_of(6)["pp"]) == (1, 1, 0)
 
 
 def test_ranks_are_looked_up_where_the_mesh_has_them():
     """A transposed mesh: row-major place 1 is rank 2."""
-    mesh = RunMesh.of_device_mesh(Mesh((2, 2), ("pp", "tp"), order=(1, 0)), rank=2, count=4)
+    mesh = RunMesh.from_device_mesh(Mesh((2, 2), ("pp", "tp"), order=(1, 0)), rank=2, count=4)
     assert (mesh.coords["pp"], mesh.coords["tp"]) == (0, 1)
 
 
 def test_experts_take_their_ranks_from_the_data_parallel_ones():
-    mesh = RunMesh.of_device_mesh(Mesh((2, 2, 2), ("dp", "ep", "tp")), rank=6, count=8)
+    mesh = RunMesh.from_device_mesh(Mesh((2, 2, 2), ("dp", "ep", "tp")), rank=6, count=8)
     assert str(mesh.topology) == "dp=4,tp=2,ep=2"
     assert {axis: mesh.coords[axis] for axis in ("dp", "ep", "edp", "tp", "etp")} == {
         "dp": 3,
@@ -78,13 +78,13 @@ def test_experts_take_their_ranks_from_the_data_parallel_ones():
 
 
 def test_experts_may_be_cut_over_ranks_of_their_own():
-    mesh = RunMesh.of_device_mesh(Mesh((2, 2), ("ep", "etp")), rank=3, count=4)
+    mesh = RunMesh.from_device_mesh(Mesh((2, 2), ("ep", "etp")), rank=3, count=4)
     assert (mesh.degree("etp"), mesh.degree("tp"), mesh.degree("ep")) == (2, 1, 2)
     assert (mesh.coords["dp"], mesh.coords["etp"], mesh.coords["tp"]) == (3, 1, 0)
 
 
 def test_fsdp_is_a_name_for_shards():
-    mesh = RunMesh.of_device_mesh(Mesh((2, 2), ("dp_replicate", "fsdp")), rank=2, count=4)
+    mesh = RunMesh.from_device_mesh(Mesh((2, 2), ("dp_replicate", "fsdp")), rank=2, count=4)
     assert str(mesh.topology) == "dp_replicate=2,dp_shard=2"
     assert (mesh.coords["dp_replicate"], mesh.coords["dp_shard"], mesh.coords["dp"]) == (1, 0, 2)
 
@@ -100,7 +100,7 @@ def test_fsdp_is_a_name_for_shards():
 )
 def test_a_mesh_that_is_not_understood(mesh: Mesh, said: str):
     with pytest.raises(UsageError, match=said):
-        RunMesh.of_device_mesh(mesh, rank=0, count=2)
+        RunMesh.from_device_mesh(mesh, rank=0, count=2)
 
 
 def test_what_is_a_mesh():

@@ -4,7 +4,7 @@ import torch
 
 from tests.unit.live.threads import run
 from ucp.errors import LoadError, MissingFileError, UcpError, UsageError
-from ucp.live.run.ranks import Alone, Ranks, ranks_of, together
+from ucp.live.run.ranks import Ranks, SingleRank, find_ranks, run_together
 
 
 def failing(errors):
@@ -16,7 +16,7 @@ def failing(errors):
                 raise errors[ranks.rank]
             return ranks.rank
 
-        return together(ranks, one)
+        return run_together(ranks, one)
 
     return work
 
@@ -57,11 +57,11 @@ def test_errors_from_outside_the_tree_are_load_errors_elsewhere():
 
 def test_a_process_that_is_alone_raises_what_was_raised():
     with pytest.raises(RuntimeError, match=r"^boom$"):
-        failing({0: RuntimeError("boom")})(Alone())
+        failing({0: RuntimeError("boom")})(SingleRank())
 
 
 def test_without_torch_distributed_a_process_is_alone():
-    ranks = ranks_of(None, torch.device("cpu"))
+    ranks = find_ranks(None, torch.device("cpu"))
     assert isinstance(ranks, Ranks)
     assert (ranks.rank, ranks.count, ranks.share("x")) == (0, 1, ["x"])
     part = torch.arange(4, dtype=torch.uint8)
@@ -73,5 +73,5 @@ def test_without_torch_distributed_a_process_is_alone():
 
 
 def test_ranks_of_the_caller_are_taken_as_they_are():
-    own = Alone()
-    assert ranks_of(own, torch.device("cpu")) is own
+    own = SingleRank()
+    assert find_ranks(own, torch.device("cpu")) is own

@@ -16,16 +16,17 @@ from functools import cached_property
 from math import prod
 
 from ucp.contract.model import recorded_arguments
+from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.registry import choose_family, pattern
+from ucp.contract.registry import choose_family
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
 from ucp.live.adapters import LiveModel
-from ucp.live.match.tensors import atoms_of
+from ucp.live.match.items import find_atoms
 from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.model.parallel.numbering import expert_in, layer_in
-from ucp.live.model.parallel.rules import Attributes, Ruled, Rules, cuts
+from ucp.live.model.parallel.rules import Attributes, FamilyRules, RuleLayouts, cut_patterns
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 
@@ -36,7 +37,7 @@ _MULTIPLES = tuple(1 << power for power in range(12))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class Candidates:
     """How a tensor may lie."""
 
     layouts: tuple[Layout, ...]
@@ -57,7 +58,7 @@ class Ways:
         return frozenset(map(_key, self.layouts))
 
 
-class Finder:
+class LayoutFinder:
     """Finds the ways of the tensors of one rank."""
 
     def __init__(
@@ -77,18 +78,18 @@ class Finder:
         self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp")}
         self._why_none = ""
 
-    def ways(self, model: LiveModel) -> dict[str, Ways]:
+    def ways(self, model: LiveModel) -> dict[str, Candidates]:
         """By own name, for tensors that the checkpoint has and that are no parts already, but for a flat cut of these.
 
         Raises FamilyError, UsageError for marks or a map of experts that cannot be.
         """
-        found: dict[str, Ways] = {}
+        found: dict[str, Candidates] = {}
         wrong: list[str] = []
         for own in model.tensors:
-            atoms = atoms_of(own, self._index, self._rename)
+            atoms = find_atoms(own, self._index, self._rename)
             if atoms and not own.part.layout.axes:
                 atom = self._index.atoms[atoms[0]]
-                said = Attributes.of(model.marked.get(own.name, model.handles[own.name]))
+                said = Attributes.of(model.marked_params.get(own.name, model.handles[own.name]))
                 dims, dim = len(own.part.local_shape), said.dim
                 if dim is not None and not 0 <= dim < dims and self._degrees[_cut_axis(own, said)] > 1:
                     wrong.append(f"{own.name}: partition_dim={dim}, expected one from {-dims} to {dims - 1}")
@@ -96,7 +97,7 @@ class Finder:
                 if beyond:
                     numbers, last = ", ".join(map(str, beyond)), atom.global_shape[0] - 1
                     wrong.append(f"{own.name}: experts={{{numbers}: ...}}, expected 0 to {last}")
-                is_dealt = bool(self._experts.layers) and _is_stacked(own.whole_names[0])
+                is_dealt = bool(self._experts.layers) and _is_stacked(own.global_names[0])
                 if own.part.local_shape != atom.global_shape or dim is not None or is_dealt:
                     found[own.name] = self._ways_of(own, atom, said)
         if wrong:
@@ -105,15 +106,15 @@ class Finder:
 
     def _differing(self, own: LiveTensor, atom: AtomIndex) -> tuple[list[int], list[int]]:
         """Experts that the user's map names and a tensor of all experts lacks, and the other way round."""
-        name = own.whole_names[0]
+        name = own.global_names[0]
         if not _is_stacked(name) or not atom.global_shape:
             return [], []
         return self._experts.differing(atom.global_shape[0], layer=_layer_number(name))
 
-    def _ways_of(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Ways:
+    def _ways_of(self, own: LiveTensor, atom: AtomIndex, said: Attributes) -> Candidates:
         local, shape = own.part.local_shape, atom.global_shape
         if len(local) != len(shape):
-            return Ways(layouts=())
+            return Candidates(layouts=())
         ruled = self._ruled(atom, local)
         ways = list(dict.fromkeys(self._tried(own, atom, said, ruled)))
         fitting = tuple(way for way in ways if self._fits(way, shape, local))
@@ -128,7 +129,7 @@ class Finder:
             marked = Layout(self._axis(_cut_axis(own, said), pattern("shard", dim=said.dim)))
             if shape[said.dim] % said.blocks:
                 hint = f"partition_stride={said.blocks} does not divide dim {said.dim} there: correct it"
-        return Ways(
+        return Candidates(
             layouts=fitting,
             is_open=len(ways) > 1,
             padded=padded,
@@ -144,10 +145,10 @@ class Finder:
             return False
         return part.local_shape == local or (part.numel == prod(local) == 0)
 
-    def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: Ruled | None) -> Iterator[Layout]:
+    def _tried(self, own: LiveTensor, atom: AtomIndex, said: Attributes, ruled: RuleLayouts | None) -> Iterator[Layout]:
         """Layouts by evidence, whatever shape they leave."""
         shape, axis = atom.global_shape, _cut_axis(own, said)
-        outer = self._stacked(own.whole_names[0], shape) if axis == "etp" else ()
+        outer = self._stacked(own.global_names[0], shape) if axis == "etp" else ()
         by_rule = () if ruled is None else ruled.layouts
         if said.dim is not None:
             dims = (said.dim, None)  # copies of all of it on neighbours divide nothing
@@ -174,7 +175,7 @@ class Finder:
             if not rest:
                 yield pattern("shard", dim=dim, blocks=(each,) * said.blocks)
         else:
-            yield from cuts(dim, self._degrees[axis], shape, local)
+            yield from cut_patterns(dim, self._degrees[axis], shape, local)
 
     def _recorded(self, axis: str, atom: AtomIndex, local: tuple[int, ...]) -> Iterator[Pattern]:
         """The cut that the checkpoint was stored in, over any number of ranks."""
@@ -185,7 +186,7 @@ class Finder:
                 continue
             yield recorded.pattern
             if len(recorded.pattern.regions(shape, recorded.parts, 0)) == 1:  # the dim is one block
-                yield from cuts(dim, parts, shape, local)
+                yield from cut_patterns(dim, parts, shape, local)
 
     def _axis(self, axis: str, own: Pattern) -> tuple[AxisLayout, ...]:
         parts = self._degrees[axis]
@@ -209,7 +210,7 @@ class Finder:
         is_longer = local[1:] == shape[1:] and full > rows
         return is_longer and any(full == -(-rows // (own * parts)) * own * parts for own in multiples)
 
-    def _ruled(self, atom: AtomIndex, local: tuple[int, ...]) -> Ruled | None:
+    def _ruled(self, atom: AtomIndex, local: tuple[int, ...]) -> RuleLayouts | None:
         rules = self._rules
         try:
             return None if rules is None else rules.of(atom.name, atom.global_shape, local)
@@ -218,7 +219,7 @@ class Finder:
             return None
 
     @cached_property
-    def _rules(self) -> Rules | None:
+    def _rules(self) -> FamilyRules | None:
         """Those of the model's family; None, and why, where none fits. Raises FamilyError."""
         index = self._index
         try:
@@ -229,7 +230,7 @@ class Finder:
             self._why_none = "no model family fits the names of the checkpoint"
             return None
         self.notes.append(f"cut over the ranks of the run by the family {family.name}: {', '.join(why)}")
-        return Rules(family=family, degrees=self._degrees)
+        return FamilyRules(family=family, degrees=self._degrees)
 
     def _hint(self, ways: Sequence[Layout]) -> str:
         cuts_alike = self._degrees["etp"] == self._degrees["tp"]
@@ -251,8 +252,8 @@ class Finder:
         )
 
 
-def placed(
-    model: LiveModel, ways: Mapping[str, Ways], told: Sequence[Mapping[str, frozenset[str]]], mesh: RunMesh
+def assign_layouts(
+    model: LiveModel, ways: Mapping[str, Candidates], told: Sequence[Mapping[str, frozenset[str]]], mesh: RunMesh
 ) -> LiveModel:
     """The model with the parts that its tensors are. `told`: what all ranks share of `ways`, by names of the whole."""
     tensors = []
@@ -261,7 +262,7 @@ def placed(
         if found is None:
             tensors.append(own)
             continue
-        votes = [keys[name] for keys in told if (name := own.whole_names[0]) in keys]
+        votes = [keys[name] for keys in told if (name := own.global_names[0]) in keys]
         layout = next((way for way in found.layouts if all(_key(way) in keys for keys in votes)), None)
         coords = {**mesh.coords, **own.part.coords}
         if layout is None:
@@ -272,7 +273,7 @@ def placed(
                 own.part,
                 layout=Layout(layout.axes, own.part.layout.flat),
                 coords=coords,
-                left_out=found.left_out,
+                unassigned=found.left_out,
                 global_shape=found.padded,
                 is_padded=found.padded is not None,
             )
@@ -287,7 +288,7 @@ def expert_layers(names: Iterable[str]) -> set[int | None]:
 
 def _cut_axis(own: LiveTensor, said: Attributes) -> str:
     """The axis of tensor-parallel ranks that cut it."""
-    return "etp" if said.is_expert or _EXPERTS.search(own.whole_names[0]) else "tp"
+    return "etp" if said.is_expert or _EXPERTS.search(own.global_names[0]) else "tp"
 
 
 def _layer_number(name: str) -> int | None:

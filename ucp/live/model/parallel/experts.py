@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.layout import Pattern
 from ucp.core.region import Box, RegionPair
 from ucp.errors import UsageError

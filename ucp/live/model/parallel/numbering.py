@@ -55,7 +55,7 @@ class Survey:
     """Tensors that stages share, as Megatron marks them."""
 
 
-def survey(model: LiveModel) -> Survey:
+def survey_numbers(model: LiveModel) -> Survey:
     """What a rank tells the others."""
     layers: dict[tuple[int, str], set[int]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
@@ -86,7 +86,7 @@ def survey(model: LiveModel) -> Survey:
 class Numbering:
     """What is known of the numbers of all ranks."""
 
-    told: Sequence[Survey]
+    surveys: Sequence[Survey]
     """What each has."""
     mesh: RunMesh
     """Where each is."""
@@ -97,7 +97,7 @@ class Numbering:
     chunks: int = 1
     """Modules of every rank."""
 
-    def named(self, model: LiveModel, stored: Iterable[str], rename: Callable[[str], str] | None) -> LiveModel:
+    def name_globally(self, model: LiveModel, stored: Iterable[str], rename: Callable[[str], str] | None) -> LiveModel:
         """The model under the names of the whole one. `stored`: names in the checkpoint.
 
         `rename`: from a name in the whole model to one of `stored`. Raises LoadError where the numbers of stages or
@@ -114,13 +114,13 @@ class Numbering:
         counts = _Counts(stored, rename or str, model)
         layers = _layers(self, counts)
         global_name = partial(_renumbered, layers=layers, experts=_experts(self, counts, layers))
-        shared = {name for own in self.told for name in own.shared}
+        shared = {name for own in self.surveys for name in own.shared}
 
         def named(own: LiveTensor) -> LiveTensor:
             called = tuple(global_name(*_of_chunk(name, model.chunks)) for name in own.names)
             if shared.intersection(called):
                 called += tuple(sorted(shared.difference(called)))
-            return replace(own, called=called)
+            return replace(own, assigned_names=called)
 
         return replace(model, tensors=tuple(map(named, model.tensors)))
 
@@ -128,7 +128,7 @@ class Numbering:
         """Numbers under a path by chunk and place on an axis. Raises ValueError where ranks of one place differ."""
         held: dict[Place, tuple[int, ...]] = {}
         for rank in ranks:
-            own, at = of(self.told[rank]), self.mesh.at(rank)[axis]
+            own, at = of(self.surveys[rank]), self.mesh.coords_of(rank)[axis]
             for chunk in (chunk for chunk in range(self.chunks) if (chunk, path) in own):
                 place, numbers = (chunk, at), own[chunk, path]
                 if held.setdefault(place, numbers) != numbers:
@@ -139,7 +139,7 @@ class Numbering:
         return dict(sorted(held.items()))
 
 
-def without_chunks(model: LiveModel) -> list[LiveTensor]:
+def strip_chunks(model: LiveModel) -> list[LiveTensor]:
     """Its tensors by their names in their own chunk."""
     return [replace(own, names=tuple(_of_chunk(name, model.chunks)[1] for name in own.names)) for own in model.tensors]
 
@@ -210,8 +210,8 @@ def _layers(run: Numbering, counts: _Counts) -> Numbers:
     """The numbers of this rank's layers in the whole model."""
     layers: dict[tuple[int, str], Mapping[int, int]] = {}
     wrong: dict[str, None] = {}
-    every = range(len(run.told))
-    for (chunk, path), numbers in run.told[run.rank].layers.items():
+    every = range(len(run.surveys))
+    for (chunk, path), numbers in run.surveys[run.rank].layers.items():
         try:
             local = run.held("pp", lambda own: own.layers, path, every)
             said = run.held("pp", lambda own: own.said, path, every)
@@ -240,7 +240,7 @@ def _experts(run: Numbering, counts: _Counts, layers: Numbers) -> Numbers:
     """The numbers of this rank's experts in the whole model."""
     found: dict[tuple[int, str], Mapping[int, int]] = {}
     wrong: dict[str, None] = {}
-    for (chunk, path), numbers in run.told[run.rank].experts.items():
+    for (chunk, path), numbers in run.surveys[run.rank].experts.items():
         whole = _renumbered(chunk, path, layers=layers)
         try:
             found[chunk, path] = dict(zip(numbers, _expert_numbers(run, counts, chunk, path, whole), strict=True))
@@ -257,7 +257,7 @@ def _experts(run: Numbering, counts: _Counts, layers: Numbers) -> Numbers:
 def _expert_numbers(run: Numbering, counts: _Counts, chunk: int, path: str, whole: str) -> Sequence[int]:
     """Numbers in the whole model of the experts under a path; `whole`: that path in the whole model."""
     stage = run.mesh.coords["pp"]
-    peers = [rank for rank in range(len(run.told)) if run.mesh.at(rank)["pp"] == stage]
+    peers = [rank for rank in range(len(run.surveys)) if run.mesh.coords_of(rank)["pp"] == stage]
     held = {at: own for at, own in run.held("ep", lambda own: own.experts, path, peers).items() if at[0] == chunk}
     place, layer = (chunk, run.mesh.coords["ep"]), layer_in(whole)
     order = run.experts.order(layer=layer[1] if layer else None, ep=place[1])

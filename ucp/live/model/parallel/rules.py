@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ucp.contract.registry import pattern
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout, Pattern
 from ucp.errors import FamilyError
 from ucp.families.expression import Expression, ExpressionError
@@ -15,7 +15,7 @@ from ucp.families.rule import DIM, Alias, AxisRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ruled:
+class RuleLayouts:
     """What the rule of a tensor says."""
 
     layouts: tuple[Layout, ...]
@@ -25,7 +25,7 @@ class Ruled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class FamilyRules:
     """A family, for the degrees of a run."""
 
     family: Family
@@ -33,14 +33,14 @@ class Rules:
     degrees: Mapping[str, int]
     """Ranks along `tp`, `ep` and `etp`."""
 
-    def of(self, name: str, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> Ruled | None:
+    def of(self, name: str, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> RuleLayouts | None:
         """What the family says of a tensor of the checkpoint; None where it has no rule for it."""
         named = self.family.read(name)
         if named is None:
             return None
         alias = named.alias
         if alias is not None and (alias.view or (alias.order and named.stacked)):
-            return Ruled(layouts=())
+            return RuleLayouts(layouts=())
         first = named.rule.name.filled({**dict.fromkeys(named.stacked, 0), **named.fields})
         rule = self.family.match([first])[first].rule
         axes = [own for own in rule.axes if self.degrees.get(own.axis, 1) > 1]
@@ -55,7 +55,7 @@ class Rules:
             parts = self.degrees[own.axis]
             layouts = [(*outer, AxisLayout(own.axis, parts, each)) for outer in layouts for each in patterns]
         padded = None if rule.padded is None else _stored_dim(named, rule.padded)
-        return Ruled(layouts=tuple(map(Layout, layouts)), padded=padded)
+        return RuleLayouts(layouts=tuple(map(Layout, layouts)), padded=padded)
 
     def _patterns(
         self, own: AxisRule, named: Named, shape: tuple[int, ...], local_shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Rules:
             yield made.made({**self.degrees, **self.family.values, DIM: shape[dim]})
             return
         shared = alias is not None and alias.groups is not None
-        yield from cuts(dim, self.degrees[own.axis], shape, local_shape, shared=shared)
+        yield from cut_patterns(dim, self.degrees[own.axis], shape, local_shape, shared=shared)
 
     def _blocks(self, alias: Alias, dim: int, parts: int) -> Pattern:
         """Queries, keys and values one after another: heads that are fewer than ranks lie on neighbours."""
@@ -87,7 +87,7 @@ class Rules:
         return pattern("shard", dim=dim, blocks=tuple(whole), copies=copies if few > 1 else ())
 
 
-def cuts(
+def cut_patterns(
     dim: int, parts: int, shape: tuple[int, ...], local_shape: tuple[int, ...], *, shared: bool = False
 ) -> Iterator[Pattern]:
     """One dim in as many parts, in the ways there are where it does not divide.

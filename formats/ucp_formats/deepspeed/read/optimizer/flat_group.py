@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ucp.contract.flat_buffer import FlatLayout
-from ucp.contract.problems import Problems
-from ucp.contract.rank_extras import Checksums, per_rank_extras
-from ucp.core.fragments import Fragment, Stored
-from ucp.core.index import Extra, Loss, ParamGroup, StateIndex
+from ucp.contract.layouts import FlatLayout
+from ucp.contract.ranks import Checksums, Problems, per_rank_extras
+from ucp.core.index import STEP, WEIGHT, Extra, Fragment, Loss, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.names import STEP, WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, State, number_state, scalar_state
+from ucp.core.union import ShardedTensor, Shards, State, Stored, number_state, scalar_state
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
 

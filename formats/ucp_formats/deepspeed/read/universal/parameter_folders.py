@@ -15,9 +15,8 @@ from math import prod
 from pathlib import Path
 
 from ucp.contract.output_names import check_named
-from ucp.contract.problems import Problems
-from ucp.core.index import StateIndex
-from ucp.core.names import STEP, WEIGHT
+from ucp.contract.ranks import Problems
+from ucp.core.index import STEP, WEIGHT, StateIndex
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.core.union import scalar_state
 from ucp.errors import CorruptError, SourceError

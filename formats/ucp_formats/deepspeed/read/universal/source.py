@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ucp.contract.protocols import Evidence, Format, SourceOptions
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format, SourceOptions
 from ucp.core.index import Index
 from ucp_formats.deepspeed.names import locate_tag, saved_as, the_folder
 from ucp_formats.deepspeed.read.source import RUN

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ucp.contract.optimizer import OptimizerPlan, missing_states
-from ucp.core.dtypes import DType
-from ucp.core.index import AtomIndex, Index, Kind, check_weights
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.gaps import check_weights
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index, Kind
+from ucp.core.tensor import DType
 from ucp.errors import MissingStateError, UnsupportedError, UsageError, counted, listed
 from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number

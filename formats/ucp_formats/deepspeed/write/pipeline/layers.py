@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ucp.contract.run_extras import MODULE_STATE
-from ucp.core.index import ParamGroup
-from ucp.core.names import WEIGHT
+from ucp.core.index import WEIGHT, ParamGroup
 from ucp.errors import UsageError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.write.run import RunFacts, tag

@@ -11,7 +11,7 @@ these parts are read, and the flat parameter only proves that none is missing.
 Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`, `_get_unpadded_shard`),
 `_state_dict_utils.py` (`_local_post_state_dict_hook`).
 
->>> from ucp.core.dtypes import DType
+>>> from ucp.core.tensor import DType
 >>> shards = [TensorRef(path=f"rank{r}", offset=0, dtype=DType.FLOAT32, shape=(4,), strides=(1,)) for r in (0, 1)]
 >>> params = split_flat({"a": (3,), "b": (2, 2)}, [shards], numel=7, where="x")
 >>> [(str(fragment.box), fragment.ref.path) for fragment in params["b"].state.fragments]
@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
 
-from ucp.contract.flat_buffer import FlatBuffer, Span
-from ucp.contract.registry import pattern
-from ucp.core.fragments import Stored
+from ucp.contract.layouts import FlatBuffer, Span
+from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import TensorRef
+from ucp.core.union import Stored
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.global_tensor import COPIES, GlobalTensor
 

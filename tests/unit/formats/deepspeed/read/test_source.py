@@ -10,9 +10,9 @@ import torch
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, check_cover
-from ucp.core.tensor import InlineTensor
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index
+from ucp.core.tensor import DType, InlineTensor
 from ucp.errors import MalformedError, MissingFileError, MissingStateError, UnsupportedError
 from ucp.io.torch_file.archive import read_archive
 

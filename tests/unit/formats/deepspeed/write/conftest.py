@@ -13,14 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from ucp.contract.protocols import Target
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex
-from ucp.core.pickle_values import Stub
+from ucp.core.index import AtomIndex, Extra, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.target import OutputFile, TargetOptions, TargetPlan
-from ucp.core.tensor import InlineTensor, TensorRef, contiguous_strides
+from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
+from ucp.io.pickle.values import Stub
 from ucp.io.torch_file.archive import read_archive
 from ucp.transfer.plan.job import check_target
 

@@ -13,15 +13,13 @@ import pytest
 import torch
 from ucp_formats.deepspeed.write.target import DeepSpeedTarget
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import Extra, Index, Loss, StateIndex
-from ucp.core.pickle_values import GlobalName, Stub
+from ucp.core.index import Extra, Fragment, Index, Loss, StateIndex
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 
 TAG = "global_step7"

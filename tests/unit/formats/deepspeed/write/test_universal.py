@@ -13,10 +13,10 @@ import pytest
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 from ucp_formats.deepspeed.write.universal import DeepSpeedUniversalTarget
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Extra, StateIndex, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Extra, StateIndex
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import InlineTensor, Tensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, Tensor, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, MissingStateError, TopologyError, UnsupportedError, UsageError
 from ucp.transfer.plan.job import check_target

@@ -6,18 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.buffers.matcher import (
-    Candidate,
-    Fingerprints,
-    FlatBufferMatcher,
-    MasterBuffer,
-    StoredRange,
-    cut_fragments,
-)
+from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
 
-from ucp.core.dtypes import DType
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import TensorRef
+from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
 from ucp.transfer.probe import Prober, cast_bits
 
@@ -59,7 +52,7 @@ class Rank:
             StoredRange(low, self._stored(flat[low:high].tobytes(), DType.FLOAT32, high - low))
             for low, high in pairwise(edges)
         )
-        return MasterBuffer(where="b", ranges=stretches, numel=flat.size), starts, flat
+        return StateBuffer(where="b", ranges=stretches, numel=flat.size), starts, flat
 
 
 def matcher(candidates, prober):

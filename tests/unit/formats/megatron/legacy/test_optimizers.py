@@ -8,7 +8,8 @@ import pytest
 import torch
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.core.index import Kind, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Kind
 from ucp.errors import MalformedError
 
 

@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from ucp_formats.megatron.source import MegatronFormat
 
-from ucp.core.index import Index, check_cover
-from ucp.core.slices import Locator, resolve, whole_slice
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index
+from ucp.core.slices import Locator, resolve
+from ucp.core.target import whole_slice
 from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
 

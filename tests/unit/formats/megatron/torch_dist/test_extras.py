@@ -5,9 +5,8 @@ from ucp_formats.megatron.arguments import Arguments
 from ucp_formats.megatron.torch_dist.keys import GroupObjectKey, ObjectKey
 from ucp_formats.megatron.torch_dist.objects import CommonState, SavedObjects, collect_extras, is_empty
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName, Stub
-from ucp.core.tensor import InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, TensorRef
+from ucp.io.pickle.values import GlobalName, Stub
 
 STREAM = GlobalName("_io", "BytesIO")
 
@@ -38,7 +37,7 @@ def test_not_empty(value):
 
 
 def common(**values):
-    return CommonState(where="w", values=values, arguments=Arguments(raw={}), content={}, records=(), file="")
+    return CommonState(where="w", values=values, arguments=Arguments(raw={}), records=(), file="")
 
 
 def test_what_groups_saved_is_kept_once_where_it_is_the_same():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.core.names import STEP
+from ucp.core.index import STEP
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

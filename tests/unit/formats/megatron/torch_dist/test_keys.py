@@ -60,7 +60,7 @@ def test_keys_of_the_model(key, template, stacked, part):
     found = parse_model_key(key)
     assert (found.stacked, found.part) == (stacked, part)
     assert found.template == (template or key.removesuffix(part))
-    assert found.whole == key.removesuffix(part)
+    assert found.full_key == key.removesuffix(part)
 
 
 @pytest.mark.parametrize(

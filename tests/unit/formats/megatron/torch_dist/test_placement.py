@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.torch_dist.buckets import BucketRange
+from ucp_formats.megatron.torch_dist.states import BucketRange
 
 from ucp.core.index import Index
 from ucp.core.layout import Layout
@@ -73,7 +73,7 @@ def test_pieces_that_no_rank_of_the_arguments_held(fake, read, contents, tmp_pat
 
 def test_a_share_is_of_the_bucket_with_its_padding():
     own = BucketRange(start=64, stop=300, bucket=300, edges=frozenset({64, 192}))
-    assert own.share(2, multiple=128) == 192
-    assert own.share(2, multiple=2) is None  # a share of 150 elements ends within a stretch
-    assert own.share(7, multiple=2) is None
-    assert BucketRange(start=0, stop=0, bucket=0, edges=frozenset()).share(2, multiple=128) is None
+    assert own.find_share(2, multiple=128) == 192
+    assert own.find_share(2, multiple=2) is None  # a share of 150 elements ends within a stretch
+    assert own.find_share(7, multiple=2) is None
+    assert BucketRange(start=0, stop=0, bucket=0, edges=frozenset()).find_share(2, multiple=128) is None

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 from ucp_formats.megatron.torch_dist.shifted import check_masters
 
-from ucp.core.dtypes import DType
-from ucp.core.fragments import Fragment
-from ucp.core.index import AtomIndex, Kind, StateIndex
+from ucp.core.index import AtomIndex, Fragment, Kind, StateIndex
 from ucp.core.region import Box
+from ucp.core.tensor import DType
 from ucp.testing.handmade import Shards
 
 MANY = 30

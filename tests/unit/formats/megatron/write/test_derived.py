@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from ucp_formats.megatron.write.arguments import attention, derived_arguments
 
-from ucp.core.dtypes import DType
-from ucp.core.pickle_values import GlobalName
+from ucp.core.tensor import DType
 from ucp.errors import UsageError
+from ucp.io.pickle.values import GlobalName
 
 LAYER = "decoder.layers.{}."
 

@@ -7,7 +7,7 @@ import torch
 
 import ucp
 from ucp.api import convert
-from ucp.core.names import STEP, WEIGHT
+from ucp.core.index import STEP, WEIGHT
 from ucp.errors import MissingStateError
 
 ANEW = "no parameter has a moment, and without Megatron loads no optimizer: none is written"

@@ -12,7 +12,8 @@ from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 
 import ucp
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.transfer.probe import Prober
 

@@ -12,8 +12,9 @@ import torch
 from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
-from ucp.core.dtypes import DType
-from ucp.core.index import Index, Kind, check_cover
+from ucp.core.gaps import check_cover
+from ucp.core.index import Index, Kind
+from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 
 FIXTURES = Path(__file__).parents[6] / "fixtures" / "deepspeed"

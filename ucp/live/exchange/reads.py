@@ -1,0 +1,229 @@
+"""What is read for an item, in which order, and where its elements are stored.
+
+- A slice of a tensor that its files hold transposed is read transposed, so that long ranges of files are read.
+- Where each rank holds some columns, in rows so short that reading them one by one takes longer than reading all, the
+  ranks read whole rows between them, and each takes its columns: the source is read once, in long ranges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+from ucp.core.index import StateIndex
+from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.slices import Locator, block_ranges, resolve
+from ucp.core.target import Slice, whole_slice
+from ucp.core.tensor import TensorRef
+from ucp.live.exchange.read_shares import Segment
+from ucp.live.parts import LoadItem
+from ucp.transfer.gather import MAX_READ, Gatherer, Reader
+from ucp.transfer.plan.tasks import BLOCK
+from ucp.transfer.plan.tiles import find_source_order, needs_tiles
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_COST = 1.5
+"""Times its bytes that reading some columns may cost before whole rows are read."""
+_MOST_WIDENED = 4
+"""Times the bytes that a rank holds, at most, that it receives where whole rows are read."""
+_SPAN = 4 << 20
+"""Bytes that a thread reads at a time; adjacent ranges of a file are read by one call."""
+THREAD_NBYTES = 2 * MAX_READ
+"""Bytes that a thread may need for itself: a strided or cast range, before and after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadItem:
+    """A slice to read, and where its elements are stored."""
+
+    item: int
+    """Which item of this rank it is for."""
+    slice: Slice
+    """What is read."""
+    source: StateIndex
+    """Where it lies."""
+    dims: tuple[int, ...] = ()
+    """Dims of the landing tensor in the order of the slice; empty for the same order."""
+    pairs: tuple[RegionPair, ...] | None = None
+    """Which boxes of the slice are stored where in the landing tensor; None: all of it, as it is."""
+
+    @property
+    def cost(self) -> float:
+        """Source bytes to read for a byte of the slice."""
+        return self.source.dtype.itemsize / self.slice.dtype.itemsize
+
+
+def plan_solo_read(number: int, item: LoadItem) -> ReadItem:
+    """How one rank alone reads item `number`."""
+    read = ReadItem(item=number, slice=item.slice, source=item.source)
+    return _permute(read) if needs_tiles(read.slice, read.source, nbytes=BLOCK) else read
+
+
+def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
+    """How one rank alone reads an item, and how ranks do that exchange what they read."""
+    read = ReadItem(item=number, slice=item.slice, source=item.source)
+    if not needs_tiles(read.slice, read.source, nbytes=BLOCK, times=_MOST_COST):
+        return read, read
+    solo = plan_solo_read(number, item)
+    full = whole_slice(read.slice.param, read.slice.state, read.source, dtype=read.slice.dtype)
+    if solo.dims or not read.slice.is_whole or full.nbytes > _MOST_WIDENED * read.slice.nbytes:
+        return solo, solo
+    return solo, replace(read, slice=full, pairs=read.slice.pairs)
+
+
+def _permute(read: ReadItem) -> ReadItem:
+    """The same with the dims in the order of the source, if that differs and every fragment is a plain range."""
+    order = find_source_order(read.source)
+    if order == tuple(sorted(order)) or not read.slice.is_whole:
+        return read
+
+    def reorder(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in order)
+
+    def permute(box: Box) -> Box:
+        return Box(reorder(box.offsets), reorder(box.sizes))
+
+    fragments = []
+    for fragment in read.source.fragments:
+        ref = fragment.ref
+        if not isinstance(ref, TensorRef) or ref.codec:
+            return read
+        permuted = ref.strided(0, reorder(ref.shape), reorder(ref.strides))
+        fragments.append(replace(fragment, box=permute(fragment.box), ref=permuted))
+    pairs = tuple(pair._replace(whole=permute(pair.whole), local=permute(pair.local)) for pair in read.slice.pairs)
+    return replace(
+        read,
+        slice=replace(read.slice, pairs=pairs, local_shape=reorder(read.slice.local_shape)),
+        source=replace(read.source, global_shape=reorder(read.source.global_shape), fragments=tuple(fragments)),
+        dims=order,
+    )
+
+
+class LandingTensors:
+    """The tensors of a rank that are filled, one per item: of the slice's local shape, or as many elements in 1-D."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def memory(self, read: ReadItem) -> memoryview | None:
+        """The bytes of the landing tensor, where elements can be read straight into it."""
+        flat = self._flatten(read)
+        return flat.numpy().data if flat is not None and flat.device.type == "cpu" else None
+
+    def pieces(self, read: ReadItem, segment: Segment, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Parts of the landing tensor, each with its values. `values`: the bytes of the segment."""
+        flat = self._flatten(read)
+        if flat is not None:
+            low = (segment.start - read.slice.start) * segment.itemsize
+            yield flat[low : low + segment.nbytes], values
+            return
+        tensor, full = self._tensors[read.item].detach(), Box.whole(read.slice.local_shape)
+        target = tensor.permute(read.dims) if read.dims else tensor
+        pairs = (RegionPair(full, full),) if read.pairs is None else read.pairs
+        elements = values.view(target.dtype)
+        for box, position in local_flat_pairs(read.slice.local_shape, segment.start, segment.stop):
+            block = elements[position : position + box.numel].view(box.sizes)
+            for pair in pairs:
+                shared = intersect(box, pair.whole)
+                if shared is not None:
+                    in_target = _to_slices(shared, pair.whole, pair.local)
+                    yield target[in_target], block[_to_slices(shared, box, Box.whole(box.sizes))]
+
+    def _flatten(self, read: ReadItem) -> torch.Tensor | None:
+        """The bytes of the landing tensor, where its elements lie in the order of the slice."""
+        tensor = self._tensors[read.item].detach()
+        if read.dims or read.pairs is not None or not tensor.is_contiguous():
+            return None
+        return view_bytes(tensor)
+
+
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor (whose strides may be anything where it has one element)."""
+    import torch
+
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _to_slices(shared: Box, within: Box, origin: Box) -> tuple[slice, ...]:
+    """Where `shared`, a part of `within`, is in a tensor that has `within` at `origin`."""
+    starts = (s - w + o for s, w, o in zip(shared.offsets, within.offsets, origin.offsets, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, shared.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult:
+    """What reading took."""
+
+    began: float = 0.0
+    """Seconds, on the clock of the process."""
+    ended: float = 0.0
+    """The same."""
+    wanted_nbytes: int = 0
+    """Bytes of files that were asked for."""
+
+    @property
+    def seconds(self) -> float:
+        """Time it took, without waiting for a free thread."""
+        return self.ended - self.began
+
+
+PendingRead: TypeAlias = Callable[[], ReadResult]
+"""Waits for segments that threads are reading. Raises what failed first."""
+_Batch: TypeAlias = list[tuple[Segment, memoryview]]
+
+
+def start_reading(
+    reader: Reader, items: Sequence[ReadItem], segments: Sequence[Segment], views: Sequence[memoryview]
+) -> PendingRead:
+    """Begin to fill the views, one per segment of `items`."""
+    sources = (items[segment.slice_number].source for segment in segments)
+    locators = {id(source): Locator(source) for source in sources}
+
+    def fill(batch: _Batch, gatherer: Gatherer) -> ReadResult:
+        began = time.perf_counter()
+        requests = []
+        for segment, view in batch:
+            read = items[segment.slice_number]
+            pieces = resolve(read.slice, locators[id(read.source)], segment.start, segment.stop)
+            requests.append((view, read.slice.dtype, pieces))
+        gatherer.fill_many(requests)
+        refs = ((prod(piece.sizes), piece.ref) for _, _, pieces in requests for piece in pieces)
+        nbytes = sum(numel * ref.dtype.itemsize for numel, ref in refs if isinstance(ref, TensorRef))
+        return ReadResult(began=began, ended=time.perf_counter(), wanted_nbytes=nbytes)
+
+    futures = [reader.submit(partial(fill, batch)) for batch in _batch(zip(segments, views, strict=True))]
+
+    def finish() -> ReadResult:
+        wait(futures)
+        results = [future.result() for future in futures] or [ReadResult()]
+        return ReadResult(
+            began=min(result.began for result in results),
+            ended=max(result.ended for result in results),
+            wanted_nbytes=sum(result.wanted_nbytes for result in results),
+        )
+
+    return finish
+
+
+def _batch(segments: Iterable[tuple[Segment, memoryview]]) -> Iterator[_Batch]:
+    """Segments in batches of about `_SPAN` bytes; long ones are divided."""
+    batch: _Batch = []
+    free = _SPAN
+    for segment, view in segments:
+        size = segment.itemsize
+        for low, high in block_ranges(segment.start, segment.stop, _SPAN // size):
+            if (high - low) * size > free and batch:
+                yield batch
+                batch, free = [], _SPAN
+            first = low - segment.start
+            batch.append((replace(segment, start=low, stop=high), view[first * size : (first + high - low) * size]))
+            free -= (high - low) * size
+    if batch:
+        yield batch
