@@ -22,12 +22,12 @@ from ucp.conversion.arguments import (
     SourceArguments,
     takes_options,
 )
+from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.option import switch_parser, type_path
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
-from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
 from ucp.source.moments import describe_zero_moments, detect_first_step
 from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey

@@ -20,8 +20,8 @@ from ucp.core.gaps import check_doubts, gap_text, state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import contents_of, is_remote
 from ucp.io.pickle.values import nbytes_in_memory
+from ucp.io.provenance import contents_of, is_remote
 from ucp.source.moments import ZeroMoments, check_moments, detect_first_step
 from ucp.source.new_optimizer import HYPER, add_optimizer, drop_hyper
 from ucp.source.read import index_of, pause_gc, read_with_options

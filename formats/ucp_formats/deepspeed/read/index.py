@@ -28,7 +28,7 @@ from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
 from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
 from ucp_formats.deepspeed.read.optimizer.sharded import read_sharded, with_shapes
-from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh
+from ucp_formats.deepspeed.read.ranks.merge import MergedRanks, Mesh
 from ucp_formats.deepspeed.read.run import SavedGrid, read_grid
 
 _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
@@ -73,7 +73,7 @@ def read_native(
         records=tuple(record for file in grid.files for record in file.records),
         notes=(*grid.notes, *module.notes, *optimizer.notes, *folder_notes(folder)),
         dropped=(*module.dropped, *optimizer.dropped),
-        doubts=tuple(merged.doubts),
+        doubts=tuple(merged.warnings),
         lost=optimizer.lost,
         # nothing where the rules of a family say it for one axis
         recorded_in={} if by_family else _known_from(grid, mesh.ep),
@@ -87,7 +87,7 @@ def _mesh(grid: SavedGrid, ep: int) -> Mesh:
     return Mesh(dp=grid.first.ranks, tp=grid.tp, pp=grid.pp, ep=ep, known_from=known)
 
 
-def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Sequence[str]] | None) -> Merged:
+def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Sequence[str]] | None) -> MergedRanks:
     """Module and optimizer of a run of data parallelism only."""
     run = grid.first
     if run.stage == 0:
@@ -99,7 +99,7 @@ def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Seq
         module = read_module(run.models, run.model.trained, checksums, sharded=run.stage == 3)
         optimizer = read_sharded(run, checksums)
     optimizer.extras[:0] = model_extras(run.models, checksums)
-    return Merged.of_one(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
+    return MergedRanks.from_rank(module, optimizer, _mesh(grid, max(1, len(grid.expert_optimizers))))
 
 
 def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:

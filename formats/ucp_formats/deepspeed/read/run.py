@@ -88,6 +88,11 @@ class SavedRun:
         return any(file.stage is None for file in self.optimizers.values())
 
     @property
+    def is_round_robin(self) -> bool:
+        """Whether the configuration makes buffers in another order than that of the optimizer."""
+        return self.config.round_robin and not self.is_bf16_optimizer
+
+    @property
     def shapes_from(self) -> str:
         """Where the names and shapes of the optimizer's parameters are recorded."""
         if self.model.file.root.get("param_shapes") is None:

@@ -43,7 +43,7 @@ from ucp_formats.deepspeed.read.module import ModelStates, ModuleEntry, ModulePa
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
-from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
+from ucp_formats.deepspeed.read.ranks.merge import MergedRanks, Mesh, RankPart, Rules, merge_ranks
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
@@ -100,7 +100,7 @@ class UniversalRanks:
         }
         return {name: layout.global_shape for name, layout in self.rules.layouts(complete).items()}
 
-    def module(self, checksums: Checksums) -> Merged:
+    def module(self, checksums: Checksums) -> MergedRanks:
         """The module of all ranks, and the extras of their files."""
         parts = []
         for mp, models in self.models.items():
@@ -112,7 +112,7 @@ class UniversalRanks:
                 sharded = models[0].name.role is Role.SHARDED_MODEL
                 module = read_module(models, models[0].trained, checksums, sharded=sharded)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
-        return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
+        return merge_ranks(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
 
 
 def universal_ranks(
