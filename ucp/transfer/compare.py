@@ -167,7 +167,7 @@ def _group_nearby(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[i
     for path, group in groupby(records, key=attrgetter("path")):
         ranges = [part for own in group for part in block_ranges(own.offset, own.offset + own.nbytes, BLOCK)]
         parts = iter(ranges)
-        for _, _, count in join_ranges(ranges, gap=GAP, most=BLOCK):
+        for _, _, count in join_ranges(ranges, gap=GAP, limit=BLOCK):
             yield path, list(islice(parts, count))
 
 

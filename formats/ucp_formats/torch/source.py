@@ -26,7 +26,7 @@ from ucp.core.tensor import Record
 from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, names_in, path_of
+from ucp.io.folder import names_in, path_of, to_absolute
 from ucp.io.pickle.values import differing_values
 from ucp.io.provenance import source_file
 from ucp_formats.torch.keys import find_keys, kind_of, number_of, untrained_notes
@@ -141,7 +141,7 @@ class _Reading:
 
     def __init__(self, located: Located[tuple[str, ...]], order: ParamOrder | None) -> None:
         self._located = located
-        self._root = absolute(located.root)
+        self._root = to_absolute(located.root)
         self._parts = [_Part.at(os.path.join(self._root, name) if name else self._root) for name in located.content]
         leaves = (leaf for part in self._parts for leaf in part.leaves())
         in_order = all(part.is_in_order for part in self._parts)
