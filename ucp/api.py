@@ -22,12 +22,12 @@ from ucp.conversion.arguments import (
     SourceArguments,
     takes_options,
 )
+from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
 from ucp.conversion.values import switch_of, type_path
 from ucp.core.index import Index
-from ucp.io.destination.staging import is_begun
 from ucp.io.folder import given, is_url
 from ucp.source.moments import before_first_step, moments_note
 from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey

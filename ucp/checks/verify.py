@@ -27,9 +27,8 @@ from ucp.errors import (
     UsageError,
     counted,
 )
-from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
-from ucp.io.identity import check_unchanged
+from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
 from ucp.transfer.compare import count_checked_bytes

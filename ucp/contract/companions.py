@@ -20,7 +20,7 @@ from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted
 from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 
 MOST_SMALL = 64 << 20
 """Bytes of the largest companion file that is carried along unasked."""

@@ -20,8 +20,8 @@ from ucp.core.gaps import check_doubts, gap_text, state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import contents_of, is_remote
 from ucp.io.pickle.values import nbytes_in_memory
+from ucp.io.provenance import contents_of, is_remote
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.source.read import index_as_told, index_of, no_cycle_collection

@@ -14,14 +14,21 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 
+from ucp.errors import IncompleteError
 from ucp.io.remote.path import RemotePath, names_of
-from ucp.io.remote.url import as_url, check_url, scheme_of
+from ucp.io.remote.url import as_url, check_url, key_of, scheme_of
 
 MARK = "ucp-conversion.json"
 """File that says which conversion made a destination; only destinations that have it may be overwritten."""
 
 PARTIAL = ".ucp-partial"
-"""Suffix of the folder in which a destination grows."""
+"""Suffix of the folder in which a destination grows; in a bucket, name of the folder of its journal."""
+
+BUCKET_JOURNAL = "conversion.json"
+"""File in that folder of a bucket as long as the conversion is not finished."""
+
+_LEVELS_ABOVE = 2
+"""Folders above a path in a bucket that are asked: a run saves to a tag, and to a folder in it."""
 
 
 def url_scheme(path: Path) -> str:
@@ -115,3 +122,26 @@ def short_text(file: Path, *, most_bytes: int) -> str | None:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def refuse_partial(path: Path) -> None:
+    """Raise IncompleteError when `path` is, or lies in, a conversion that is not finished."""
+    if is_url(str(path)):
+        from ucp.io.remote.write import is_written
+
+        if not is_written(str(path)):
+            return
+        for folder in (path, *path.parents[:_LEVELS_ABOVE]):
+            if not key_of(str(folder)) or (folder == path and not (folder / PARTIAL).is_dir()):
+                continue  # the second test costs no request: what lies at `path` is listed in any case
+            if (folder / PARTIAL / BUCKET_JOURNAL).exists():
+                raise IncompleteError(
+                    f"{folder} is an unfinished conversion; finish it with `ucp convert ... {folder} --resume`"
+                )
+        return
+    for folder in (path, *path.parents):
+        if folder.name.endswith(PARTIAL) and (folder / "journal.jsonl").exists():
+            dst = folder.with_name(folder.name.removesuffix(PARTIAL))
+            raise IncompleteError(
+                f"{folder} is an unfinished conversion to {dst}; finish it with `ucp convert ... {dst} --resume`"
+            )

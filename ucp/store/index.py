@@ -14,8 +14,8 @@ from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, lis
 from ucp.io.files import SourceFile as OpenFile
 from ucp.io.files import open_source
 from ucp.io.folder import names_of_folder
-from ucp.io.identity import identity_of, source_file
 from ucp.io.json_text import parsed
+from ucp.io.provenance import identity_of, source_file
 from ucp.io.torch_file.archive import read_embedded
 from ucp.store.interpret import find_files, inside, interpret
 from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, StoredExtra, StoredFile, parse, read_text

@@ -26,7 +26,7 @@ from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
 from ucp.io.folder import is_there, is_url, see_afresh, seen_from
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
 

@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.slices import block_ranges
 from ucp.errors import DestinationError, SourceError, UsageError
-from ucp.io.destination.write import read_back, write_at
+from ucp.io.writing import read_back, write_at
 
 WINDOW = 256 << 10
 """Bytes that are read, summed and written at once."""

@@ -22,8 +22,7 @@ from zlib_ng import zlib_ng
 from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
 from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, starts_of
 from ucp.errors import CorruptError
-from ucp.io.codec import decode
-from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.elements import add, assign, decode_block, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ class Gatherer:
             data = memoryview(bytearray(ref.codec_nbytes))
             self._read(ref.path, ref.offset, [data])
             try:
-                self._block = key, decode(data, ref.codec)
+                self._block = key, decode_block(data, ref.codec)
             except CorruptError as error:
                 raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + data.nbytes}: {error}") from error
         raw = self._block[1]

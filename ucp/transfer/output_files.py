@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ucp.core.target import OutputFile, Receipt, Receipts
-from ucp.io.destination.write import reserve, write_at
+from ucp.io.writing import reserve, write_at
 from ucp.transfer.checksums import combine_crcs, compute_file_crc, make_crc_patches
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import find_output

@@ -26,11 +26,10 @@ from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_copie
 from ucp.core.target import Slice
 from ucp.core.tensor import TensorRef, starts_of
 from ucp.errors import CorruptError
-from ucp.io.codec import encode
-from ucp.io.destination.staging import TEMPORARY
-from ucp.io.destination.write import read_back, start_writeback, write_at
+from ucp.io.elements import encode_block
 from ucp.io.files import Sources
-from ucp.io.identity import is_remote
+from ucp.io.provenance import is_remote
+from ucp.io.writing import TEMPORARY, read_back, start_writeback, write_at
 from ucp.transfer.drift import describe_drift, find_drifts
 from ucp.transfer.gather import Gatherer, Run, Span, to_extent, to_run, view_piece
 from ucp.transfer.plan.job import Job, locate_raw
@@ -247,7 +246,7 @@ class Worker:
         with open(growing, "xb") as file:
             for section_sum in self._gather_sections(fill, gatherer, drift_lines):
                 itemsize = self._job.target.placements[section_sum.placement].slice.dtype.itemsize
-                encoded = encode(self._buffer[: section_sum.nbytes], itemsize)
+                encoded = encode_block(self._buffer[: section_sum.nbytes], itemsize)
                 file.write(encoded)
                 yield section_sum._replace(block=(offset, len(encoded)))
                 offset += len(encoded)

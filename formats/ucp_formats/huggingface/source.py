@@ -27,7 +27,7 @@ from ucp.core.topology import Topology
 from ucp.core.union import with_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp_formats.huggingface.locate import CONFIG, Form, Model, is_weights, locate, the_model
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, second_names
 

@@ -14,8 +14,7 @@ from ucp.core.slices import Locator, resolve
 from ucp.core.target import whole_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
-from ucp.io.codec import codec_name, encode
-from ucp.io.elements import numpy_dtype, viewed
+from ucp.io.elements import codec_name, encode_block, numpy_dtype, viewed
 from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline
 from ucp.transfer.gather import Gatherer, Span
@@ -209,7 +208,7 @@ class TestCasts:
 class TestEncodedBlocks:
     def test_pieces_of_a_block_are_taken_from_its_middle(self, tmp_path, gatherer):
         array = np.arange(12, dtype="float32").reshape(3, 4)
-        block = encode(memoryview(array.tobytes()), 4)
+        block = encode_block(memoryview(array.tobytes()), 4)
         (tmp_path / "pack.zst").write_bytes(b"head" + block)
         rows = [
             TensorRef(
@@ -229,7 +228,7 @@ class TestEncodedBlocks:
 
     @pytest.mark.parametrize("change", [{"codec_start": 40}, {"codec": "zstd-planes8"}, {"codec_nbytes": 9}])
     def test_a_block_that_is_not_what_it_should_be_is_corrupt(self, tmp_path, gatherer, change):
-        block = encode(memoryview(bytes(44)), 4)
+        block = encode_block(memoryview(bytes(44)), 4)
         (tmp_path / "pack.zst").write_bytes(block)
         ref = {"codec": codec_name(4), "codec_nbytes": len(block), "codec_start": 0, **change}
         row = TensorRef(

@@ -9,7 +9,7 @@ import torch
 
 from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import CorruptError
-from ucp.io.codec import codec_name, encode
+from ucp.io.elements import codec_name, encode_block
 from ucp.transfer.probe import Prober, cast_bits
 
 VALUES = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
@@ -46,7 +46,7 @@ def test_ranges_outside_are_refused(ref: TensorRef) -> None:
 
 
 def test_encoded_tensors_are_decoded(tmp_path: Path) -> None:
-    block = encode(memoryview(VALUES.numpy().tobytes()), 4)
+    block = encode_block(memoryview(VALUES.numpy().tobytes()), 4)
     path = tmp_path / "pack"
     path.write_bytes(b"##" + block)
     place = {"path": str(path), "offset": 2, "codec": codec_name(4), "codec_nbytes": len(block)}

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from ucp.conversion.destination.staging import Staging
 from ucp.conversion.journal import done_of, fits
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
 from ucp.errors import BusyError, UnfinishedError, counted, listed
-from ucp.io.destination.staging import Staging
 from ucp.transfer.output_files import has_full_length
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Share, Task

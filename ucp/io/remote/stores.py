@@ -123,7 +123,7 @@ class Store:
         """Bytes of an object, as long as it is the one that was seen. Raises SourceError, ChangedError.
 
         S3 and Google's store are asked for the bytes of that version alone; of others the version is compared before
-        the first read. At the end all are compared once more (`ucp.io.identity.check_unchanged`).
+        the first read. At the end all are compared once more (`ucp.io.provenance.check_unchanged`).
         """
         with told(url):
             fetch = self._files.get((url, seen)) or self._files.setdefault((url, seen), self._open(url, seen))

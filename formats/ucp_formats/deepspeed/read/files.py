@@ -34,8 +34,8 @@ from ucp.errors import (
 )
 from ucp.io.files import split_parts
 from ucp.io.folder import path_of
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import text
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.deepspeed.names import OFFLOADED, FileName, Role, TagFolder
 

@@ -36,8 +36,8 @@ from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import names_of_folder
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import described, mapping
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import Archive, read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import (

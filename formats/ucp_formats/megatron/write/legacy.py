@@ -300,7 +300,7 @@ class _Legacy:
     def _buffer(self, draft: FileDraft, held: Sequence[_Local], bucket_numel: int | None) -> dict[str, object]:
         # a tied embedding of a pipeline has a bucket of its own
         apart = [at for at, local in enumerate(held) if self._is_tied and local.tensor.name == EMBEDDING]
-        layout = simulate([local.numel for local in held], bucket_numel=bucket_numel, apart=apart)
+        layout = simulate([local.numel for local in held], bucket_numel=bucket_numel, separate=apart)
         states = dict.fromkeys(state for local in held for state in local.tensor.states)
         found: dict[str, object] = {}
         for state in states:

@@ -12,7 +12,7 @@ from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, ConnectionLostError, MalformedError, MissingFileError
 from ucp.io.files import Sources, open_source
 from ucp.io.folder import given
-from ucp.io.identity import check_unchanged, identity_of, source_file
+from ucp.io.provenance import check_unchanged, identity_of, source_file
 from ucp.io.remote import ahead, ends
 from ucp.io.remote import file as remote_file
 from ucp.io.remote.ahead import Extent

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from ucp.contract.protocols import Engine
 from ucp.errors import UsageError, WorkerDiedError
-from ucp.io.destination.staging import TEMPORARY
+from ucp.io.writing import TEMPORARY
 from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
-from ucp.io.destination.staging import sync
+from ucp.io.writing import sync
 from ucp.transfer.engines.ray.probe import describe_fault, host, program
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task

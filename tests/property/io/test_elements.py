@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucp.errors import CorruptError
-from ucp.io.codec import codec_name, decode, encode
+from ucp.io.elements import codec_name, decode_block, encode_block
 
 WIDTHS = st.sampled_from([1, 2, 4, 8, 16])
 
@@ -16,13 +16,13 @@ WIDTHS = st.sampled_from([1, 2, 4, 8, 16])
 @given(WIDTHS, st.binary(min_size=16, max_size=400))
 def test_decoding_undoes_encoding(width, data):
     data = data[: len(data) // width * width]
-    encoded = encode(memoryview(data), width)
-    assert bytes(decode(memoryview(encoded), codec_name(width))) == data
+    encoded = encode_block(memoryview(data), width)
+    assert bytes(decode_block(memoryview(encoded), codec_name(width))) == data
 
 
 @given(WIDTHS, st.binary(min_size=16, max_size=200), st.data())
 def test_a_damaged_block_is_corrupt(width, data, draw):
-    encoded = bytearray(encode(memoryview(data[: len(data) // width * width]), width))
+    encoded = bytearray(encode_block(memoryview(data[: len(data) // width * width]), width))
     match draw.draw(st.sampled_from(("flip", "cut", "more"))):
         case "flip":
             encoded[draw.draw(st.integers(0, len(encoded) - 1))] ^= 1 << draw.draw(st.integers(0, 7))
@@ -31,7 +31,7 @@ def test_a_damaged_block_is_corrupt(width, data, draw):
         case _:
             encoded += draw.draw(st.binary(min_size=1, max_size=5))
     try:
-        found = decode(memoryview(encoded), codec_name(width))
+        found = decode_block(memoryview(encoded), codec_name(width))
     except CorruptError:
         return
     assert bytes(found) == data[: len(data) // width * width], "damage went unnoticed"
@@ -40,16 +40,16 @@ def test_a_damaged_block_is_corrupt(width, data, draw):
 @pytest.mark.parametrize("codec", ["", "zstd-planes", "zstd-planes0", "zstd-planes3", "zstd-planes-4", "lz4-planes4"])
 def test_an_unknown_codec_is_refused(codec):
     with pytest.raises(CorruptError, match="newer ucp"):
-        decode(memoryview(encode(memoryview(bytes(12)), 4)), codec)
+        decode_block(memoryview(encode_block(memoryview(bytes(12)), 4)), codec)
 
 
 def test_a_length_that_asks_for_all_memory_is_refused():
     huge = zstandard.ZstdCompressor(write_content_size=True).compressobj(size=1 << 40)
     head = huge.compress(bytes(100)) + huge.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
     with pytest.raises(CorruptError, match="1099511627776 bytes"):
-        decode(memoryview(head), codec_name(4))
+        decode_block(memoryview(head), codec_name(4))
 
 
 def test_elements_that_do_not_fit_the_block_are_refused():
     with pytest.raises(CorruptError, match="elements of 8 bytes"):
-        decode(memoryview(encode(memoryview(bytes(12)), 4)), codec_name(8))
+        decode_block(memoryview(encode_block(memoryview(bytes(12)), 4)), codec_name(8))

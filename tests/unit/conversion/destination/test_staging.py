@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import ucp
+from ucp.conversion.destination.existing import ConversionId
+from ucp.conversion.destination.staging import Staging
 from ucp.errors import BusyError, DestinationError, IncompleteError
-from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging, refuse_partial
-from ucp.io.folder import MARK
+from ucp.io.folder import MARK, refuse_partial
+from ucp.io.provenance import is_complete
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 
@@ -23,7 +24,7 @@ def staging(tmp_path):
 
 
 def begun(staging, *, fingerprint="f", resume=False, overwrite=False, **facts):
-    return staging.open(Making(fingerprint, facts), resume=resume, overwrite=overwrite)
+    return staging.open(ConversionId(fingerprint, facts), resume=resume, overwrite=overwrite)
 
 
 def test_everything_is_on_disk_before_it_is_in_place(staging, monkeypatch):
@@ -108,7 +109,7 @@ def test_what_was_begun_otherwise_says_how(staging):
 
 
 def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
+    monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.1)
     begun(staging)
     for asked in ({"resume": True}, {"overwrite": True}):
         with pytest.raises(BusyError, match=rf"is running: process {os.getpid()} on {socket.gethostname()}"):
@@ -120,7 +121,7 @@ def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
 
 
 def test_a_conversion_that_runs_is_not_called_unfinished(staging, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_MOMENT", 0.1)
+    monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_MOMENT", 0.1)
     begun(staging)
     with pytest.raises(BusyError, match=rf"process {os.getpid()} on .* writes it now") as caught:
         begun(Staging(tmp_path / "out"))
@@ -132,7 +133,7 @@ def test_a_conversion_that_runs_is_not_called_unfinished(staging, tmp_path, monk
 
 
 def test_a_lock_that_names_nobody(staging, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
+    monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.1)
     begun(staging)
     for text in ("", "{", "[]", "{}"):
         (staging.folder / "lock").write_text(text)
@@ -184,30 +185,40 @@ def test_a_refusal_leaves_nothing_behind(staging):
     assert not staging.folder.exists()
 
 
-@pytest.mark.parametrize("text", [None, '{"fingerprint": "g"}'])
+@pytest.mark.parametrize("text", [None, '{"fingerprint": "g", "files": {"ucp-conversion.json": null}}'])
 def test_only_the_same_conversion_is_complete(staging, text):
     staging.dst.mkdir()
     if text is not None:
         (staging.dst / MARK).write_text(text)
-    assert not staging.is_complete("f")
+    assert not is_complete(staging.dst, "f")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"fingerprint": 1}', "{", "\ud800", '{"fingerprint": "f","xxh3":"0123456789abcdef"}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"fingerprint": "f"}',
+        '{"fingerprint": 1}',
+        "{",
+        "\ud800",
+        '{"fingerprint": "f","xxh3":"0123456789abcdef"}',
+    ],
 )
 def test_a_damaged_mark_is_neither_believed_nor_replaced(staging, text):
     staging.dst.mkdir()
     (staging.dst / MARK).write_text(text, errors="surrogatepass")
     with pytest.raises(DestinationError, match="is damaged"):
-        staging.is_complete("f")
+        is_complete(staging.dst, "f")
     with pytest.raises(DestinationError, match="is damaged"):
         begun(staging, overwrite=True)
 
 
 def test_a_complete_one_is_known_by_its_mark(staging):
     staging.dst.mkdir()
-    (staging.dst / MARK).write_text('{"fingerprint": "f"}')
-    assert staging.is_complete("f")
+    (staging.dst / MARK).write_text('{"fingerprint": "f", "files": {"ucp-conversion.json": null}}')
+    assert is_complete(staging.dst, "f")
 
 
 def test_what_grows_is_refused_from_inside(staging):
@@ -244,7 +255,7 @@ class TestLinks:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         before = {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))}
-        with pytest.raises(DestinationError, match=f"expected no link at {staging.folder}"):
+        with pytest.raises(DestinationError, match=f"expected no link in {staging.folder}"):
             begun(staging, **how)
         assert {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))} == before
         assert link.is_symlink()
@@ -257,7 +268,7 @@ class TestLinks:
 
     def test_what_a_complete_destination_has_beside_it_is_left_alone(self, staging, elsewhere):
         staging.folder.symlink_to(elsewhere)
-        staging.sweep()
+        staging.cleanup()
         assert (elsewhere / "data" / "precious").exists()
         assert not (elsewhere / "lock").exists()
 

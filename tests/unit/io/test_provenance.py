@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ucp.errors import MissingFileError
-from ucp.io.identity import identity_of, size_and_time
+from ucp.io.provenance import identity_of, size_and_time
 
 
 def test_both_ends_and_the_length_are_looked_at(tmp_path):

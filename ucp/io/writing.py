@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 from ucp.errors import DestinationError
+
+TEMPORARY = "temporary-"
+"""Prefix of files beside the growing destination that a run needs while it goes on."""
 
 _WORTH_RESERVING = 1 << 20
 """Bytes below which a file is not worth a call of its own."""
@@ -101,6 +106,35 @@ def is_memory(place: int | Path) -> bool:
     status = libc.fstatfs(place, answer) if isinstance(place, int) else libc.statfs(os.fsencode(place), answer)
     found = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
     return status == 0 and found == _TMPFS_MAGIC
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or which names a folder has, is on the disk: as far as this machine wrote it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def this_process() -> dict[str, str | int]:
+    """Host and number of this process, for JSON."""
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def describe_process(text: bytes) -> str:
+    """The process that a JSON text names, for messages.
+
+    >>> describe_process(b'{"host": "node7", "process": 1234}')
+    'process 1234 on node7'
+    >>> describe_process(b"")
+    'a process that left no name'
+    """
+    try:
+        noted = json.loads(text)
+        return f"process {noted['process']} on {noted['host']}"
+    except (ValueError, TypeError, KeyError):
+        return "a process that left no name"
 
 
 @cache

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ucp.io.destination.goal import check_destination
+from ucp.conversion.destination.existing import check_destination
 
 
 def test_a_current_folder_that_is_gone_is_in_nobodys_way(tmp_path, monkeypatch):
