@@ -16,7 +16,7 @@ from ucp.core.topology import AXES
 from ucp.errors import UsageError
 from ucp.live.adapters import LiveRequest, LiveRun
 from ucp.live.checkpoint import Checkpoint
-from ucp.live.match.findings import Findings
+from ucp.live.match.items import Findings
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 from ucp.live.resume.scheduler import make_scaler_state
 from ucp.live.resume.values import load_extra

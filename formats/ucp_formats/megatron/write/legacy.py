@@ -299,8 +299,8 @@ class _LegacyPlan:
 
     def _buffer(self, draft: FileDraft, tensors: Sequence[_LocalTensor], bucket_numel: int | None) -> dict[str, object]:
         # a tied embedding of a pipeline has a bucket of its own
-        apart = [n for n, local in enumerate(tensors) if self._is_tied and local.tensor.name == EMBEDDING]
-        layout = simulate([local.numel for local in tensors], bucket_numel=bucket_numel, apart=apart)
+        separate = [n for n, local in enumerate(tensors) if self._is_tied and local.tensor.name == EMBEDDING]
+        layout = simulate([local.numel for local in tensors], bucket_numel=bucket_numel, separate=separate)
         buffer: dict[str, object] = {}
         for state in dict.fromkeys(state for local in tensors for state in local.tensor.states):
             parts = [
