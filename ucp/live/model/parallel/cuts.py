@@ -23,7 +23,7 @@ from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
 from ucp.live.adapters import LiveModel
-from ucp.live.match.tensors import find_atoms
+from ucp.live.match.items import find_atoms
 from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.model.parallel.numbering import expert_in, layer_in
 from ucp.live.model.parallel.rules import Attributes, FamilyRules, RuleLayouts, cut_patterns

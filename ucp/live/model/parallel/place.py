@@ -83,7 +83,7 @@ def trim_padding(memory: torch.Tensor, own: Slice) -> torch.Tensor:
     >>> from ucp.core.tensor import DType
     >>> rows = torch.ones(3, 2)
     >>> own = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(2, 2), start=0, stop=4)
-    >>> without_padding(rows, own).shape, rows[2].tolist()
+    >>> trim_padding(rows, own).shape, rows[2].tolist()
     (torch.Size([2, 2]), [0.0, 0.0])
     """
     count = own.stop - own.start
