@@ -230,6 +230,22 @@ def _fragments(
     return tuple(pieces)
 
 
+def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[Box, TensorRef]]) -> StateIndex:
+    """The state in boxes that its files name themselves; a box that occurs again is a copy.
+
+    >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
+    >>> boxes = [(Box((0,), (2,)), ref), (Box((2,), (2,)), ref), (Box((0,), (2,)), ref)]
+    >>> [piece.replica for piece in state_of_boxes(DType.FLOAT32, (4,), boxes).fragments]
+    [0, 0, 1]
+    """
+    copies: dict[Box, int] = {}
+    pieces = []
+    for box, ref in boxes:
+        replica = copies[box] = copies.get(box, -1) + 1
+        pieces.append(Fragment(box=box, ref=ref, replica=replica))
+    return StateIndex(dtype=dtype, global_shape=shape, fragments=tuple(pieces))
+
+
 def joined_counts(counts: Sequence[StateIndex]) -> StateIndex:
     """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
     pieces = [piece for count in counts for piece in count.fragments]

@@ -242,7 +242,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
             *checked.notes,
             *layouts.notes,
         ),
-        doubts=layouts.doubts,
+        doubts=layouts.contradictions,
         dropped=(*checked.dropped, *groups.dropped),
         lost={**groups.lost, **checked.lost},
     )

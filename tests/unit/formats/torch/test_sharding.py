@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ucp_formats.torch.cuts import Cuts
+from ucp_formats.torch.sharding import TargetSharding
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import Index, Kind
@@ -45,14 +45,14 @@ def index_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Index:
     )
 
 
-def boxes(cuts: Cuts, index: Index, name: str) -> list[tuple[str, int]]:
+def boxes(cuts: TargetSharding, index: Index, name: str) -> list[tuple[str, int]]:
     atom = index.atoms[name]
     return [(str(box), rank) for box, rank in cuts.chunks(atom, atom.global_shape)]
 
 
 def test_a_family_says_what_tensor_parallelism_cuts(tmp_path):
     index = index_of(tmp_path, LLAMA)
-    cuts = Cuts(index, Topology.parse("dp=2,tp=2"), TargetOptions())
+    cuts = TargetSharding(index, Topology.parse("dp=2,tp=2"), TargetOptions())
     assert boxes(cuts, index, "model.layers.0.self_attn.q_proj.weight") == [
         ("[0:2, 0:8]", 0),
         ("[2:4, 0:8]", 2),
@@ -73,29 +73,29 @@ def test_a_family_says_what_tensor_parallelism_cuts(tmp_path):
 
 def test_without_a_rule_all_ranks_of_a_stage_hold_chunks(tmp_path):
     index = index_of(tmp_path, {"w": (8, 3)})
-    cuts = Cuts(index, Topology.parse("dp=2,tp=2"), TargetOptions())
+    cuts = TargetSharding(index, Topology.parse("dp=2,tp=2"), TargetOptions())
     assert boxes(cuts, index, "w") == [(f"[{2 * rank}:{2 * rank + 2}, 0:3]", rank) for rank in range(4)]
-    assert "no rule says which dim tp=2 cuts" in cuts.notes[0]
+    assert "no rule says which dim tp=2" in cuts.notes[0]
 
 
 def test_a_family_that_the_user_names_has_to_fit(tmp_path):
     index = index_of(tmp_path, LLAMA)
     with pytest.raises(UcpError, match="nosuch"):
-        Cuts(index, Topology(tp=2), TargetOptions(family="nosuch"))
+        TargetSharding(index, Topology(tp=2), TargetOptions(family="nosuch"))
 
 
 def test_a_recorded_layout_goes_before_a_family(tmp_path):
     index = index_of(tmp_path, {"w": (8, 4)})
     layout = Layout((AxisLayout("tp", 4, pattern("chunk", dim=1)),))
     index = replace(index, atoms={"w": replace(index.atoms["w"], layout=layout)})
-    cuts = Cuts(index, Topology(tp=2), TargetOptions())
+    cuts = TargetSharding(index, Topology(tp=2), TargetOptions())
     assert boxes(cuts, index, "w") == [("[0:8, 0:2]", 0), ("[0:8, 2:4]", 1)]
     assert not cuts.notes
 
 
 def test_replicas_take_turns(tmp_path):
     index = index_of(tmp_path, {f"w{number}": (8,) for number in range(8)})
-    cuts = Cuts(index, Topology.parse("dp_replicate=2,dp_shard=4"), TargetOptions())
+    cuts = TargetSharding(index, Topology.parse("dp_replicate=2,dp_shard=4"), TargetOptions())
     found = [own for name in index.atoms for own in boxes(cuts, index, name)]
     assert Counter(rank for _, rank in found) == dict.fromkeys(range(8), 4)
     assert {(box, rank % 4) for box, rank in found} == {(f"[{2 * at}:{2 * at + 2}]", at) for at in range(4)}
@@ -103,7 +103,7 @@ def test_replicas_take_turns(tmp_path):
 
 def test_a_stage_has_its_layers(tmp_path):
     index = index_of(tmp_path, LLAMA)
-    cuts = Cuts(index, Topology.parse("dp=2,pp=2"), TargetOptions())
+    cuts = TargetSharding(index, Topology.parse("dp=2,pp=2"), TargetOptions())
     stages = {name: {rank // 2 for _, rank in boxes(cuts, index, name)} for name in index.atoms}
     assert all(len(own) == 1 for own in stages.values())
     assert stages["model.embed_tokens.weight"] == stages["model.layers.0.mlp.down_proj.weight"] == {0}
@@ -114,4 +114,4 @@ def test_a_stage_has_its_layers(tmp_path):
 def test_a_buffer_is_whole(tmp_path):
     index = index_of(tmp_path, {"w": (8,)})
     index = replace(index, atoms={"w": replace(index.atoms["w"], kind=Kind.BUFFER)})
-    assert len(boxes(Cuts(index, Topology(dp=4), TargetOptions()), index, "w")) == 1
+    assert len(boxes(TargetSharding(index, Topology(dp=4), TargetOptions()), index, "w")) == 1

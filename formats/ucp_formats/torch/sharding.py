@@ -1,8 +1,8 @@
-"""Which boxes of a tensor the ranks of the run to come hold, and in whose file each of them lies.
+"""Which boxes of a tensor the ranks of the target run hold, and in whose file each of them lies.
 
-Ranks are numbered as torch's meshes are written: pipeline stages outermost, then replicas, shards and tensor-parallel
-ranks. Tensor parallelism cuts a dim first, and FSDP the dim 0 of what that leaves, which is `_StridedShard` where both
-cut dim 0. What several ranks hold lies in the file of any one of them.
+Ranks are numbered as in torch's meshes: pipeline stages outermost, then replicas, shards and tensor-parallel ranks.
+Tensor parallelism shards a dim first, then FSDP shards dim 0 of what that leaves: `_StridedShard` if both shard dim 0.
+A box that several ranks hold lies in the file of one of them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
 """`layers.3`: what stays together on one stage of a pipeline."""
 
 
-class Cuts:
+class TargetSharding:
     """Boxes and ranks for the run of `topology`."""
 
     def __init__(self, index: Index, topology: Topology, options: TargetOptions) -> None:
         self.notes: list[str] = []
-        """How tensor-parallel ranks cut, and from where that is known."""
+        """How tensor-parallel ranks shard, and from where that is known."""
         self.ranks = topology.ranks
         self._known_from = "the source"
-        dims = self._dims(index, topology.tp, options) if topology.tp > 1 else {}
+        dims = self._tp_dims(index, topology.tp, options) if topology.tp > 1 else {}
         tp = topology.tp if dims is not None else 1
         self._axes = {"dp_replicate": topology.replicas, "dp_shard": topology.shards * (topology.tp // tp), "tp": tp}
-        self._dim = dims or {}
+        self._tp_dim = dims or {}
         self._pp = topology.pp
         self._stage, self._stage_known_from = _stages(index, topology.pp)
         self._turns: Counter[tuple[object, ...]] = Counter()
 
-    def _dims(self, index: Index, tp: int, options: TargetOptions) -> Mapping[str, int | None] | None:
-        """Dim that tensor-parallel ranks cut, by name; None where nobody says."""
+    def _tp_dims(self, index: Index, tp: int, options: TargetOptions) -> Mapping[str, int | None] | None:
+        """Dim that tensor-parallel ranks shard, by name; None if neither source nor family tells."""
         recorded = {
             atom.name: atom.layout.dim("tp", atom.global_shape)
             for atom in index.atoms.values()
@@ -58,26 +58,26 @@ class Cuts:
             family, why = target_family(index, options)
         except UnknownFamilyError:
             self.notes.append(
-                f"no rule says which dim tp={tp} cuts: every tensor is in chunks of dim 0 over all ranks of a stage. "
-                "That loads, but a tensor-parallel rank reads more than its own. Name a family (--family), or bring "
+                f"no rule says which dim tp={tp} shards: every tensor is in chunks of dim 0 over all ranks of a stage. "
+                "That loads, but a tensor-parallel rank reads more than its shard. Name a family (--family), or pass "
                 "rules (--patterns)"
             )
             return None
         self._known_from = f"family {family.name}"
-        self.notes.append(f"cut over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
+        self.notes.append(f"tensor-parallel sharding from the family {family.name}: {', '.join(why)}")
         return {name: cut_dim(family, name) for name in index.atoms}
 
     def axes(self, param: str) -> tuple[AxisLayout, ...]:
-        """The axes of the run, by the stage of a parameter; what `layout` does not cut, the ranks of a stage copy."""
+        """The axes of the run, by the stage of a parameter; what `layout` does not shard, the ranks of a stage copy."""
         copies = (along(axis, parts, "FSDP") for axis, parts in self._axes.items() if axis != "tp")
         tp = along("tp", self._axes["tp"], self._known_from)
         return (*along("pp", self._pp, self._stage_known_from, (self._stage.get(param, 0),)), *tp, *chain(*copies))
 
     def layout(self, atom: AtomIndex, shape: tuple[int, ...]) -> Layout:
         """How a state of `shape` lies over the ranks of a stage."""
-        if not shape or atom.kind is Kind.BUFFER:  # FSDP cuts parameters alone
+        if not shape or atom.kind is Kind.BUFFER:  # FSDP shards parameters alone
             return Layout()
-        dim = self._dim.get(atom.name) if shape == atom.global_shape else None
+        dim = self._tp_dim.get(atom.name) if shape == atom.global_shape else None
         return _layout(self._axes["dp_shard"], self._axes["tp"], dim, self._known_from)
 
     def chunks(self, atom: AtomIndex, shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
@@ -86,37 +86,37 @@ class Cuts:
             yield box, self.rank(atom.name, coords)
 
     def rank(self, param: str = "", coords: Mapping[str, int] | None = None) -> int:
-        """A rank at `coords`, and of the stage of a parameter; ranks that have the same take turns."""
-        known, at = coords or {}, self._stage.get(param, 0)
-        place = (at, *known.items())
+        """A rank at `coords`, in the stage of a parameter; ranks that hold the same take turns."""
+        known, rank = coords or {}, self._stage.get(param, 0)
+        place = (rank, *known.items())
         turn = self._turns[place]
         self._turns[place] += 1
         for axis, parts in self._axes.items():
-            turn, own = (turn, known[axis]) if axis in known else divmod(turn, parts)
-            at = at * parts + own
-        return at
+            turn, coord = (turn, known[axis]) if axis in known else divmod(turn, parts)
+            rank = rank * parts + coord
+        return rank
 
 
 @lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[Box, Mapping[str, int]], ...]:
-    """Boxes that hold elements, and the coordinates of who has them."""
+    """Boxes with elements, and the coordinates of the rank that has each."""
     return tuple(
-        (own.box, coords)
+        (placed.box, coords)
         for coords in layout.ranks()
-        for own in place(layout, shape, coords=coords)
-        if own.box.numel or not shape
+        for placed in place(layout, shape, coords=coords)
+        if placed.box.numel or not shape
     )
 
 
 @cache
 def _layout(shards: int, tp: int, dim: int | None, known_from: str) -> Layout:
-    cut = () if dim is None else (AxisLayout("tp", tp, pattern("chunk", dim=dim), known_from),)
-    axes = (*cut, AxisLayout("dp_shard", shards, pattern("chunk", dim=0), "FSDP"))
+    tp_axes = () if dim is None else (AxisLayout("tp", tp, pattern("chunk", dim=dim), known_from),)
+    axes = (*tp_axes, AxisLayout("dp_shard", shards, pattern("chunk", dim=0), "FSDP"))
     return Layout(tuple(axis for axis in axes if axis.parts > 1))
 
 
 def _stages(index: Index, pp: int) -> tuple[dict[str, int], str]:
-    """Stage of every parameter: the one recorded, or layers in the order of the model, as many for each; and which."""
+    """Stage of every parameter, and where that is known from: the source, or else layers in the order of the model."""
     if pp == 1:
         return {}, ""
     owners = {
@@ -127,7 +127,7 @@ def _stages(index: Index, pp: int) -> tuple[dict[str, int], str]:
     }
     if len(owners) == len(index.atoms):
         return owners, "the source"
-    layer_of = {name: found[1] if (found := _LAYER.match(name)) else name for name in index.atoms}
-    number = {layer: at for at, layer in enumerate(dict.fromkeys(layer_of.values()))}
-    stages = {name: number[layer] * pp // len(number) for name, layer in layer_of.items()}
+    layer_of = {name: match[1] if (match := _LAYER.match(name)) else name for name in index.atoms}
+    numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layer_of.values()))}
+    stages = {name: numbers[layer] * pp // len(numbers) for name, layer in layer_of.items()}
     return stages, "layers in the order of the model, as many on each stage"
