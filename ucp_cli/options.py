@@ -14,7 +14,7 @@ from ucp.conversion.arguments import CompareArguments, SourceArguments, list_opt
 from ucp.conversion.option import Option, parse_memory
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class _AnyPath(click.Path):
         if value == "":
             self.fail("expected a path; got '' (is a shell variable unset?)", param, ctx)
         try:
-            return given(value)
+            return parse_path(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
 

@@ -99,9 +99,9 @@ def _exclusive_stores(src: Path, dst: Path, observer: Observer) -> Iterator[None
     if not any(map(url_scheme, (src, dst))):
         yield
         return
-    from ucp.io.remote.link import forking  # with asyncio
+    from ucp.io.remote.connections import fork_lock  # with asyncio
 
-    lock = forking()
+    lock = fork_lock()
     if not lock.acquire(blocking=False):
         with show_waiting(observer, "another conversion of this process that uses a bucket"):
             lock.acquire()

@@ -24,7 +24,7 @@ from ucp.contract.protocols import ParamOrder, ParamOrderLike
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.transfer.plan.tasks import Share
 
 if TYPE_CHECKING:
@@ -133,12 +133,12 @@ def parse_tag(tag: str) -> str:
 def path_parser(argument: str, parse: Callable[[type_path], Path] = Path) -> Callable[[type_path], Path]:
     """A parser of the path passed as `argument`, which raises UsageError. `parse`: makes a path of a text."""
 
-    def parse_path(value: type_path) -> Path:
+    def parse_value(value: type_path) -> Path:
         if not isinstance(value, str | PathLike):
             raise UsageError(f"expected a path as {argument}; got {value!r}")
         return parse(value)
 
-    return parse_path
+    return parse_value
 
 
 def parse_dtype(dtype: object) -> DType | None:
@@ -184,7 +184,7 @@ def parse_globs(globs: Iterable[str]) -> tuple[str, ...]:
 def parse_param_order(names: ParamOrderLike) -> Path | ParamOrder:
     """Names of parameters by group, or the file that lists them. Raises UsageError."""
     if isinstance(names, str | PathLike):
-        return given(names)
+        return parse_path(names)
     if isinstance(names, Sequence):
         groups = [names] if all(isinstance(name, str) for name in names) else names
         if all(isinstance(group, list | tuple) and all(isinstance(name, str) for name in group) for group in groups):

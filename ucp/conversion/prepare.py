@@ -119,7 +119,7 @@ def count_ahead_bytes(index: Index) -> int:
     """Memory of each thread for what of stores is on its way."""
     if not is_remote(index.files):
         return 0
-    from ucp.io.remote.ahead import BUDGET
+    from ucp.io.remote.prefetch import BUDGET
 
     return BUDGET
 

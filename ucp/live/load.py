@@ -26,7 +26,7 @@ from ucp.live.model.describe import describe_run
 from ucp.live.model.meta import find_device
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import strip_chunks
-from ucp.live.model.parallel.place import PlacingOptions, place_run, trim_padding
+from ucp.live.model.parallel.place import place_run, trim_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.report import Clock, LoadReport, make_report
 from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
@@ -209,8 +209,9 @@ def _plan(
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))
     index, hints = rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
-    placing = PlacingOptions(family=source, rename=request.options.rename, experts=request.experts)
-    run = place_run(run, index, request.mesh, ranks, placing)
+    run = place_run(
+        run, index, request.mesh, ranks, options=source, rename=request.options.rename, experts=request.experts
+    )
     if index is saved:  # names of parameters are those of the checkpoint
         index = reorder_to_optimizer(index, request.path, run, request.names, ranks)
     matching = run_together(ranks, lambda: match(run, index, request.options, dtype=request.dtype))

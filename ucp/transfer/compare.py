@@ -191,7 +191,7 @@ def _group_nearby(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[i
             part for record in group for part in block_ranges(record.offset, record.offset + record.nbytes, BLOCK)
         ]
         parts = iter(ranges)
-        for _, _, count in join_ranges(ranges, gap=GAP, most=BLOCK):
+        for _, _, count in join_ranges(ranges, gap=GAP, limit=BLOCK):
             yield path, list(islice(parts, count))
 
 

@@ -26,7 +26,7 @@ from ucp.conversion.option import (
 from ucp.conversion.options import make_options
 from ucp.core.tensor import DType
 from ucp.errors import UsageError, counted
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
@@ -183,7 +183,7 @@ def _find_checkpoint(
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return mesh, path_parser("checkpoint", given)(path)
+    return mesh, path_parser("checkpoint", parse_path)(path)
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:
