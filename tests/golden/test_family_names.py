@@ -20,7 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from ucp.contract.registry import choose_family, families, family
-from ucp.core.region import Box, uncovered
+from ucp.core.region import Box, find_gaps
 from ucp.errors import FamilyError
 from ucp.families.family import Family
 from ucp.families.naming import Named
@@ -166,9 +166,9 @@ def test_the_tensors_make_up_the_parameter(name):
     for canonical in model.parameters:
         alias, shapes = model.joined(canonical)
         pairs = alias.pieces(shapes, model.family.values)
-        assert uncovered(whole_shape(alias, shapes, model.family.values), [pair.whole for pair in pairs]) == ()
+        assert find_gaps(whole_shape(alias, shapes, model.family.values), [pair.whole for pair in pairs]) == ()
         for part, shape in enumerate(shapes):
-            assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
+            assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
 
 
 @every_model

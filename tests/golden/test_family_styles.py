@@ -109,9 +109,9 @@ def carried_out(made: Mapping[str, Made], sources: Mapping[str, np.ndarray]) -> 
         whole = np.full(own.shape, -1, np.int32)
         for patch in own.patches:
             source = sources[patch.source]
-            steps = [0 if dim is None else step * source.strides[dim] for dim, step in patch.ways]
+            steps = [0 if dim is None else step * source.strides[dim] for dim, step in patch.dim_steps]
             part = np.lib.stride_tricks.as_strided(
-                source[(*map(slice, patch.whole.offsets, source.shape),)], patch.local.sizes, steps
+                source[(*map(slice, patch.global_box.offsets, source.shape),)], patch.local.sizes, steps
             )
             whole[tuple(map(slice, patch.local.offsets, patch.local.stops))] = part
         assert (whole >= 0).all(), name

@@ -88,7 +88,7 @@ class OptimizerPlan:
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:
-            reasons = self._index.reasons(absent) or (listed(absent),)
+            reasons = self._index.loss_reasons(absent) or (listed(absent),)
             raise MissingStateError(
                 f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
                 "none:\n" + "\n".join((*reasons, remedy))

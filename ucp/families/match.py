@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.layout import AxisLayout, Layout, local_shape, whole_shape
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, infer_global_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
@@ -91,7 +91,7 @@ class Match:
     def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
         try:
-            return whole_shape(layout, local_shapes)
+            return infer_global_shape(layout, local_shapes)
         except ValueError as error:
             raise FamilyError(self._misfit(error, None, local_shapes)) from error
 
@@ -116,7 +116,7 @@ def _from_whole(
     for axis in own:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
         layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
-        shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
+        shape = compute_local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
     return _bounded(Layout(tuple(layouts)), whole)
 
 
@@ -146,7 +146,7 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
-        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        shape = compute_local_shape(Layout((axis,)), shape, {axis.axis: 0})
         if pieces > _MOST_PIECES:
             raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
     return layout

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
-from ucp.core.union import taken, with_copies
+from ucp.core.union import add_copies, map_fragment
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
 
@@ -31,7 +31,7 @@ class Made(NamedTuple):
     @classmethod
     def whole(cls, source: str, shape: tuple[int, ...]) -> Made:
         """A tensor as it is."""
-        return cls(shape, (RegionPair(Box.whole(shape), Box.whole(shape), source=source),))
+        return cls(shape, (RegionPair(Box.full(shape), Box.full(shape), source=source),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
             raise UnsupportedError(
                 f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
             )
-        states[name] = replace(state, fragments=with_copies(state.fragments, copy.fragments))
+        states[name] = replace(state, fragments=add_copies(state.fragments, copy.fragments))
     return replace(atom, states=states)
 
 
@@ -182,7 +182,7 @@ def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
                 f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
             )
         states[key] = patched(state, made, {own.name: own.states[key].fragments for own in sources})
-    layouts = {own.name: own.layout for own in sources if own.layout.every}
+    layouts = {own.name: own.layout for own in sources if own.layout.all_axes}
     for own in sources:
         layouts |= own.made_of
     return replace(first, name=name, global_shape=made.shape, states=states, layout=Layout(), made_of=layouts)
@@ -209,6 +209,6 @@ def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
 
 def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
     """`state`, made of the fragments of `sources`, by name."""
-    pieces = (taken(patch, piece) for patch in made.patches for piece in sources[patch.source])
+    pieces = (map_fragment(patch, piece) for patch in made.patches for piece in sources[patch.source])
     made_of = tuple(piece for piece in pieces if piece is not None)
     return replace(state, global_shape=made.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)

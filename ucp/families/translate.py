@@ -167,7 +167,7 @@ def _joined(
 def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[JoinedBox]:
     """Where the tensors of an alias lie in the one that they join to."""
     if len(shapes) == 1 and alias.groups is None and not alias.blocks:
-        return (JoinedBox(0, Box.whole(shapes[0]), Box.whole(shapes[0])),)
+        return (JoinedBox(0, Box.full(shapes[0]), Box.full(shapes[0])),)
     others = {(*own[: alias.dim], *own[alias.dim + 1 :]) for own in shapes}
     if len(others) > 1 or any(len(own) <= alias.dim or not own[alias.dim] for own in shapes):
         raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")

@@ -18,7 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp.core.index import StateIndex
-from ucp.core.layout import Layout, part_of
+from ucp.core.layout import Layout, locate_shard
 from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice
 from ucp.core.tensor import DType
@@ -54,7 +54,7 @@ class LivePart:
     @property
     def is_full(self) -> bool:
         """Whether every rank holds all of it."""
-        return not self.layout.every
+        return not self.layout.all_axes
 
     def to_slice(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
         """The slice of a state of `shape` that the rank holds, in its own order.
@@ -66,21 +66,21 @@ class LivePart:
             return _first_rows(self.to_slice(param, state, own, dtype), shape[0])
         if own not in (None, shape):
             raise ValueError(f"has shape {list(own or ())} in the model and {list(shape)}")
-        part = part_of(self.layout, shape, coords=self.coords)
+        part = locate_shard(self.layout, shape, coords=self.coords)
         if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
             cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
             raise ValueError(
                 f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} leaves {list(part.local_shape)} "
                 f"of {list(shape)}"
             )
-        start, stop = 0, prod(part.local_shape) if part.held else 0
+        start, stop = 0, prod(part.local_shape) if part.regions else 0
         if part.flat is not None:
-            runs = [run.pair.whole for run in part.flat]
+            runs = [run.pair.global_box for run in part.flat]
             start = runs[0].offsets[0] if runs else 0
             stop = start + sum(run.sizes[0] for run in runs)
             if runs and runs[-1].stops[0] != stop:
                 raise ValueError("is held in several stretches, and one was expected")
-        pairs = tuple(own.pair for own in part.held)
+        pairs = tuple(own.pair for own in part.regions)
         local = self.local_shape  # which says more than `part` of one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
@@ -94,10 +94,10 @@ class LivePart:
 def _first_rows(own: Slice, rows: int) -> Slice:
     """The first part of a slice of one stretch of rows, that of rows below `rows`."""
     width = prod(own.local_shape[1:])
-    first = own.pairs[0].whole.offsets[0] if own.pairs else 0
+    first = own.pairs[0].global_box.offsets[0] if own.pairs else 0
     local = (max(min(rows - first, own.local_shape[0]), 0), *own.local_shape[1:])
     stop = min(own.stop, local[0] * width)
-    pairs = [RegionPair(Box(p.whole.offsets, local), Box(p.local.offsets, local)) for p in own.pairs if local[0]]
+    pairs = [RegionPair(Box(p.global_box.offsets, local), Box(p.local.offsets, local)) for p in own.pairs if local[0]]
     return replace(own, pairs=tuple(pairs), local_shape=local, start=min(own.start, stop), stop=stop)
 
 

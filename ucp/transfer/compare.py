@@ -16,7 +16,7 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.core.index import Index, StateIndex
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import Slice, whole_slice
+from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import GAP, DType, Record, TensorRef
 from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import differing, viewed, widened, without_payloads
@@ -115,7 +115,7 @@ def drifting(index: Index, observer: Observer, *, threads: int = THREADS) -> dic
         _Part(part, locator)
         for atom, name, state in held
         for locator in (Locator(state),)
-        for part in blocks(whole_slice(atom.name, name, state), state, nbytes=BLOCK)
+        for part in blocks(full_slice(atom.name, name, state), state, nbytes=BLOCK)
     )
     nbytes = sum(state.nbytes for _, _, state in held)
     _each(bundle(parts, limit=BLOCK), some, threads, observer, title="copies", nbytes=nbytes)
@@ -177,7 +177,7 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
     parts = (
         _Part(replace(whole, start=low, stop=high), locator)
         for atom, name, state in held
-        for whole, locator in ((whole_slice(atom.name, name, state), Locator(state)),)
+        for whole, locator in ((full_slice(atom.name, name, state), Locator(state)),)
         for low, high in block_ranges(0, whole.stop, state.digest_nbytes // state.dtype.itemsize)
     )
     nbytes = sum(state.nbytes for _, _, state in held)
@@ -242,7 +242,7 @@ def _read_as(a: StateIndex, b: StateIndex, *, cast: bool) -> DType:
 
 def _compared(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool) -> Iterator[_Compared]:
     """All elements of both, a block at a time, such that either is read once."""
-    left, right = whole_slice(param, name, a, dtype=_read_as(a, b, cast=cast)), whole_slice(param, name, b)
+    left, right = full_slice(param, name, a, dtype=_read_as(a, b, cast=cast)), full_slice(param, name, b)
     first, second = Locator(a), Locator(b)
     if 0 < a.numel * _WIDEST <= BLOCK:
         yield _Compared(_Part(left, first), _Part(right, second))

@@ -158,7 +158,7 @@ def _extras(a: Index, b: Index) -> Iterator[Change | Pair]:
             if isinstance(item, Apart):
                 yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
             else:
-                yield Pair(label, item.place, StateIndex.whole(item.a), StateIndex.whole(item.b))
+                yield Pair(label, item.place, StateIndex.from_tensor(item.a), StateIndex.from_tensor(item.b))
 
 
 def _missing(name: str, state: str, *, in_a: bool) -> Change:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ucp.core.slices import Locator, Piece, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, resolve, resolve_replicas
 from ucp.core.target import Slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
@@ -30,7 +30,7 @@ def _agree(taken: Sequence[Taken], gatherer: Gatherer) -> bool:
     """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
     alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
     for own, locator, part in taken:
-        for piece in chain.from_iterable(resolve_copies(own, locator, own.start, own.stop)):
+        for piece in chain.from_iterable(resolve_replicas(own, locator, own.start, own.stop)):
             if own.dtype is not locator.state.dtype and piece.ref.dtype is not own.dtype:
                 continue
             if piece.mean or piece.dst_strides != (1,):
@@ -61,7 +61,7 @@ def drift(own: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) ->
     compared with that term. `part`: bytes of the slice, which is a block at most.
     """
     uncast = own.dtype is locator.state.dtype
-    for pieces in resolve_copies(own, locator, own.start, own.stop):
+    for pieces in resolve_replicas(own, locator, own.start, own.stop):
         for piece in (piece for piece in pieces if uncast or piece.ref.dtype is own.dtype):
             taken = part
             if piece.mean:  # one summand of it

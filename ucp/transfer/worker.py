@@ -22,9 +22,9 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_replicas
 from ucp.core.target import Slice
-from ucp.core.tensor import TensorRef, starts_of
+from ucp.core.tensor import TensorRef, list_offsets
 from ucp.errors import CorruptError
 from ucp.io.codec import encode
 from ucp.io.destination.staging import TEMPORARY
@@ -182,7 +182,7 @@ class Worker:
         for own, locator in parts:
             yield from resolve(own, locator, own.start, own.stop)
             if is_checked and locator.replicas:
-                yield from chain.from_iterable(resolve_copies(own, locator, own.start, own.stop))
+                yield from chain.from_iterable(resolve_replicas(own, locator, own.start, own.stop))
 
     def _tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
         """The tiles that slices of one state are laid by."""
@@ -385,7 +385,7 @@ def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
         for low in range(0, len(values), rows):
             packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
             own = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
-            starts = starts_of(own, steps[:lead], first=first + low * steps[0])
+            starts = list_offsets(own, steps[:lead], first=first + low * steps[0])
             nbytes = packed.nbytes // len(starts)
             for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
                 write_at(descriptor, packed[at : at + nbytes], start)

@@ -24,7 +24,7 @@ from ucp.contract.registry import choose_family
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import absolute, path_of
 from ucp.io.identity import source_file
@@ -146,7 +146,7 @@ class _Reading:
                     f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
                     f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
                 )
-            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
+            tensors[embedding] = replace(first, fragments=add_copies(first.fragments, copy.fragments))
             del tensors[output]
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding

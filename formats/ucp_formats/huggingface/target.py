@@ -27,10 +27,10 @@ from ucp.contract.protocols import Target
 from ucp.contract.registry import names_of, target_family
 from ucp.core.gaps import check_weights
 from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
-from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, casts, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, describe_casts, full_slice
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
@@ -108,7 +108,7 @@ class HuggingFaceTarget(Target):
         plan = TargetPlan(
             files=tuple(own.file for own in shards),
             placements=tuple(place for own in shards for place in own.placements),
-            casts=casts(written, (own.slice for own in tensors)),
+            casts=describe_casts(written, (own.slice for own in tensors)),
             notes=(
                 *_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes),
                 *filter(None, [refused_note(config) if config is not None else None]),
@@ -191,7 +191,7 @@ def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
             f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
         )
-    return replace(atom, states={WEIGHT: replace(own, fragments=with_copies(own.fragments, copy.fragments))})
+    return replace(atom, states={WEIGHT: replace(own, fragments=add_copies(own.fragments, copy.fragments))})
 
 
 def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
@@ -201,7 +201,7 @@ def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTen
         raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(alien)}")
     for name, atom in written.atoms.items():
         own = index.atoms.get(name) or index.atoms[index.aliases[name]]
-        yield NewTensor(name=name, slice=whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
+        yield NewTensor(name=name, slice=full_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
 
 
 def _dtype(atom: AtomIndex, asked: str | None) -> DType:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ucp.core.index import WEIGHT, AtomIndex, Kind, OptimizerKeys, ParamGroup, StateDictKeys, StateIndex
 from ucp.core.tensor import TensorRef
-from ucp.core.union import scalar_state
+from ucp.core.union import state_from_scalar
 from ucp.errors import UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.model_dict import Path
@@ -54,7 +54,7 @@ def untrained_notes(atoms: Mapping[str, AtomIndex], parts: Parts) -> Iterator[st
 
 def number_of(leaf: Leaf) -> StateIndex:
     """A state that is no tensor, such as a `step` of older torch. Raises UnsupportedError for what is no number."""
-    number = None if isinstance(leaf.value, TensorRef) else scalar_state(leaf.value)
+    number = None if isinstance(leaf.value, TensorRef) else state_from_scalar(leaf.value)
     if number is None:
         raise UnsupportedError(
             f"expected tensors and numbers as states of the optimizer; {show_path(leaf.path)} is "

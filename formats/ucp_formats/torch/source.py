@@ -239,8 +239,8 @@ class _Reading:
             yield f"other values than those of the first rank, which are kept, of:\n{listed(keys)}"
 
     def _lost(self) -> Iterator[str]:
-        for why in dict.fromkeys(own.why for own in self._saved.lost.values()):
-            yield f"{why}:\n{listed(name for name, own in self._saved.lost.items() if own.why == why)}"
+        for why in dict.fromkeys(own.reason for own in self._saved.lost.values()):
+            yield f"{why}:\n{listed(name for name, own in self._saved.lost.items() if own.reason == why)}"
 
     def _notes(self, atoms: Mapping[str, AtomIndex], aliases: Mapping[str, str]) -> Iterator[str]:
         unplaced = [name for name in atoms if name not in self._mesh.layouts and len(_pieces(atoms[name])) > 1]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 
-from ucp.core.index import STEP, Loss, ParamGroup, UnnamedStates
+from ucp.core.index import STEP, LostStates, ParamGroup, UnnamedStates
 from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.model_dict import (
     Path,
@@ -91,7 +91,7 @@ class Parts:
     """Name in the model to what a module keeps there beside its tensors, nested as it was saved."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
@@ -106,7 +106,7 @@ def unnamed_states(where: str, states: Iterable[str], error: UnnamedError) -> Un
     keys = tuple(sorted(set(states)))
     return UnnamedStates(
         states=keys,
-        why=(
+        reason=(
             f"{where}: the optimizer numbers its parameters, and {error}. Its states ({', '.join(keys) or 'none yet'}) "
             f"are not read; the weights are. {error.remedy}. Or take the weights alone (--include '*/weight')"
         ),
@@ -312,7 +312,7 @@ class _Optimizer:
             if name is not None:
                 names, last = (name,), text[len(name) + 1 :]
             elif names:
-                parts.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
+                parts.lost.update(dict.fromkeys(names, LostStates(reason=_FUSED_WHY)))
             else:
                 strays.append(key)
             for own in names:

@@ -328,7 +328,7 @@ def _lightning_values(index: Index) -> dict[object, object]:
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:
-    pair = RegionPair(box, Box.whole(box.sizes))
+    pair = RegionPair(box, Box.full(box.sizes))
     return Slice(param=param, state=state, dtype=dtype, pairs=(pair,), local_shape=box.sizes, start=0, stop=box.numel)
 
 

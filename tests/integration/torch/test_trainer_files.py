@@ -72,7 +72,7 @@ def test_an_order_that_nobody_knows_is_refused(python: str, tmp_path: Path) -> N
     (saved / "config.json").unlink()
     unnamed = ucp.inspect(saved).unnamed
     assert unnamed is not None
-    assert "safetensors keeps names sorted" in unnamed.why
+    assert "safetensors keeps names sorted" in unnamed.reason
     with pytest.raises(ucp.UcpError, match="safetensors keeps names sorted"):
         ucp.plan(saved, to="torch")
     names = [name for name in load_file(tmp_path / "plain" / "truth.safetensors") if name.endswith("/weight")]

@@ -14,8 +14,8 @@ from ucp_patterns.shard import Shard
 
 from tests.strategies import coordinates
 from ucp.contract.registry import families, family, library
-from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place, whole_shape
-from ucp.core.region import uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, compute_local_shape, infer_global_shape, place
+from ucp.core.region import find_gaps
 from ucp.families.expression import Expression
 from ucp.families.family import Family
 from ucp.families.match import Match
@@ -105,7 +105,7 @@ def cut_length(draw: st.DrawFn, blocks: object, values: dict[str, int]) -> int:
 
 
 def taken_apart(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [local_shape(layout, shape, rank) for rank in coordinates(layout)]
+    return [compute_local_shape(layout, shape, rank) for rank in coordinates(layout)]
 
 
 @given(cases())
@@ -119,7 +119,7 @@ def test_split_then_union_is_the_identity(case):
     degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
     assert len(pieces) == (1 if overlaps <= {Overlap.EXCLUSIVE} else degree) or (not prod(shape) and not pieces)
     for boxes in pieces.values():
-        assert uncovered(shape, boxes) == ()
+        assert find_gaps(shape, boxes) == ()
 
 
 @given(cases(), st.integers(1, 5))
@@ -128,12 +128,12 @@ def test_a_flat_partition_of_every_part_makes_up_the_whole(case, dp):
     layout, shape = replace(case.layout, flat=(AxisLayout("dp", dp, Chunk(0)),)), case.shape
     placed = (own for rank in layout.ranks() for own in place(layout, shape, coords=rank))
     boxes = [own.box for own in placed if own.replica == own.term == 0]
-    assert uncovered(shape, boxes) == ()
+    assert find_gaps(shape, boxes) == ()
 
 
 @given(cases())
 def test_whole_shape_inverts(case):
-    assert whole_shape(case.layout, taken_apart(case.layout, case.shape)) == case.shape
+    assert infer_global_shape(case.layout, taken_apart(case.layout, case.shape)) == case.shape
 
 
 @given(cases())
@@ -205,7 +205,7 @@ class TestFused:
 
 
 def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
-    stored = np.full(prod(local_shape(layout, whole.shape, rank)), -1)
+    stored = np.full(prod(compute_local_shape(layout, whole.shape, rank)), -1)
     for own in place(layout, whole.shape, coords=rank):
         for at in np.ndindex(*own.box.sizes):
             stored[own.offset + sum(i * s for i, s in zip(at, own.strides, strict=True))] = whole[
@@ -244,6 +244,6 @@ def test_what_joins_makes_up_the_whole_once(alias, data):
     assume(alias.dim <= len(rest))
     pairs = alias.pieces(shapes, {"groups": groups, "heads": groups})
     whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
-    assert uncovered(whole, [pair.whole for pair in pairs]) == ()
+    assert find_gaps(whole, [pair.whole for pair in pairs]) == ()
     for part, shape in enumerate(shapes):
-        assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
+        assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()

@@ -9,7 +9,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucp.contract.layouts import Placement, axes_of
-from ucp.core.layout import Layout, local_shape, place
+from ucp.core.layout import Layout, compute_local_shape, place
 
 LENGTHS = st.integers(1, 9)
 
@@ -30,7 +30,7 @@ def ours(shape, degrees, placements, coordinate):
     known = [Placement(type(p).__name__, getattr(p, "dim", 0), getattr(p, "split_factor", 0)) for p in placements]
     layout = Layout(axes_of(names, degrees, known, "a test"))
     coords = dict(zip(names, coordinate, strict=True))
-    return local_shape(layout, shape, coords), [own.box for own in place(layout, shape, coords=coords)]
+    return compute_local_shape(layout, shape, coords), [own.box for own in place(layout, shape, coords=coords)]
 
 
 @given(meshes())

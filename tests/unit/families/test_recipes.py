@@ -18,7 +18,7 @@ from ucp.core.index import Fragment, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
 from ucp.families.recipes import Made, arranged, rearranged
@@ -61,7 +61,7 @@ def cut(shards: Shards, array: np.ndarray, how: str) -> StateIndex:
 
 
 def read(state: StateIndex) -> np.ndarray:
-    gatherer, own = Gatherer(sources=Sources()), whole_slice("p", "s", state)
+    gatherer, own = Gatherer(sources=Sources()), full_slice("p", "s", state)
     data = memoryview(bytearray(own.nbytes))
     gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
     gatherer.sources.close()
@@ -139,8 +139,8 @@ def filled(made: Made, array: np.ndarray) -> np.ndarray:
     target = np.full(made.shape, -1, dtype=array.dtype)
     for patch in made.patches:
         for at in np.ndindex(patch.local.sizes):
-            place = list(patch.whole.offsets)
-            for number, (dim, step) in zip(at, patch.ways, strict=True):
+            place = list(patch.global_box.offsets)
+            for number, (dim, step) in zip(at, patch.dim_steps, strict=True):
                 if dim is not None:
                     place[dim] += number * step
             spot = tuple(map(int.__add__, patch.local.offsets, at))

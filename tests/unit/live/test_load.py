@@ -86,7 +86,7 @@ class Saved:
     @staticmethod
     def _pieces(shards, array):
         if not array.shape or not array.size:
-            yield Fragment(box=Box.whole(array.shape), ref=shards.put(array, file="0.bin"))
+            yield Fragment(box=Box.full(array.shape), ref=shards.put(array, file="0.bin"))
             return
         for number, rows in enumerate(np.array_split(np.arange(len(array)), 3)):
             if rows.size:

@@ -28,8 +28,10 @@ def match_states(
     known = {name for group in index.groups for name in group.params}
     has_optimizer = bool(known) or index.unnamed is not None or any(map(_states_of, index.atoms.values()))
     lost = [matched[own.name] for own in params if own.name in matched]
-    findings.problems.extend(index.reasons(name for name in lost if name in index.lost and not index.lost[name].chosen))
-    findings.problems.extend([] if index.unnamed is None else [index.unnamed.why])
+    findings.problems.extend(
+        index.loss_reasons(name for name in lost if name in index.lost and not index.lost[name].is_chosen)
+    )
+    findings.problems.extend([] if index.unnamed is None else [index.unnamed.reason])
     wanted: list[LoadItem] = []
     fresh: list[str] = []
     for param in params:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ucp.core.index import WEIGHT, AtomIndex, Index
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.live.match.findings import Findings
 from ucp.live.parts import LivePart, LiveTensor, LoadItem
@@ -162,7 +162,7 @@ def make_item(
     source = atom.states[state]
     is_whole = part.is_full or source.global_shape != atom.global_shape or atom.is_count(state)
     wanted = (
-        whole_slice(atom.name, state, source, dtype=dtype)
+        full_slice(atom.name, state, source, dtype=dtype)
         if is_whole
         else part.to_slice(atom.name, state, source.global_shape, dtype)
     )

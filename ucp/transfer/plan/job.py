@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ucp.core.index import Index, StateIndex
 from ucp.core.region import RegionPair, intersect
 from ucp.core.slices import Locator
-from ucp.core.target import Placement, Slice, TargetPlan, whole_slice
+from ucp.core.target import Placement, Slice, TargetPlan, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
 from ucp.transfer.plan.task_list import nbytes_of, task_list
@@ -74,8 +74,8 @@ def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
 
 def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
     """A tensor of an extra as a slice, and where its pieces are found."""
-    state = StateIndex.whole(ref)
-    return whole_slice("extra", "", state), Locator(state)
+    state = StateIndex.from_tensor(ref)
+    return full_slice("extra", "", state), Locator(state)
 
 
 def check_target(index: Index, target: TargetPlan) -> None:
@@ -121,7 +121,7 @@ def _claim(claims: _Claims, own: Slice) -> bool:
     """Whether nothing of a slice was spoken for before; from now on it is."""
     ranges = claims.get(own.pairs)
     if ranges is None:
-        if any(intersect(a.whole, b.whole) for pairs in claims for a in pairs for b in own.pairs):
+        if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in own.pairs):
             return False
         ranges = claims[own.pairs] = []
     if own.start == own.stop:

@@ -24,7 +24,16 @@ from math import prod
 
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Piece, block_ranges, in_file_order, pieces_within, resolve, resolve_copies, runs_of
+from ucp.core.slices import (
+    Locator,
+    Piece,
+    block_ranges,
+    in_file_order,
+    pieces_within,
+    resolve,
+    resolve_replicas,
+    runs_of,
+)
 from ucp.core.target import Slice
 from ucp.core.tensor import GAP, TensorRef, contiguous_strides
 
@@ -43,7 +52,7 @@ def is_crosswise(
     So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
     of states that are there as long as it is.
     """
-    is_stretch = len(own.pairs) == 1 and own.pairs[0].whole.is_flat_in(state.global_shape)  # as nearly all are
+    is_stretch = len(own.pairs) == 1 and own.pairs[0].global_box.is_flat_in(state.global_shape)  # as nearly all are
     if state.nbytes < LEAST or own.start == own.stop or (is_stretch and _is_plain(state, known)):
         return False
     if known is None:
@@ -65,7 +74,7 @@ def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool
     source = Locator(state)
     return any(
         _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
-        for pieces in (resolve(own, source, own.start, stop), *resolve_copies(own, source, own.start, stop))
+        for pieces in (resolve(own, source, own.start, stop), *resolve_replicas(own, source, own.start, stop))
     )
 
 
@@ -100,7 +109,7 @@ def tiles(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
         at = dict(zip(order, starts, strict=True))
         offsets = tuple(at[dim] for dim in range(len(shape)))
         box = Box(offsets, tuple(min(n, whole - o) for n, whole, o in zip(tile, shape, offsets, strict=True)))
-        pairs = (RegionPair(box, Box.whole(box.sizes)),)
+        pairs = (RegionPair(box, Box.full(box.sizes)),)
         yield replace(own, pairs=pairs, local_shape=box.sizes, start=0, stop=box.numel)
 
 
@@ -163,7 +172,7 @@ def _run(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
 
 def within(own: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Copies from the bytes of a tile to those of a slice: what of the tile it holds. `shape`: that of the whole."""
-    box = tile.pairs[0].whole
+    box = tile.pairs[0].global_box
     ref = TensorRef(path="", offset=0, dtype=tile.dtype, shape=box.sizes, strides=contiguous_strides(box.sizes))
     held = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
     return pieces_within(own, Locator(held), 0, own.start, own.stop)

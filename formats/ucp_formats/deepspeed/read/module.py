@@ -16,7 +16,7 @@ from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, Stored
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.config import RunConfig
@@ -251,7 +251,7 @@ def _add_whole(model: ModelStates, trained: Mapping[str, Shape], part: ModulePar
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
             copies.setdefault(name, []).insert(0, fragment)
         apart = (own for own in copies.get(name, ()) if (own.path, own.offset) != (ref.path, ref.offset))
-        tensor = ShardedTensor.whole(ref, *apart)
+        tensor = ShardedTensor.unsharded(ref, *apart)
         part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -269,19 +269,19 @@ def _add_sharded(
             continue
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
         shape = recorded.get(name, ref.shape)
-        tensor = ShardedTensor.whole(ref) if ref.shape == shape and ref.numel else None
+        tensor = ShardedTensor.unsharded(ref) if ref.shape == shape and ref.numel else None
         if name in model.frozen and name not in trained:
             kind, tensor = Kind.FROZEN, _frozen(name, models, ref.dtype)
         elif name not in recorded and prod(model.empty.get(name, (1,))) == 0 == ref.numel:
             kind, shape = Kind.FROZEN, model.empty[name]
-            tensor = ShardedTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
+            tensor = ShardedTensor.unsharded(ref.strided(0, shape, contiguous_strides(shape)))
         elif name not in recorded:
             if not ref.numel and kind is not Kind.BUFFER:
                 part.dropped.append(
                     f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
                 )
                 continue
-            tensor = ShardedTensor.whole(ref)
+            tensor = ShardedTensor.unsharded(ref)
             # buffers of other ranks may differ from rank 0's, such as running statistics
             copies = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items() if own is not model)
             differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
@@ -323,7 +323,7 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
     numel = prod(shape)
     chunks = Chunks({name: numel}, ranks)
     length = chunks.lengths(0).start
-    stored: list[Stored] = []
+    stored: list[StoredShard] = []
     missing: list[str] = []
     for rank in range(ranks):
         if rank and name not in chunks.spans(rank):
@@ -341,11 +341,11 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
             )
         if flat is None or flat.shape != (length,) or not flat.is_contiguous:
             raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
-        stored.append(Stored({"dp": rank}, flat))
+        stored.append(StoredShard({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
             f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
-    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
+    laid_out = ShardSet(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
+    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, shard_sets=(laid_out,))

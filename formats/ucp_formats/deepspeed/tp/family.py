@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
-from ucp.core.layout import Layout, whole_shape
+from ucp.core.layout import Layout, infer_global_shape
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
 from ucp.families.match import cut_dim
 from ucp.io.pickle.fields import Shape
@@ -136,4 +136,4 @@ def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayo
         raise MisfitError("experts over tensor-parallel ranks of their own (etp) are not known of DeepSpeed")
     layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
     (axis,) = layout.axes
-    return TensorLayout(axis.pattern, whole_shape(layout, list(shapes)), len(shapes))
+    return TensorLayout(axis.pattern, infer_global_shape(layout, list(shapes)), len(shapes))

@@ -20,10 +20,10 @@ from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.core.gaps import check_weights
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
-from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
-from ucp.core.layout import Part as LocalPart
+from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
+from ucp.core.layout import RankShard as LocalPart
 from ucp.core.region import RegionPair
-from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, whole_slice
+from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, full_slice
 from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
@@ -88,7 +88,7 @@ class AtomDraft(FileDraft):
         key = (param, state, dtype)
         if key not in self._wholes:
             source = self._index.atoms[param].states[state]
-            own = whole_slice(param, state, source, dtype=dtype)
+            own = full_slice(param, state, source, dtype=dtype)
             layout = None
             if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
                 layout = self._layout(param)
@@ -105,7 +105,8 @@ class AtomDraft(FileDraft):
             part = self._part(param, lies, rank)
             pairs = _pairs(part)
             for own in part.flat or ():
-                (at,), (first,), (numel,) = own.pair.local.offsets, own.pair.whole.offsets, own.pair.whole.sizes
+                box = own.pair.global_box
+                (at,), (first,), (numel,) = own.pair.local.offsets, box.offsets, box.sizes
                 found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
         return found
 
@@ -134,7 +135,7 @@ class AtomDraft(FileDraft):
         """What data-parallel rank `rank` has of a parameter."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
+        return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
 
 
 @lru_cache(maxsize=1 << 14)
@@ -144,7 +145,7 @@ def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayou
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
-    return tuple([own.pair for own in part.held])
+    return tuple([own.pair for own in part.regions])
 
 
 EMULATED = "0.19.8"

@@ -16,11 +16,11 @@ from itertools import product
 
 from ucp.contract.layouts import along
 from ucp.contract.ranks import Checksums
-from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
+from ucp.core.index import AtomIndex, Extra, Kind, LostStates, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Union, joined_counts, scalar_state
+from ucp.core.union import ShardedTensor, ShardSet, Union, merge_counts, state_from_scalar
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
 from ucp_formats.megatron.buffers.state_buffer import Candidate
@@ -83,7 +83,7 @@ class LegacyStates:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What is not carried, with the reason."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters whose group is not known, and why."""
 
     @property
@@ -102,7 +102,7 @@ class LegacyStates:
 
 def candidate(name: str, held: Held) -> Candidate:
     """A stored tensor as what may be found by its contents."""
-    whole = Box.whole(held.ref.shape)
+    whole = Box.full(held.ref.shape)
     return Candidate(name=name, local_shape=held.ref.shape, pairs=(RegionPair(whole, whole),), refs=(held.ref,))
 
 
@@ -145,7 +145,7 @@ def _atom(
     def sharded(refs: Mapping[Slot, TensorRef]) -> ShardedTensor:
         stored = [part.view.of(refs[part.slot], coords[part.slot]) for part in parts if part.slot in refs]
         dtype = next(iter(refs.values())).dtype
-        return ShardedTensor(dtype=dtype, shape=shape, parts=(Shards(layout, tuple(stored)),))
+        return ShardedTensor(dtype=dtype, shape=shape, shard_sets=(ShardSet(layout, tuple(stored)),))
 
     coords = {part.slot: _coordinates(run, part) for part in parts}
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
@@ -154,14 +154,14 @@ def _atom(
     counts: dict[str, list[StateIndex]] = {}  # one number: the first rank's, and copies on the others
     for slot in coords:
         for key, value in states.numbers.get(slot, {}).items():
-            if (state := scalar_state(value)) is not None:
+            if (state := state_from_scalar(value)) is not None:
                 counts.setdefault(key, []).append(state)
     tensors = {key: sharded({slot: own[key] for slot, own in trained.items() if key in own}) for key in keys}
-    return union.atom(
+    return union.build_atom(
         parts[0].name,
         kind=Kind.BUFFER if is_buffer else kind,
         layout=layout,
-        states={**tensors, **{key: joined_counts(own) for key, own in counts.items()}},
+        states={**tensors, **{key: merge_counts(own) for key, own in counts.items()}},
         model=sharded({part.slot: part.ref for part in parts}),
     )
 

@@ -27,7 +27,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import Stored
+from ucp.core.union import StoredShard
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
@@ -126,9 +126,9 @@ class View:
         """The stored tensor is the parameter."""
         return cls(shape=shape, offset=0, strides=contiguous_strides(shape))
 
-    def of(self, ref: TensorRef, coords: Mapping[str, int]) -> Stored:
+    def of(self, ref: TensorRef, coords: Mapping[str, int]) -> StoredShard:
         """What the rank at `coords` stored of the parameter; `ref`: the stored tensor, consecutive."""
-        return Stored(coords, ref.strided(self.offset, self.shape, self.strides))
+        return StoredShard(coords, ref.strided(self.offset, self.shape, self.strides))
 
 
 _EXTRA_STATE = "_extra_state"

@@ -236,7 +236,7 @@ def _name(own: Sharded, names: DistNames) -> str:
 
 def _part(own: Sharded) -> LivePart:
     local = tuple(own.tensor.shape)
-    whole = Box.whole(local)
+    whole = Box.full(local)
     if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local and not own.is_padded:
         return LivePart.full(local)
     held = AxisLayout(_PLACE, 1, pattern("pieces", held=(own.pairs,)), "sharded_state_dict of the module")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import STEP, WEIGHT
-from ucp.core.layout import AxisLayout, Layout, part_of
+from ucp.core.layout import AxisLayout, Layout, locate_shard
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
@@ -212,13 +212,13 @@ def _range_of(outer: Any, param: torch.Tensor, whole: LivePart) -> LivePart:
     )
     coords = {**whole.coords, "dp": outer.data_parallel_group.rank()}
     layout = Layout(whole.layout.axes, (axis,))
-    held = part_of(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
-    if [(own.pair.whole.offsets[0], own.pair.whole.stops[0]) for own in held] != [
+    held = locate_shard(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
+    if [(own.pair.global_box.offsets[0], own.pair.global_box.stops[0]) for own in held] != [
         (told["param"].start, told["param"].end)
     ]:
         raise UnsupportedError(
             f"expected elements {told['param'].start} to {told['param'].end} of a parameter in the share of this rank, "
-            f"as the distributed optimizer says; its bucket leaves {[str(own.pair.whole) for own in held]}"
+            f"as the distributed optimizer says; its bucket leaves {[str(own.pair.global_box) for own in held]}"
         )
     return replace(whole, layout=layout, coords=coords)
 

@@ -229,7 +229,7 @@ def _take(
     found.placed += len(placement.starts)
     for name, start in placement.starts.items():
         held = candidates[name]
-        boxes = (name, *(pair.whole for pair in held.pairs))
+        boxes = (name, *(pair.global_box for pair in held.pairs))
         replica = seen[boxes] = seen.get(boxes, -1) + 1
         own = replace(held, replica=replica)
         found.chains.setdefault(name, bucket.key.chain)

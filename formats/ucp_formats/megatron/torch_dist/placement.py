@@ -126,7 +126,7 @@ class _Laws:
         """The axes of the rule of a parameter, compared with the pieces that are recorded."""
         degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
         boxes = tuple(piece.box for piece in whole.boxes)
-        if set(degrees.values()) == {1} and set(boxes) == {Box.whole(whole.shape)}:
+        if set(degrees.values()) == {1} and set(boxes) == {Box.full(whole.shape)}:
             return ()
         key = (_NUMBER.sub("#", whole.name), whole.shape, boxes)
         if key not in self._cuts:

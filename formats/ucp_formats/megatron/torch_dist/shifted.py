@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, Loss, StateIndex
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, LostStates, StateIndex
 from ucp.errors import listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
@@ -45,7 +45,7 @@ class CheckedMasters:
     """Masters that are not the weights, and nothing says why."""
     dropped: tuple[str, ...]
     """States that were left out, for people."""
-    lost: Mapping[str, Loss]
+    lost: Mapping[str, LostStates]
     """Every parameter whose states were left out, and why."""
 
 
@@ -71,7 +71,7 @@ def check_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) ->
         atoms={name: _weight_alone(atom) if name in shifted else atom for name, atom in atoms.items()},
         notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),
         dropped=(f"{_WHY}:\n{lines}",) if shifted else (),
-        lost={name: Loss(why=_WHY, detail=f"by {shift} elements") for name, shift in shifted.items()},
+        lost={name: LostStates(reason=_WHY, detail=f"by {shift} elements") for name, shift in shifted.items()},
     )
 
 

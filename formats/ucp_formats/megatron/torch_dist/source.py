@@ -25,14 +25,14 @@ from ucp.core.index import (
     Fragment,
     Index,
     Kind,
-    Loss,
+    LostStates,
     ParamGroup,
     SourceFile,
     StateIndex,
 )
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, Record
-from ucp.core.union import Union, scalar_state
+from ucp.core.union import Union, state_from_scalar
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
@@ -88,7 +88,7 @@ class DistGroups:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What is not known, and of which parameters."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters whose group is not known, and why."""
 
 
@@ -113,10 +113,10 @@ def read_groups(
     found.lost |= dealt.lost
     shared = _common_step(common)
     for group in dealt.groups:
-        step = scalar_state(group.hyper.get(STEP)) or shared
+        step = state_from_scalar(group.hyper.get(STEP)) or shared
         if step is not None:
             found.steps |= dict.fromkeys(group.params, step)
-    agreed = shared or scalar_state(dealt.step)
+    agreed = shared or state_from_scalar(dealt.step)
     if agreed is not None:
         found.steps |= dict.fromkeys(dealt.lost, agreed)
     found.groups = tuple(drop_rank_settings(group, found.steps) for group in dealt.groups)
@@ -159,11 +159,11 @@ def _common_step(common: CommonState) -> StateIndex | None:
         inner = own.get("optimizer")
         state = inner.get("state") if isinstance(inner, dict) else None
         if isinstance(state, dict) and "common_step" in state:
-            return scalar_state(state["common_step"])
+            return state_from_scalar(state["common_step"])
         params = own.get("param_state")
         for param in params.values() if isinstance(params, dict) else ():
             if isinstance(param, dict) and STEP in param:
-                return scalar_state(param[STEP])
+                return state_from_scalar(param[STEP])
     return None
 
 
@@ -366,4 +366,4 @@ def _atom(whole: GlobalTensor, states: DistStates, groups: DistGroups, names: Di
     if whole.name not in states.fragments:
         is_buffer = names.is_buffer(whole.name)
         kind = Kind.BUFFER if is_buffer else Kind.FROZEN if states.fragments else Kind.PARAMETER
-    return Union().atom(whole.name, kind=kind, layout=layout, states=made, model=model)
+    return Union().build_atom(whole.name, kind=kind, layout=layout, states=made, model=model)

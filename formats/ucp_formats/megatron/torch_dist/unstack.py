@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.region import Box, local_flat_pairs, uncovered
+from ucp.core.region import Box, find_gaps, locate_flat_range
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
@@ -112,7 +112,7 @@ def check_tiled(wholes: Iterable[GlobalTensor], where: str) -> None:
         if len(whole.boxes) != 1 or whole.boxes[0].box.sizes != whole.shape
         if all(len(own.box.sizes) == len(whole.shape) for own in whole.boxes)
         if not any(stop > n for own in whole.boxes for stop, n in zip(own.box.stops, whole.shape, strict=True))
-        for gap in uncovered(whole.shape, [piece.box for piece in whole.boxes])
+        for gap in find_gaps(whole.shape, [piece.box for piece in whole.boxes])
     ]
     if problems:
         raise CoverError(
@@ -192,7 +192,7 @@ class _Apart:
         origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
         low = chunk.offsets[-1]
         lead, strides = self._lead, contiguous_strides(local)[self._lead :]
-        for box, position in local_flat_pairs(local, low, low + chunk.sizes[-1]):
+        for box, position in locate_flat_range(local, low, low + chunk.sizes[-1]):
             for at in product(*map(range, box.sizes[: self._lead])):
                 inside = sum(map(int.__mul__, at, contiguous_strides(box.sizes)[: self._lead]))
                 index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims

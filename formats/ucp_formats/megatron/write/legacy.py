@@ -22,7 +22,7 @@ from functools import cached_property
 from math import prod
 
 from ucp.core.index import WEIGHT
-from ucp.core.layout import Layout, Overlap, local_shape, place
+from ucp.core.layout import Layout, Overlap, compute_local_shape, place
 from ucp.core.region import RegionPair
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
@@ -202,7 +202,7 @@ class _Legacy:
         ranks = {"tp": at.tp, "etp": self._grid.expert_part(at).etp}
         layout = own.match.layout(axes=degrees, global_shape=own.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
-        shape = local_shape(layout, own.shape, coords)
+        shape = compute_local_shape(layout, own.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, own.shape, coords=coords))
         axes = with_source(layout, f"family {self._own.model.family.name}")
         return _Local(key=key, tensor=own, pairs=pairs, shape=shape, layout=Layout(axes))

@@ -72,7 +72,7 @@ class ModelTensor:
             pairs=tuple(pairs),
             local_shape=local_shape,
             start=0,
-            stop=Box.whole(local_shape).numel,
+            stop=Box.full(local_shape).numel,
         )
         return (Part(offset=0, slice=own, layout=layout),)
 

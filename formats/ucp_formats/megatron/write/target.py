@@ -219,7 +219,7 @@ def _check_states(index: Index, model: Model, arguments: Mapping[str, object]) -
     lacking = missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
     if lacking:
         lines = listed(f"{name}: {', '.join(states)}" for name, states in lacking.items())
-        reasons = index.reasons(lacking)
+        reasons = index.loss_reasons(lacking)
         two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
         raise MissingStateError(

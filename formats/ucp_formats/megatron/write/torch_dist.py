@@ -130,10 +130,10 @@ def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[Store
 def _boxes(own: ModelTensor, parts: int) -> tuple[Box, ...]:
     """The whole, or the blocks that its rule cuts one by one."""
     if parts == 1:
-        return (Box.whole(own.shape),)
+        return (Box.full(own.shape),)
     layout = own.match.layout(axes={"tp": 1, "etp": 1}, global_shape=own.shape)
     pairs = [axis.pattern.regions(own.shape, 1, 0) for axis in layout.axes]
-    boxes = tuple(pair.whole for pair in max(pairs, key=len, default=()))
+    boxes = tuple(pair.global_box for pair in max(pairs, key=len, default=()))
     if len(boxes) != parts:
         raise FamilyError(
             f"{own.name} is {parts} tensors in torch_dist, but its rule has {len(boxes)} blocks to cut it into. "
@@ -222,7 +222,7 @@ def _chunks(tensor: ModelTensor, part: StoredPart, state: str, dtype: DType, lay
         pair = _shared(box, part.box)
         if pair is None:
             continue
-        offsets = tuple(a - b for a, b in zip(pair.whole.offsets, part.box.offsets, strict=True))
+        offsets = tuple(a - b for a, b in zip(pair.global_box.offsets, part.box.offsets, strict=True))
         sizes = pair.local.sizes
         parts = tensor.parts((pair,), sizes, state, dtype, layout)
         yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *sizes), parts=parts)
@@ -232,7 +232,7 @@ def _chunks(tensor: ModelTensor, part: StoredPart, state: str, dtype: DType, lay
 def _shared(box: Box, part: Box) -> RegionPair | None:
     """What two boxes have in common, one object for all tensors that are cut alike."""
     shared = intersect(box, part)
-    return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
+    return None if shared is None else RegionPair(shared, Box.full(shared.sizes))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -20,7 +20,7 @@ from math import prod
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import Fragment, StateIndex
-from ucp.core.layout import AxisLayout, Layout, local_shape, place
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, place
 from ucp.core.region import Box
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, UnsupportedError
@@ -133,7 +133,7 @@ def _copies(refs: Mapping[int, TensorRef], name: str) -> Joined:
         )
     ((dtype, shape),) = kinds
     copies = AxisLayout(COPIES, len(refs), pattern("replicate"), "a plain tensor in the file of every rank")
-    whole = Box.whole(shape)
+    whole = Box.full(shape)
     return Joined(
         dtype=dtype,
         shape=shape,
@@ -208,7 +208,7 @@ def _varying(parts: Mapping[int, Part]) -> str:
 def _placed(part: Part, layout: Layout, coords: Mapping[str, int], name: str) -> Iterator[Fragment]:
     """The pieces of one rank, proved to have the shape that the layout gives."""
     try:
-        wanted = local_shape(layout, part.shape, coords)
+        wanted = compute_local_shape(layout, part.shape, coords)
         pieces = place(layout, part.shape, coords=coords)
     except ValueError as error:
         raise MalformedError(f"{name} of {list(part.shape)}, cut by {_shown(layout)}: {error}") from error

@@ -19,7 +19,7 @@ from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Extra, Index
-from ucp.core.target import TargetOptions, TargetPlan, whole_slice
+from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.pickle.values import GlobalName, Stub, walk
@@ -120,7 +120,7 @@ class _Drafting:
             dtype, data = count_tensor(self._index, self.counts, atom.name, name)
             return self.file.known(dtype, (), data)
         dtype = atom.dtype_of(name, self._dtypes)
-        return self.file.tensor(whole_slice(atom.name, name, state, dtype=dtype))
+        return self.file.tensor(full_slice(atom.name, name, state, dtype=dtype))
 
     def _add_extras(self, root: dict[object, object]) -> None:
         """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from ucp.contract.layouts import FlatLayout
 from ucp.contract.ranks import Checksums, Problems, per_rank_extras
-from ucp.core.index import STEP, WEIGHT, Extra, Fragment, Loss, ParamGroup, StateIndex
+from ucp.core.index import STEP, WEIGHT, Extra, Fragment, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, State, Stored, number_state, scalar_state
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, state_from_number, state_from_scalar
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
 
@@ -29,7 +29,7 @@ _UNPLACED = "states of the optimizer that cannot be given to single parameters a
 class OptimizerPart:
     """The optimizer's view of a checkpoint."""
 
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    states: dict[str, dict[str, StateSource]] = field(default_factory=dict)
     """Trained parameter to state name to its pieces; `weight` where there is a master."""
     groups: list[ParamGroup] = field(default_factory=list)
     """Parameter groups."""
@@ -39,12 +39,12 @@ class OptimizerPart:
     """What was inferred."""
     dropped: list[str] = field(default_factory=list)
     """What was left out, and why."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters that lack states which cannot be given to single parameters."""
 
     def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
         """Tell of states of `params` that are kept as extras; `unplaced`: each with what it is."""
-        loss = Loss(why=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
+        loss = LostStates(reason=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
         self.lost |= dict.fromkeys(params, loss)
         self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{listed(unplaced)}")
 
@@ -56,7 +56,7 @@ class OptimizerPart:
         for number, group in enumerate(self.groups):
             stepped = [name for name in group.params if self.states.get(name, {}).keys() - {"weight"}]
             has_own = any(STEP in self.states[name] for name in stepped)
-            state = scalar_state(group.hyper.get(STEP))
+            state = state_from_scalar(group.hyper.get(STEP))
             if state is None or has_own or not stepped:
                 continue
             for name in stepped:
@@ -137,7 +137,7 @@ class _Reader:
         label, shards = self.group.label, self.group.shards
         values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-        numbers = {r: value for r, value in values.items() if r not in tensors and scalar_state(value) is not None}
+        numbers = {r: value for r, value in values.items() if r not in tensors and state_from_scalar(value) is not None}
         if not values:
             self.part.dropped.append(f"{label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
@@ -182,14 +182,16 @@ class _Reader:
                     places[param][1].append((rank, span.start))
         for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
             if param not in places:
-                shards = Shards(whole, (Stored(self.group.coords, first),))
+                shards = ShardSet(whole, (StoredShard(self.group.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(places[param][1][0][1], shape, contiguous_strides(shape))
-                shards = Shards(whole, (Stored(self.group.coords, ref),))
+                shards = ShardSet(whole, (StoredShard(self.group.coords, ref),))
             else:
                 cut, starts = places[param]
-                shards = Shards(cut, tuple([Stored(self.coords[rank], tensors[rank], start) for rank, start in starts]))
-            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(shards,))
+                shards = ShardSet(
+                    cut, tuple([StoredShard(self.coords[rank], tensors[rank], start) for rank, start in starts])
+                )
+            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
 
     def add_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
         """Add a state that is one tensor of one element, of which every rank has a copy."""
@@ -201,7 +203,7 @@ class _Reader:
             f"{self.files[other]}: of another run: {name} of {self.group.label} differs from {self.files[rank]}"
             for other in differing
         ]
-        box = Box.whole(first.shape)
+        box = Box.full(first.shape)
         fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(tensors.values()))
         self._give_all(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
 
@@ -210,7 +212,7 @@ class _Reader:
         self.problems.agree(f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()})
         number = next(iter(numbers.values()))
         if self._all_have(name, self._without(numbers)) and isinstance(number, int | float):
-            self._give_all(name, number_state(number))
+            self._give_all(name, state_from_number(number))
 
     def _give_all(self, name: str, state: StateIndex) -> None:
         for own in self.states.values():

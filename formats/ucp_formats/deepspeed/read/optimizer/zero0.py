@@ -18,7 +18,7 @@ from ucp.contract.ranks import Checksums, Problems
 from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
 from ucp.core.index import STEP, WEIGHT, Extra, ParamGroup
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, State, scalar_state
+from ucp.core.union import ShardedTensor, StateSource, state_from_scalar
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
@@ -239,7 +239,9 @@ def _add_slots(
         own = part.states.setdefault(name, {})
         for key, value in ({WEIGHT: masters[at], **states} if masters else states).items():
             whole = isinstance(value, TensorRef) and value.shape == shape
-            found = ShardedTensor.whole(value) if isinstance(value, TensorRef) and whole else scalar_state(value)
+            found = (
+                ShardedTensor.unsharded(value) if isinstance(value, TensorRef) and whole else state_from_scalar(value)
+            )
             if value is None:
                 part.dropped.append(f"{name}: state {key} is None")
             elif found is not None:
@@ -252,7 +254,7 @@ def _add_slots(
     _share_fused_count(group, [part.states[name] for name in params], part)
 
 
-def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, State]], part: OptimizerPart) -> None:
+def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, StateSource]], part: OptimizerPart) -> None:
     """Give every parameter of a group the count of its last one, where FusedAdam counts (fused_adam.py, 0.19.8)."""
     stepped = [own for own in states if STEP in own]
     steps = [own[STEP] for own in stepped]

@@ -17,7 +17,7 @@ from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import InlineTensor
-from ucp.core.union import ShardedTensor, Shards, State, Stored, joined_counts
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, merge_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import Numbered
@@ -66,16 +66,16 @@ class Mesh:
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
         parts = []
-        for part in tensor.parts:
+        for part in tensor.shard_sets:
             layout = self.in_stage(name, part.layout) if in_stage else self.layout(name, part.layout)
             if layout is part.layout:
                 parts.append(part)
             else:
-                moved = [Stored({**base, **one.coords}, one.ref, one.start) for one in part.stored]
-                parts.append(Shards(layout, tuple(moved)))
-        if all(new is old for new, old in zip(parts, tensor.parts, strict=True)):
+                moved = [StoredShard({**base, **one.coords}, one.ref, one.start) for one in part.shards]
+                parts.append(ShardSet(layout, tuple(moved)))
+        if all(new is old for new, old in zip(parts, tensor.shard_sets, strict=True)):
             return tensor
-        return ShardedTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
+        return ShardedTensor(dtype=tensor.dtype, shape=shape, shard_sets=tuple(parts))
 
     def in_stage(self, name: str, own: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
         """The layout in a pipeline stage, which has its modules in files of layers and experts, by their names."""
@@ -221,7 +221,7 @@ class _Merger:
         self.notes: list[str] = []
         self._counts: dict[tuple[int, ...], StateIndex] = {}
 
-    def states(self, name: str) -> dict[str, State]:
+    def states(self, name: str) -> dict[str, StateSource]:
         """Whole states of a parameter."""
         holders = [(part, part.optimizer.states[name]) for part in self.parts if name in part.optimizer.states]
         first = holders[0][1]
@@ -233,7 +233,7 @@ class _Merger:
         ]
         return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
 
-    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, State]]) -> State:
+    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, StateSource]]) -> StateSource:
         layout = self.mesh.tensors.get(name)
         if len({(own.dtype, _shape(own) if layout is None else None) for _, own in held}) > 1:
             where = dict.fromkeys(f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held)
@@ -258,7 +258,7 @@ class _Merger:
         refs = [piece.ref for _, own in counts for piece in own.fragments]
         inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
         if len(inline) < len(refs):
-            made = joined_counts([own for _, own in counts])
+            made = merge_counts([own for _, own in counts])
         else:  # numbers in the files themselves must agree now
             made = counts[0][1]
             if len({*inline}) > 1:
@@ -279,7 +279,7 @@ class _Merger:
             )
             for part, own in held
         ]
-        return replace(every[0], parts=tuple(laid for own in every for laid in own.parts))
+        return replace(every[0], shard_sets=tuple(laid for own in every for laid in own.shard_sets))
 
     def entry(self, name: str) -> ModuleEntry:
         """Whole tensor of the module."""
@@ -309,7 +309,7 @@ class _Merger:
         return replace(first, kind=kind, shape=shape, tensor=whole)
 
 
-def _shape(state: State) -> Shape:
+def _shape(state: StateSource) -> Shape:
     return state.global_shape if isinstance(state, StateIndex) else state.shape
 
 

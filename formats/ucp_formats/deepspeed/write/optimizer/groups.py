@@ -162,13 +162,13 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
         for atom in group.params:
             lacks = lacking.get(atom.name, ())
             loss = facts.index.lost.get(atom.name)
-            if loss is not None and (not loss.chosen or (flat and lacks)):
+            if loss is not None and (not loss.is_chosen or (flat and lacks)):
                 lost.append(atom.name)
             has = [name for name in atom.states if name != WEIGHT]
             missing = [name for name in lacks if name not in group.counts]
             if flat and has and missing:
                 partly.append(f"{atom.name}: {', '.join(missing)}, and has {', '.join(has)}")
-    reasons = [*facts.index.reasons(lost), *([listed(partly)] if partly else [])]
+    reasons = [*facts.index.loss_reasons(lost), *([listed(partly)] if partly else [])]
     if reasons:
         raise MissingStateError(
             "expected the optimizer states of every parameter that took steps, as others have theirs; "

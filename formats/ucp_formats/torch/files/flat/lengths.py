@@ -27,7 +27,7 @@ from ucp.contract.layouts import FlatBuffer, Span
 from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import TensorRef
-from ucp.core.union import Stored, fragments
+from ucp.core.union import StoredShard, place_fragments
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.joined import COPIES, Joined
 
@@ -120,7 +120,7 @@ def _joined(
     replicas = (AxisLayout(COPIES, len(copies), pattern("replicate"), cut.known_from),) if len(copies) > 1 else ()
     layout = Layout(axes=replicas, flat=(cut,))
     stored = [
-        Stored({COPIES: copy, cut.axis: number}, ref, span.start)
+        StoredShard({COPIES: copy, cut.axis: number}, ref, span.start)
         for copy, shards in enumerate(copies)
         for number, (ref, span) in enumerate(zip(shards, spans, strict=True))
         if ref is not None and span is not None
@@ -128,7 +128,7 @@ def _joined(
     return Joined(
         dtype=next(ref.dtype for shards in copies for ref in shards if ref is not None),
         shape=shape,
-        fragments=fragments(layout, shape, stored),
+        fragments=place_fragments(layout, shape, stored),
         layout=layout,
         is_shared=True,
     )

@@ -9,7 +9,7 @@ from ucp_formats.megatron.legacy.model import View
 
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, TensorRef
-from ucp.core.union import fragments
+from ucp.core.union import place_fragments
 
 
 def test_an_expert_is_seen_in_the_tensor_of_all() -> None:
@@ -18,11 +18,11 @@ def test_an_expert_is_seen_in_the_tensor_of_all() -> None:
     seen = np.array([stored.ravel()[12 + i + 3 * j] for i, j in product(range(3), range(4))]).reshape(3, 4)
     assert np.array_equal(seen, np.arange(24).reshape(2, 3, 4)[1])
     ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(24,), strides=(1,))
-    (fragment,) = fragments(Layout(), (3, 4), [view.of(ref, {})])
+    (fragment,) = place_fragments(Layout(), (3, 4), [view.of(ref, {})])
     assert (fragment.ref.offset, fragment.ref.shape, fragment.ref.strides) == (48, (3, 4), (1, 3))
 
 
 def test_a_number_is_a_view_too() -> None:
     ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(), strides=())
-    (fragment,) = fragments(Layout(), (), [View.plain(()).of(ref, {})])
+    (fragment,) = place_fragments(Layout(), (), [View.plain(()).of(ref, {})])
     assert fragment.ref == ref
