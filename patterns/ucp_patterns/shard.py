@@ -23,9 +23,9 @@ _MOST_BLOCKS = 8192
 class Shard(Pattern):
     """A dim cut into nearly equal parts, the first ones longer by one where it does not divide.
 
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
     ['[2:4, 0:3]', '[5:6, 0:3]']
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
     ['[2:4]', '[8:9]']
     """
 

@@ -128,7 +128,7 @@ def truth(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def whole_shape(alias: Alias, shapes: list[tuple[int, ...]], values: Mapping[str, int]) -> tuple[int, ...]:
-    stops = [pair.whole.stops for pair in alias.pieces(shapes, values)]
+    stops = [pair.global_box.stops for pair in alias.pieces(shapes, values)]
     return tuple(map(max, zip(*stops, strict=True)))
 
 
@@ -166,7 +166,7 @@ def test_the_tensors_make_up_the_parameter(name):
     for canonical in model.parameters:
         alias, shapes = model.joined(canonical)
         pairs = alias.pieces(shapes, model.family.values)
-        assert find_gaps(whole_shape(alias, shapes, model.family.values), [pair.whole for pair in pairs]) == ()
+        assert find_gaps(whole_shape(alias, shapes, model.family.values), [pair.global_box for pair in pairs]) == ()
         for part, shape in enumerate(shapes):
             assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
 
@@ -214,7 +214,7 @@ def joined(model: Model, canonical: str, stored: list[np.ndarray]) -> np.ndarray
         strides = [own.itemsize * stride for stride in elements.strides]
         seen.append(np.lib.stride_tricks.as_strided(own, elements.shape, strides))
     for pair in alias.pieces(shapes, values):
-        whole[slices(pair.whole)] = seen[pair.tensor][slices(pair.local)]
+        whole[slices(pair.global_box)] = seen[pair.tensor][slices(pair.local)]
     return whole
 
 
@@ -246,7 +246,7 @@ def test_gate_comes_before_up(name):
             assert names[0].endswith(("gate_proj.weight", "w1.weight"))
             alias, shapes = model.joined(canonical)
             half, hidden = shapes[0]
-            boxes = [(pair.tensor, pair.whole.offsets, pair.whole.sizes) for pair in alias.pieces(shapes, {})]
+            boxes = [(pair.tensor, pair.global_box.offsets, pair.global_box.sizes) for pair in alias.pieces(shapes, {})]
             assert boxes == [(0, (0, 0), (half, hidden)), (1, (half, 0), (half, hidden))]
 
 

@@ -267,7 +267,7 @@ class TestCheckingPlacements:
     def shard(self, pattern, shape, index, *, parts=2):
         pairs = pattern.regions(shape, parts, index)
         local = tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
-        numel = sum(pair.whole.numel for pair in pairs)
+        numel = sum(pair.global_box.numel for pair in pairs)
         return Slice(
             param="p", state="weight", dtype=DType.FLOAT32, pairs=pairs, local_shape=local, start=0, stop=numel
         )

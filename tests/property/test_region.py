@@ -110,7 +110,7 @@ def test_composition_follows_every_element(ndim, data):
         return [
             move
             for pair in pairs
-            for move in zip(positions(whole, pair.whole), positions(local, pair.local), strict=True)
+            for move in zip(positions(whole, pair.global_box), positions(local, pair.local), strict=True)
         ]
 
     far, near = moves(outer, a, b), moves(inner, b, c)

@@ -8,7 +8,7 @@ parameter, and where the parameter's shard begins in the flat tensor of a rank (
 - `WholeParameters`: every parameter that a rank's share of a buffer overlaps, in full; ranks that share it hold copies.
 
 >>> buffer = FlatBuffer.of({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
->>> buffer.spans(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
+>>> buffer.spans(1), [str(pair.global_box) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
 ({'a': Span(start=0, numel=1), 'b': Span(start=1, numel=2)}, ['[4:5]'])
 >>> buffer.lengths(1), Chunks({"a": 5}, 2).lengths(1)
 (range(3, 5), range(3, 4))

@@ -9,9 +9,10 @@ A damaged name gives a parameter another state instead of one. Settings are comp
 record its parameters, a damaged name takes a setting from one of them, which then is a group of its own.
 
 >>> full = frozenset({"exp_avg", "exp_avg_sq"})
->>> gaps({"a": full, "b": full - {"exp_avg"}, "c": frozenset(), "muon": frozenset({"momentum_buffer"})}, {})
+>>> states = {"a": full, "b": full - {"exp_avg"}, "c": frozenset(), "muon": frozenset({"momentum_buffer"})}
+>>> find_lacking_states(states, {})
 {'b': ('exp_avg',)}
->>> gaps({"a": full, "b": full, "c": frozenset({"exp_avg", "exp_evg_sq"})}, {})
+>>> find_lacking_states({"a": full, "b": full, "c": frozenset({"exp_avg", "exp_evg_sq"})}, {})
 {'c': ('exp_avg_sq',)}
 """
 

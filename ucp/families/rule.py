@@ -78,7 +78,7 @@ class JoinedBox(NamedTuple):
 
     tensor: int
     """Number of the stored tensor, in the order of `Alias.names`."""
-    whole: Box
+    global_box: Box
     """Where they are in the joined one."""
     local: Box
     """Where they are in the stored one."""
@@ -218,7 +218,7 @@ class Alias:
         ExpressionError.
 
         >>> boxes = Alias(names=("q", "k"), groups=Expression("2")).pieces([(4,), (2,)], {})
-        >>> [(own.tensor, str(own.whole), str(own.local)) for own in boxes]
+        >>> [(own.tensor, str(own.global_box), str(own.local)) for own in boxes]
         [(0, '[0:2]', '[0:2]'), (1, '[2:3]', '[0:1]'), (0, '[3:5]', '[2:4]'), (1, '[5:6]', '[1:2]')]
         """
         turns = 1 if self.groups is None else self.groups.value(values)

@@ -150,10 +150,10 @@ def _joined(
         pairs = _pairs(alias, inner, family.values)
     except (ValueError, ExpressionError) as error:
         raise _misfit(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
-    shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
+    shape = tuple(map(max, zip(*(pair.global_box.stops for pair in pairs), strict=True)))
     dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
     for index in product(*map(range, seen[0].shape[:depth])):
-        wanted = [RegionPair.strided(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+        wanted = [RegionPair.strided(own.global_box, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
         patches = tuple(
             found._replace(source=unit.names[pair.tensor])
             for pair, patch in zip(pairs, wanted, strict=True)
@@ -237,7 +237,7 @@ def _stored(
         seen = [
             RegionPair.strided(Box((*index, *own.offsets), (*ones, *own.sizes)), member, start, dims, steps)
             for index, member in sorted(members.items())
-            for own, start in ((pair.local, pair.whole.offsets) for pair in pairs if pair.tensor == number)
+            for own, start in ((pair.local, pair.global_box.offsets) for pair in pairs if pair.tensor == number)
         ]
         found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
     return found

@@ -6,7 +6,7 @@ patterns and the rank's place in it, and comes to a slice as a part of a file do
 >>> from ucp_patterns.chunk import Chunk
 >>> from ucp.core.layout import AxisLayout
 >>> half = LivePart(local_shape=(2, 4), layout=Layout((AxisLayout("tp", 2, Chunk(0)),)), coords={"tp": 1})
->>> str(half.slice_of("w", "weight", (4, 4), DType.FLOAT32).pairs[0].whole)
+>>> str(half.slice_of("w", "weight", (4, 4), DType.FLOAT32).pairs[0].global_box)
 '[2:4, 0:4]'
 """
 

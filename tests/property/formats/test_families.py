@@ -153,7 +153,7 @@ def test_more_parts_are_parts_of_parts(lengths, parts, times, repeat):
 
 
 def rows(pairs) -> set[int]:
-    return {at for pair in pairs for at in range(pair.whole.offsets[0], pair.whole.stops[0])}
+    return {at for pair in pairs for at in range(pair.global_box.offsets[0], pair.global_box.stops[0])}
 
 
 class TestFused:
@@ -244,6 +244,6 @@ def test_what_joins_makes_up_the_whole_once(alias, data):
     assume(alias.dim <= len(rest))
     pairs = alias.pieces(shapes, {"groups": groups, "heads": groups})
     whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
-    assert find_gaps(whole, [pair.whole for pair in pairs]) == ()
+    assert find_gaps(whole, [pair.global_box for pair in pairs]) == ()
     for part, shape in enumerate(shapes):
         assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()

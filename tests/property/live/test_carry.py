@@ -160,7 +160,7 @@ def box(own):
 
 
 def edges(run):
-    return run.pair.whole.offsets[0], run.pair.whole.stops[0]
+    return run.pair.global_box.offsets[0], run.pair.global_box.stops[0]
 
 
 @st.composite

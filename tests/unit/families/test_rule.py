@@ -16,10 +16,10 @@ def joined(alias: Alias, stored: list[np.ndarray], values: dict[str, int]) -> np
         flat = np.ascontiguousarray(own).reshape(-1)
         seen.append(np.lib.stride_tricks.as_strided(flat, shape, [step * flat.itemsize for step in strides]))
     pairs = alias.pieces([own.shape for own in seen], values)
-    whole = np.full([max(stops) for stops in zip(*(pair.whole.stops for pair in pairs), strict=True)], -1)
+    whole = np.full([max(stops) for stops in zip(*(pair.global_box.stops for pair in pairs), strict=True)], -1)
     for pair in pairs:
         source = tuple(slice(o, o + n) for o, n in zip(pair.local.offsets, pair.local.sizes, strict=True))
-        target = tuple(slice(o, o + n) for o, n in zip(pair.whole.offsets, pair.whole.sizes, strict=True))
+        target = tuple(slice(o, o + n) for o, n in zip(pair.global_box.offsets, pair.global_box.sizes, strict=True))
         assert (whole[target] == -1).all()
         whole[target] = seen[pair.tensor][source]
     return whole

@@ -12,7 +12,7 @@
    left is `pieces`.
 
 >>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
->>> [str(pair.whole) for pair in _pairs(whole, (4, 4), (2, 4))]
+>>> [str(pair.global_box) for pair in _pairs(whole, (4, 4), (2, 4))]
 ['[2:4, 0:4]']
 """
 
