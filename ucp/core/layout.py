@@ -201,7 +201,7 @@ def infer_global_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) 
     `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 where a rank holds nothing.
     Raises ValueError when no whole has such parts.
 
-    >>> whole_shape(Layout(), [(3, 4)])
+    >>> infer_global_shape(Layout(), [(3, 4)])
     (3, 4)
     """
     shapes = list(local_shapes)

@@ -1,18 +1,18 @@
 """The union: what ranks stored of a tensor, put together into one atom, where `place` says that it lies.
 
 1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
-2. `Union.state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
-3. `Union.atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
-   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter
-   (`scalar_state`).
+2. `Union.build_state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
+3. `Union.build_atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
+   derived copy of it, which is compared and never taken. `merge_counts` does the same for one number per parameter
+   (`state_from_scalar`).
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
 >>> layout = Layout((AxisLayout("dp", 2, Replicate()),))
->>> shards = Shards(layout, tuple(Stored({"dp": rank}, ref) for rank in (0, 1)))
->>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), parts=(shards,))
->>> [(str(piece.box), piece.replica) for piece in Union().state(tensor).fragments]
+>>> shards = ShardSet(layout, tuple(StoredShard({"dp": rank}, ref) for rank in (0, 1)))
+>>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), shard_sets=(shards,))
+>>> [(str(piece.box), piece.replica) for piece in Union().build_state(tensor).fragments]
 [('[0:2]', 0), ('[0:2]', 1)]
 """
 
@@ -243,7 +243,7 @@ _PAST_INT64 = 1 << 63
 def state_from_number(number: float) -> StateIndex:
     """A Python number as a 0-d state: bool, int64 or float64, so that no bit is lost.
 
-    >>> number_state(3).dtype, number_state(3.0).dtype
+    >>> state_from_number(3).dtype, state_from_number(3.0).dtype
     (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
     """
     if isinstance(number, bool):

@@ -115,7 +115,7 @@ def _from_whole(
     whole = shape
     for axis in own:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
-        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
+        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.make_pattern({**values, DIM: length})))
         shape = compute_local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
     return _bounded(Layout(tuple(layouts)), whole)
 
@@ -133,7 +133,7 @@ def _from_parts(
         parts = degrees[axis.axis]
         groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
         dims = [[shape[axis.dim] for shape in group if axis.dim < len(shape)] for group in groups]
-        patterns = [axis.made({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
+        patterns = [axis.make_pattern({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
         if any(pattern != patterns[0] for pattern in patterns):
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
@@ -152,7 +152,7 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
     return layout
 
 
-def cut_dim(family: Family, name: str) -> int | None:
+def find_cut_dim(family: Family, name: str) -> int | None:
     """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
     named = family.read(name)
     if named is None or named.stacked or (named.alias is not None and named.alias.view):

@@ -200,7 +200,7 @@ def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Check
         for side in (a, b):  # what it means that a side lacks it, where that is known
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
-        if not checksums.same(*sides):
+        if not checksums.is_same(*sides):
             own, other = (shown(side[0]) if side else "-" for side in sides)
             yield key, own, other
 

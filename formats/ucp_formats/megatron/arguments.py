@@ -22,7 +22,7 @@ from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.families.family import Family
-from ucp.families.library import contradictions
+from ucp.families.library import find_contradictions
 from ucp.io.pickle.fields import described
 from ucp.io.pickle.values import GlobalName, Stub
 
@@ -190,7 +190,7 @@ def compare_sizes(
     if any(arguments.get(key) for key in _HETEROGENEOUS):
         return ()
     said = {key: own for key, own in arguments.items() if not pads_on_load or key != _PADDING}
-    return contradictions(family, arguments=said, shapes=shapes)
+    return find_contradictions(family, arguments=said, shapes=shapes)
 
 
 def check_recorded(

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Evidence, Located
 from ucp.contract.protocols import Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
+from ucp.contract.sidecars import SaveFolder, attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Fragment, Index, Kind, SourceFile, StateDictKeys, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box
@@ -69,7 +69,7 @@ class DcpFormat(Format):
         """Index of the checkpoint at `path`."""
         located = the_folder(locate(path), path)
         index = _Reading(located, order_of(self._options.param_order)).index(self.name)
-        return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
+        return attach_sidecars(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import companions_of, place_companions
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
+from ucp.contract.sidecars import add_sidecars, list_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import (
     STEP,
@@ -114,7 +114,7 @@ class DcpTarget(Target):
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=wanted, axes_of=cuts.axes)
         metadata = tuple(own.path for own in plan.files if own.path.rpartition("/")[2] == METADATA)
         plan = replace(plan, last=metadata, casts=(*plan.casts, *draft.counts.casts), dropped=tuple(draft.dropped))
-        return place_companions(index, plan)
+        return add_sidecars(index, plan)
 
 
 def _checked_topology(index: Index, topology: Topology | None) -> Topology:
@@ -163,7 +163,7 @@ class _Drafting:
 
         Raises MisfitError where Lightning did not save the source.
         """
-        if any(own.name == _META for own in companions_of(self._index)):
+        if any(own.name == _META for own in list_sidecars(self._index)):
             return []
         values = _lightning_values(self._index)
         if _LIGHTNING not in values:
@@ -235,7 +235,7 @@ class _Drafting:
         if left:
             names = ", ".join(sorted(set(left)))
             self.dropped.append(f"extras that the style {self._style} has no keys for: {names}")
-        clients = {own.name for own in companions_of(self._index)} & _OF_CLIENTS
+        clients = {own.name for own in list_sidecars(self._index)} & _OF_CLIENTS
         if clients and self._style != "accelerate":
             names = ", ".join(sorted(clients))
             self.notes.append(f"{names} beside: the Trainer and accelerate load what --set style=accelerate writes")
@@ -343,7 +343,7 @@ def _group_notes(index: Index) -> Iterator[str]:
     in_groups = (index.atoms[name] for group in index.groups for name in group.params)
     trained = [atom for atom in in_groups if atom.kind is Kind.PARAMETER]
     of_adam = (STEP, "exp_avg", "exp_avg_sq") if any(map(is_adam, index.groups)) else ()
-    bare = list(missing_states({atom.name: atom.states for atom in trained}, of_adam))
+    bare = list(find_missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
             f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "

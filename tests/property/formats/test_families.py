@@ -64,7 +64,7 @@ def own_family() -> Family:
 
 
 ALL: list[tuple[Family, Rule]] = [(own, rule) for own in map(family, families()) for rule in own.rules]
-NAMES = sorted({name for own, _ in ALL for name in own.sizes} | {name for own, _ in ALL for name in own.given})
+NAMES = sorted({name for own, _ in ALL for name in own.sizes} | {name for own, _ in ALL for name in own.constants})
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """A rule of a built-in family, sizes that it holds for, degrees, and a shape that its blocks add up to."""
     own, rule = draw(st.sampled_from(ALL))
-    values = {name: draw(st.integers(1, 6)) for name in NAMES} | dict(own.given)
+    values = {name: draw(st.integers(1, 6)) for name in NAMES} | dict(own.constants)
     for flag in ("gated", "mla", "down_cut", "tied"):
         values.setdefault(flag, 1)
-        values[flag] = own.given.get(flag, draw(st.integers(0, 1)))
+        values[flag] = own.constants.get(flag, draw(st.integers(0, 1)))
     assume(rule.when is None or rule.when.value(values))
     axes = {axis: draw(st.integers(1, 6)) for axis in ("tp", "etp")}
     shape = draw(st.lists(st.integers(0, 5), min_size=2, max_size=3).map(tuple))
@@ -221,7 +221,7 @@ def test_every_name_of_every_style_leads_back(name):
     for rule in own.rules:
         canonical = rule.name.filled(NUMBERS)
         for style in own.styles:
-            for _, stored in own.spellings(canonical, style):
+            for _, stored in own.find_spellings(canonical, style):
                 for each in stored:
                     assert rule.name in {found.name for found in own.rules_of(each)}
 
@@ -242,7 +242,7 @@ def test_what_joins_makes_up_the_whole_once(alias, data):
     rest = data.draw(st.lists(st.integers(1, 3), max_size=2))
     shapes = [(*rest[: alias.dim], groups * data.draw(st.integers(0, 3)), *rest[alias.dim :]) for _ in alias.names]
     assume(alias.dim <= len(rest))
-    pairs = alias.pieces(shapes, {"groups": groups, "heads": groups})
+    pairs = alias.locate_parts(shapes, {"groups": groups, "heads": groups})
     whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
     assert find_gaps(whole, [pair.global_box for pair in pairs]) == ()
     for part, shape in enumerate(shapes):

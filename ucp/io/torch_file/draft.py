@@ -71,7 +71,7 @@ def target_plan(
 
     `topology`: of the run that loads them, where only one can. `axes_of`: the axes of that run over which a parameter
     lies, outermost first, each taken where the layouts of the files do not have it. `names_rounded`: see
-    `ucp.core.target.casts`.
+    `ucp.core.target.describe_casts`.
     """
     placements = tuple(place for own in drafted for place in own.placements)
     layouts: dict[tuple[str, str], Layout] = {}

@@ -14,14 +14,14 @@ from functools import reduce
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucp.contract.model import recorded_arguments, said_values
+from ucp.contract.model import parse_values, recorded_arguments
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
@@ -56,7 +56,7 @@ class NameOptions:
 
     def choose_family(self, index: Index) -> Family:
         """The family of the checkpoint. Raises UnknownFamilyError."""
-        arguments = {**recorded_arguments(index), **said_values(self.settings)}
+        arguments = {**recorded_arguments(index), **parse_values(self.settings)}
         names = index.shapes
         return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
 
@@ -111,7 +111,7 @@ class _Styles:
 
     family: Family | None = None
     """The family that they are of."""
-    named: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    named: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
     """Style to the tensors of the checkpoint in it."""
     shaped: frozenset[str] = frozenset()
     """Styles in which they have the shapes of this rank."""
@@ -151,7 +151,7 @@ def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NameOptions) -> 
         family = asked.choose_family(index)
     except UnknownFamilyError:
         return _Styles()
-    named: dict[str, Mapping[str, Made]] = {}
+    named: dict[str, Mapping[str, TensorRecipe]] = {}
     failures: dict[str, str] = {}
     try:
         source = find_source_style(family, index.shapes)

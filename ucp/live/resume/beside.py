@@ -68,7 +68,7 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, asked: ResumeOpt
             used |= {
                 own.name
                 for own in index.extras
-                if own.name == found.extra and (own.is_sidecar or found.taken_out_of(own) is None)
+                if own.name == found.extra and (own.is_sidecar or found.remove_from(own) is None)
             }  # which hold nothing beside it
     if asked.scaler is not None:
         scale = make_scaler_state(index, asked.scaler, read, findings)

@@ -15,9 +15,9 @@ from ucp.contract.run_extras import (
     LR_SCHEDULER,
     LossScale,
     SchedulerState,
-    scheduler_states,
-    schedulers_in,
-    torch_state,
+    find_schedulers,
+    find_schedulers_in,
+    parse_torch_scaler,
 )
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
@@ -78,7 +78,7 @@ def find_scheduler_state(
 
 def _saved_states(index: Index, read: Callable[[Extra], object]) -> Iterator[SchedulerState]:
     """Every state of a scheduler in the checkpoint and in the files beside it, with its tensors read."""
-    known = scheduler_states(index)
+    known = find_schedulers(index)
     for own in known:
         state = read(Extra(name=own.key, value=own.state))
         yield replace(own, state=cast("dict[str, object]", state))
@@ -87,7 +87,7 @@ def _saved_states(index: Index, read: Callable[[Extra], object]) -> Iterator[Sch
     for extra in index.extras:
         if extra.rank is None and extra.name not in seen and (extra.name in called or _COMPANION.fullmatch(extra.name)):
             value = read(extra)
-            states = list(schedulers_in(extra.name, value))
+            states = list(find_schedulers_in(extra.name, value))
             if not states and isinstance(value, dict) and all(isinstance(entry, str) for entry in value):
                 states = [SchedulerState(extra=extra.name, path=(), state=value)]
             yield from states
@@ -164,5 +164,5 @@ def _in_companion(index: Index, read: Callable[[Extra], object]) -> LossScale | 
     for extra in index.extras:
         state = read(extra) if extra.name == _SCALER_FILE else None
         if isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys():
-            return torch_state(extra.name, state)
+            return parse_torch_scaler(extra.name, state)
     return None

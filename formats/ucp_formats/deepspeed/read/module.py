@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ucp.contract.layouts import Chunks, chunk_axis
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
@@ -213,7 +213,7 @@ def read_module(
     others = {rank: module_of(own).others for rank, own in models.items()}
     for key in dict.fromkeys(key for own in others.values() for key in own):
         values = {rank: own[key] for rank, own in others.items() if key in own}
-        part.extras += per_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
+        part.extras += make_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
     if model.buffers is None:
         part.notes.append("the checkpoint does not say which tensors are buffers: those count as frozen parameters")
     if sharded:
@@ -284,7 +284,7 @@ def _add_sharded(
             tensor = ShardedTensor.unsharded(ref)
             # buffers of other ranks may differ from rank 0's, such as running statistics
             copies = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items() if own is not model)
-            differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
+            differing = {rank: value for rank, value in copies if not checksums.is_same(ref, value)}
             part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
             if differing:
                 named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")

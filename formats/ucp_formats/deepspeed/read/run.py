@@ -331,10 +331,10 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
     """What all files of a model-parallel rank say is the same."""
     every: list[ModelStates | OptimizerFile] = [*models, *optimizers]
     _agree_on_steps(models, problems)
-    problems.agree("ds_version", {own.name.name: own.file.version for own in every})
-    problems.agree("zero_stage", {own.name.name: own.stage for own in optimizers})
+    problems.check_agreement("ds_version", {own.name.name: own.file.version for own in every})
+    problems.check_agreement("zero_stage", {own.name.name: own.stage for own in optimizers})
     if optimizers:
-        problems.agree("the number of ranks", {own.name.name: own.ranks for own in every})
+        problems.check_agreement("the number of ranks", {own.name.name: own.ranks for own in every})
     for key in ("param_shapes", "frozen_param_shapes"):
         values = [own.file.root.get(key) for own in models]
         known = [value for value in values if value is not None]
@@ -345,7 +345,7 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
 
 def _agree_on_steps(models: Iterable[ModelStates], problems: Problems) -> None:
     for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        problems.agree(key, {own.name.name: own.file.root.get(key) for own in models})
+        problems.check_agreement(key, {own.name.name: own.file.root.get(key) for own in models})
 
 
 def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
@@ -357,7 +357,7 @@ def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, pr
     ]
     whole = [run for run in runs.values() if 0 in run.models]
     _agree_on_steps([run.model for run in whole], problems)
-    problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
+    problems.check_agreement("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
 
 
 def _check_layers(

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ucp.contract.companions import place_companions
 from ucp.contract.layouts import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
@@ -297,7 +297,7 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
         [(name, name)],
         expected="a tag that can be a folder in the destination, such as global_step100",
         remedy="choose another with --tag",
-        taken=(LATEST, LATEST_UNIVERSAL, MARK),
+        reserved=(LATEST, LATEST_UNIVERSAL, MARK),
         faults=faults,
         error=error,
     )
@@ -334,4 +334,4 @@ class EngineTarget(Target):
             dropped=facts.extras.left_behind(),
             notes=(*facts.rules_notes, *plan.notes),
         )
-        return place_companions(facts.index, plan, own=self.pointers)
+        return add_sidecars(facts.index, plan, reserved=self.pointers)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.ranks import Checksums
 from ucp.core.index import AtomIndex, Extra, Kind, LostStates, StateIndex
 from ucp.core.layout import Layout
@@ -94,7 +94,7 @@ class LegacyStates:
     def group(self, saved: SavedGroup) -> int:
         """Number of the group with these hyper-parameters, which is added when it is new."""
         for number, group in enumerate(self.groups):
-            if group.chain == saved.chain and Checksums(()).same(dict(group.hyper), dict(saved.hyper)):
+            if group.chain == saved.chain and Checksums(()).is_same(dict(group.hyper), dict(saved.hyper)):
                 return number
         self.groups.append(saved)
         return len(self.groups) - 1
@@ -126,7 +126,7 @@ def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[s
     union = Union()
     return {
         name: _atom(run, states, parts[name], layouts[name], union=union, is_buffer=model.matches[name].buffer)
-        for name in model.family.sorted(parts)
+        for name in model.family.sort_canonical(parts)
     }
 
 
@@ -189,10 +189,10 @@ def _layout(
     is_of_expert = is_expert(match.name)
     outer = pipeline_axes(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
     if is_of_expert:
-        outer += along("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
+        outer += holder_axes("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
     degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
     copies = max(degree, *(1 + own["dp"] for own in coords))
-    outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
+    outer += holder_axes("dp", copies, f"arguments of {run.ranks[0].name}")
     return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 

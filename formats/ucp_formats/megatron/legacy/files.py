@@ -281,10 +281,10 @@ def read_run(folder: Path) -> LegacyRun:
         lacking = (f"{own.name}/{DISTRIBUTED_OPTIMIZER}" for own in folders if own.name not in read)
         problems.missing += [name for name in lacking if not (folder / name).is_file()]
     for key in ("iteration", "total_iters", "checkpoint_version"):
-        problems.agree(key, {name: root.get(key) for name, root in roots.items()})
+        problems.check_agreement(key, {name: root.get(key) for name, root in roots.items()})
     for key in _SAME_ARGUMENTS:
-        problems.agree(key, {name: own.raw.get(key) for name, own in saved.items()})
-    problems.agree("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
+        problems.check_agreement(key, {name: own.raw.get(key) for name, own in saved.items()})
+    problems.check_agreement("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
     if len(saved) == len(roots):
         numbers = {name: own.raw.get("rank") for name, own in saved.items()}
         problems.wrong += misplaced(grid, folders, arguments, numbers)
@@ -386,7 +386,7 @@ def run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[
     first = run.ranks[0]
     raws = (rank.arguments.raw.items() for rank in run.ranks)
     differing = sorted(
-        {key for raw in raws for key, value in raw if not checksums.same(value, first.arguments.raw.get(key))}
+        {key for raw in raws for key, value in raw if not checksums.is_same(value, first.arguments.raw.get(key))}
         - {*_OF_A_RANK}
     )
     if not differing:
@@ -398,7 +398,7 @@ def run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[
 def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
     """Extras for what ranks (by number) saved under one name: one, where all that have it agree."""
     first = next(iter(values.values()), None)
-    if name not in _PER_RANK and all(checksums.same(first, own) for own in values.values()):
+    if name not in _PER_RANK and all(checksums.is_same(first, own) for own in values.values()):
         return [Extra(name=name, value=first)] if values else []
     places = ((own, run.ranks[number].place) for number, own in values.items())
     return [

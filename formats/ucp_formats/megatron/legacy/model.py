@@ -32,7 +32,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
 from ucp.families.match import Match
-from ucp.families.naming import CANONICAL, Named
+from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
@@ -255,7 +255,7 @@ def _chunk(run: LegacyRun, slot: Slot) -> Chunk:
 
 
 def _held(
-    stored: tuple[Slot, TensorRef], named: Named | None, run: LegacyRun, numbers: LayerNumbers, family: Family
+    stored: tuple[Slot, TensorRef], named: ParsedName | None, run: LegacyRun, numbers: LayerNumbers, family: Family
 ) -> Iterator[Held]:
     """Parameters in a stored tensor; one without a rule has its key, for `Family.match` to report."""
     slot, ref = stored
@@ -280,10 +280,10 @@ def _held(
     for number, view in enumerate(views):
         local = Template(named.canonical).filled({"expert": number}) if named.stacked else named.canonical
         name = numbers.renamed(local, chunk, first_expert=first)
-        yield Held(slot=slot, name=family.tied_to(name) or name, ref=ref, view=view)
+        yield Held(slot=slot, name=family.find_tied(name) or name, ref=ref, view=view)
 
 
-def _views(key: str, ref: TensorRef, named: Named, values: Mapping[str, object]) -> tuple[View, ...]:
+def _views(key: str, ref: TensorRef, named: ParsedName, values: Mapping[str, object]) -> tuple[View, ...]:
     """What a stored tensor holds: a parameter, or that of every expert of a layer. Raises MalformedError."""
     alias = named.alias
     if not named.stacked and (alias is None or len(alias.names) == 1):

@@ -175,7 +175,7 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
         aliases={
             tie.name: stored
             for tie in model.family.tied
-            if tie.name not in atoms and (stored := model.family.tied_to(tie.name)) in atoms
+            if tie.name not in atoms and (stored := model.family.find_tied(tie.name)) in atoms
         },
         extras=(
             *extras,
@@ -217,7 +217,7 @@ def _groups(
         number = states.group_of.get(held.slot)
         if number is not None and number_of.setdefault(held.name, number) != number:
             settings, others = (states.groups[at].hyper for at in (number_of[held.name], number))
-            same = Checksums(()).same
+            same = Checksums(()).is_same
             keys = sorted(key for key in {**settings, **others} if not same(settings.get(key), others.get(key)))
             told = ", ".join(f"{key} is {shown(settings.get(key))} and {shown(others.get(key))}" for key in keys)
             raise MalformedError(

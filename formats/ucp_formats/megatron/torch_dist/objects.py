@@ -221,7 +221,7 @@ def _group_extras(objects: SavedObjects) -> list[Extra]:
         if name not in usual:
             usual[name] = value
             extras.append(Extra(name=name, value=value))
-        elif not checksums.same(value, usual[name]):
+        elif not checksums.is_same(value, usual[name]):
             extras.append(Extra(name=f"{name}/dp_group_{key.group}", value=value))
     return extras
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
@@ -158,10 +158,10 @@ class _Laws:
         if key not in self._layouts:
             axes = pipeline_axes(self._mesh.pp, self._mesh.vpp, chunks, self._from) if chunks else ()
             if owner >= 0:
-                axes += along("ep", self._mesh.ep, self._from, (owner,))
+                axes += holder_axes("ep", self._mesh.ep, self._from, (owner,))
             copies = count_replicas(self._mesh, expert=bool(count))
             if copied:
-                axes += along("dp", copies, self._from)
+                axes += holder_axes("dp", copies, self._from)
             self._layouts[key] = Layout((*axes, *cut), () if share is None else (share,))
         return self._layouts[key]
 

@@ -148,7 +148,7 @@ def _of_data_parallel_groups(objects: SavedObjects, found: DistGroups) -> dict[i
         if key.kind != "optimizer":
             continue
         usual = first.setdefault(key.chain, value)
-        if not checksums.same(value, usual):
+        if not checksums.is_same(value, usual):
             found.notes.append(f"parameter groups of data-parallel group {key.group} differ from the first one's")
     return first
 

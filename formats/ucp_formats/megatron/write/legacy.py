@@ -64,7 +64,7 @@ class Modules:
         before_experts = ".pre_mlp_layernorm." in own.name and own.layer in self.expert_layers
         if not self.fused or before_experts or (own.expert is not None and not self.grouped):
             return name
-        return self.family.styled(name, "te")
+        return self.family.to_style(name, "te")
 
     def registered(self, keys: Mapping[str, ModelTensor]) -> list[str]:
         """Keys in the order of registration; `keys` come in that of megatron-core's own modules."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
@@ -129,7 +129,7 @@ def target_model(index: Index, family: Family, *, weights: DType | None = None) 
     """
     matches = family.match(index.atoms)
     tensors = []
-    for name in family.sorted(matches):
+    for name in family.sort_canonical(matches):
         match, atom = matches[name], index.atoms[name]
         shape, states = atom.global_shape, atom.states
         is_buffer = match.buffer or atom.kind is Kind.BUFFER
@@ -239,8 +239,10 @@ def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
         owner = None if own.expert is None else own.expert * mesh.ep // run.model.experts
         return (
             *(pipeline_axes(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
-            *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
-            *along("dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+            *(() if owner is None else holder_axes("ep", mesh.ep, "order of the experts", (owner,))),
+            *holder_axes(
+                "dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"
+            ),
         )
 
     return axes

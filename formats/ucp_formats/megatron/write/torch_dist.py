@@ -112,11 +112,11 @@ def key_style(arguments: Mapping[str, object]) -> KeyStyle:
 
 def stored_parts(own: ModelTensor, model: Model, style: KeyStyle) -> tuple[StoredPart, ...]:
     """What a parameter is stored as. Raises FamilyError when it has no name in torch_dist."""
-    names = model.family.stored_as(own.name, "torch_dist" if style.stacked else "torch_dist_layers")[1]
+    names = model.family.find_spelling(own.name, "torch_dist" if style.stacked else "torch_dist_layers")[1]
     if style.norms is not Norms.RENAMED and len(names) == 1 and own.expert is None:
         before_experts = ".pre_mlp_layernorm." in own.name and own.layer in model.expert_layers
         keeps_name = style.norms is Norms.APART or before_experts
-        name = own.name if keeps_name else model.family.styled(own.name, "te")
+        name = own.name if keeps_name else model.family.to_style(own.name, "te")
         names = (stacked_key(name, layer=style.stacked),)
     layer, expert = own.layer, own.expert
     lead = ((layer, model.layers),) if style.stacked and layer is not None else ()

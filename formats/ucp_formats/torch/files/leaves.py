@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
@@ -157,7 +157,7 @@ class _Walk:
         is_tensors = all(map(is_tensor, values.values()))
         if path[:-1] == self._model_path and path and is_module_state(path[-1]):
             name = f"{MODULE_STATE}{self._naming(str(path[-1]))}"
-            self._extras += per_rank_extras(name, values, self._checksums)
+            self._extras += make_rank_extras(name, values, self._checksums)
         elif any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._in_optimizer(path, values, is_tensors=is_tensors)
         elif is_tensors and path[:-1] == self._model_path:
@@ -206,7 +206,7 @@ class _Walk:
 
     def _common(self, path: Path, values: Ranked) -> object:
         """The value that all ranks have."""
-        firsts = self._checksums.first_same(values.values())
+        firsts = self._checksums.find_first_same(values.values())
         other = next((at for at in firsts if at), None)
         if other is not None:
             ranks = list(values)
@@ -219,7 +219,7 @@ class _Walk:
 
     def _other(self, path: Path, values: Ranked) -> None:
         name = _shown(path)
-        self._extras += per_rank_extras(name, values, self._checksums)
+        self._extras += make_rank_extras(name, values, self._checksums)
         first = next(iter(values.values()))
         if isinstance(first, dict) and sum(map(is_tensor, first.values())) > 1:
             self._aside.append(name)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.layouts import Placement, axes_of
+from ucp.contract.layouts import DTensorPlacement, placements_to_axes
 from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
@@ -81,7 +81,9 @@ def _dtensor(given: tuple[object, ...], state: Mapping[str, object], where: str)
         shape=_shape(given[2], where),
         ref=local,
         layout=Layout(
-            axes_of(own.names, own.sizes, [_placement(axis, where) for axis in placements], "placements of DTensors")
+            placements_to_axes(
+                own.names, own.sizes, [_placement(axis, where) for axis in placements], "placements of DTensors"
+            )
         ),
         coords=dict(zip(own.names, own.coords, strict=True)),
         around={
@@ -146,20 +148,20 @@ def _count(shape: object, where: str) -> int:
     return prod(_count(own, where) for own in shape)
 
 
-def _placement(value: object, where: str) -> Placement:
+def _placement(value: object, where: str) -> DTensorPlacement:
     if not isinstance(value, Stub):
         raise MalformedError(f"{where}: expected a placement; got {value!r}")
     kind, dim, factor = value.made_by.qualname, value.attribute("dim", 0), value.attribute("split_factor", 0)
     if value.args and kind in ("Shard", "_StridedShard"):
         dim = value.args[0]
     if kind in ("Partial", "_Partial") and value.attribute("reduce_op", "sum") == "avg":
-        return Placement("Partial")
+        return DTensorPlacement("Partial")
     if kind not in ("Shard", "_StridedShard", "Replicate") or not isinstance(dim, int) or not isinstance(factor, int):
         raise UnsupportedError(
             f"{where}: its placement {kind} is not one whose parts make up the whole. Redistribute it to Shard or "
             "Replicate before it is saved"
         )
-    return Placement(kind, dim, factor)
+    return DTensorPlacement(kind, dim, factor)
 
 
 def _sharded(given: tuple[object, ...], state: object, where: str) -> Part:

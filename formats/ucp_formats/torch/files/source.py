@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import in_model_order, tied_output
+from ucp.contract.model import find_tied_output, sort_in_model_order
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.ranks import Checksums
+from ucp.contract.sidecars import SaveFolder, attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
@@ -75,7 +75,7 @@ class TorchFormat(Format):
         def is_own(path: Path) -> bool:
             return path.name in names or (not is_one_file and is_of_the_format(path))
 
-        return with_companions(index, folder, is_own=is_own)
+        return attach_sidecars(index, folder, is_own=is_own)
 
 
 class _Reading:
@@ -105,7 +105,7 @@ class _Reading:
         self._tree: Tree = with_parameters(tree, None if is_ordered_by_it else self._shapes, str(located.root))
         self._saved: Parts = self._sorted_out(str(located.root))
         self._is_shared = any(Joined.of(own).is_shared for own in self._saved.model.values())
-        tied = tied_output(self._saved.model, self._config)
+        tied = find_tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
 
@@ -139,7 +139,7 @@ class _Reading:
         """Weights in the order of the model: that of what the user points to, or of a model that is known."""
         if self._shapes is not None:
             return weights.in_order_of([*self._shapes])
-        return weights.in_order_of(in_model_order(weights.tensors, weights.config.get("model_type")))
+        return weights.in_order_of(sort_in_model_order(weights.tensors, weights.config.get("model_type")))
 
     def index(self, name: str) -> Index:
         """The index."""

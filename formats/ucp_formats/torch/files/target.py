@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from ucp.contract.companions import place_companions
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetOptions, TargetPlan, full_slice
@@ -59,7 +59,7 @@ class TorchTarget(Target):
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
         plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped())
-        return place_companions(index, plan)
+        return add_sidecars(index, plan)
 
 
 def _check(topology: Topology | None, options: TargetOptions) -> None:

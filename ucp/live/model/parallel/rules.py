@@ -10,7 +10,7 @@ from ucp.core.layout import AxisLayout, Layout, Pattern
 from ucp.errors import FamilyError
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.family import Family
-from ucp.families.naming import Named
+from ucp.families.naming import ParsedName
 from ucp.families.rule import DIM, Alias, AxisRule
 
 
@@ -58,10 +58,10 @@ class FamilyRules:
         return RuleLayouts(layouts=tuple(map(Layout, layouts)), padded=padded)
 
     def _patterns(
-        self, own: AxisRule, named: Named, shape: tuple[int, ...], local_shape: tuple[int, ...]
+        self, own: AxisRule, named: ParsedName, shape: tuple[int, ...], local_shape: tuple[int, ...]
     ) -> Iterator[Pattern]:
         if DIM not in own.options:
-            yield own.made({**self.degrees, **self.family.values})
+            yield own.make_pattern({**self.degrees, **self.family.values})
             return
         dim, alias = _stored_dim(named, own.dim), named.alias
         if alias is not None and alias.blocks:
@@ -71,7 +71,7 @@ class FamilyRules:
         joined = alias is not None and len(alias.names) > 1
         options = {DIM: dim} if joined else own.options
         if len(options) > 1:
-            yield made.made({**self.degrees, **self.family.values, DIM: shape[dim]})
+            yield made.make_pattern({**self.degrees, **self.family.values, DIM: shape[dim]})
             return
         shared = alias is not None and alias.groups is not None
         yield from cut_patterns(dim, self.degrees[own.axis], shape, local_shape, shared=shared)
@@ -102,7 +102,7 @@ def cut_patterns(
         yield pattern("shard", dim=dim, blocks=(shape[dim],), copies=(copies,))
 
 
-def _stored_dim(named: Named, dim: int) -> int:
+def _stored_dim(named: ParsedName, dim: int) -> int:
     order = () if named.alias is None else named.alias.order
     return order[dim] if order else dim + len(named.stacked)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.contract.layouts import FlatLayout
-from ucp.contract.ranks import Checksums, Problems, per_rank_extras
+from ucp.contract.ranks import Checksums, Problems, make_rank_extras
 from ucp.core.index import STEP, WEIGHT, Extra, Fragment, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
@@ -152,13 +152,13 @@ class _Reader:
             self.add_number(name, numbers)
         elif tensors or numbers:
             shown = {self.files[rank]: described(value) for rank, value in values.items()}
-            self.problems.agree(f"the kind of {name} of {label}", shown)
+            self.problems.check_agreement(f"the kind of {name} of {label}", shown)
         else:
             self.keep(name, values, f"{label}: state {name} is {described(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
         """Keep a state as an extra, as it cannot be given to parameters."""
-        self.part.extras += per_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
+        self.part.extras += make_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
         self.unplaced.append(what)
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
@@ -198,7 +198,7 @@ class _Reader:
         rank, first = next(iter(tensors.items()))
         if not self._one_type(name, tensors) or not self._all_have(name, self._without(tensors)):
             return
-        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
+        differing = [other for other, ref in tensors.items() if self.checksums.has_same_bytes(first, ref) is False]
         self.problems.wrong += [
             f"{self.files[other]}: of another run: {name} of {self.group.label} differs from {self.files[rank]}"
             for other in differing
@@ -209,7 +209,9 @@ class _Reader:
 
     def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
         """Add a state that is a Python number, equal on every rank."""
-        self.problems.agree(f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()})
+        self.problems.check_agreement(
+            f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()}
+        )
         number = next(iter(numbers.values()))
         if self._all_have(name, self._without(numbers)) and isinstance(number, int | float):
             self._give_all(name, state_from_number(number))
@@ -229,7 +231,7 @@ class _Reader:
 
     def _one_type(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
-        self.problems.agree(f"the type of {name} of {self.group.label}", dtypes)
+        self.problems.check_agreement(f"the type of {name} of {self.group.label}", dtypes)
         return len(set(dtypes.values())) == 1
 
     def fitting(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:

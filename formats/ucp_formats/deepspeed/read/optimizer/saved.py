@@ -231,7 +231,7 @@ def same_groups(
     (first, usual), *others = files.items()
     text = repr(usual.saved_groups)  # the same text is the same value, and found faster
     for file, own in others:
-        if repr(own.saved_groups) != text and not checksums.same(own.saved_groups, usual.saved_groups):
+        if repr(own.saved_groups) != text and not checksums.is_same(own.saved_groups, usual.saved_groups):
             problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first}")
     return usual.groups
 

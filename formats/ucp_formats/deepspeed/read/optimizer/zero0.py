@@ -125,7 +125,7 @@ def _by_storage(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
     """
     views: dict[int, list[tuple[int, int, str, int]]] = {}
     for name, ref in params.items():
-        storage = checksums.storage(ref) if ref.numel else None
+        storage = checksums.find_storage(ref) if ref.numel else None
         if storage is not None:
             start = (ref.offset - storage.offset) // ref.dtype.itemsize
             whole = storage.nbytes // ref.dtype.itemsize

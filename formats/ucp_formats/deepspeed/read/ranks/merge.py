@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
@@ -56,9 +56,9 @@ class Mesh:
         """The layout of a tensor over all axes; `own`: as its own file says, over the ranks that cut it."""
         stages, axes = self.stages.get(name, ()), own.axes
         if name in self.owners and not axes:
-            axes = along("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
+            axes = holder_axes("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
         if stages:
-            axes = (*along("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
+            axes = (*holder_axes("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
         return self.in_stage(name, own, axes)
 
     def laid_out(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
@@ -84,7 +84,7 @@ class Mesh:
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
         copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
         if copies > 1 and not own.flat:
-            return Layout((*outer, *along("dp", copies, self.known_from.get("dp", ""))))
+            return Layout((*outer, *holder_axes("dp", copies, self.known_from.get("dp", ""))))
         return Layout(outer, own.flat) if outer else own
 
 
@@ -293,7 +293,7 @@ class _Merger:
             for part, copy in every:
                 comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
                 ref = copy.tensor.first if copy.tensor is not None and comparable else None
-                if ref is None or self.checksums.same_bytes(first.tensor.first, ref) is not False:
+                if ref is None or self.checksums.has_same_bytes(first.tensor.first, ref) is not False:
                     held.append((part, copy))
                     continue
                 self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
@@ -329,11 +329,11 @@ def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems)
         problems.wrong += [
             f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
             for other in own[1:]
-            if not checksums.same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
+            if not checksums.is_same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
         ]
         free = list(joined)
         for group in first.optimizer.groups:
-            match = next((one for one in free if checksums.same(dict(one[1]), dict(group.hyper))), None)
+            match = next((one for one in free if checksums.is_same(dict(one[1]), dict(group.hyper))), None)
             if match is None:
                 joined.append((dict.fromkeys(group.params), group.hyper))
             else:
@@ -352,7 +352,7 @@ def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Check
             if key not in first and (not found or mp == owned[0][0]):
                 first[key] = extra.value
                 found.append(extra)
-            elif key not in first or not checksums.same(first[key], extra.value):
+            elif key not in first or not checksums.is_same(first[key], extra.value):
                 found.append(replace(extra, name=f"mp_rank_{mp:02d}/{extra.name}"))
     return found
 

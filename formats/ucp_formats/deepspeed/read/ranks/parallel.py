@@ -107,7 +107,7 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
         saved = next((file.root["args"] for file, _ in infos.values() if "args" in file.root), None)
         return FamilyRules(options, arguments_of(saved), where)
     problems = Problems()
-    problems.agree(_INFO, found)
+    problems.check_agreement(_INFO, found)
     problems.raise_any(where, "tensor parallelism")
     return UniversalCheckpointInfo(next(iter(found.values())), where)
 

@@ -107,7 +107,7 @@ def _names_of_stages(
         number, _, own = name.partition(".")
         layers.setdefault(number, {})[own] = ref
     for (one, first), (other, second) in combinations(layers.items(), 2):
-        if any(len(ref.shape) > 1 for ref in first.values()) and checksums.same(first, second):
+        if any(len(ref.shape) > 1 for ref in first.values()) and checksums.is_same(first, second):
             raise UnsupportedError(
                 f"layers {one} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers do "
                 f"not name their parameters: where theirs stand among the others of a stage is not known. {REMEDY}"

@@ -200,7 +200,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
     shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
-    problems.add(wrong)
+    problems.extend(wrong)
     every = parsed([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
     (states_of_all,) = every

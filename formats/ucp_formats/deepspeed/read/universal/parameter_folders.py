@@ -55,7 +55,7 @@ def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
         [(param, state_path(tag, param, stem)) for param, own in stems.items() for stem in own],
         expected="names of parameters that can be folders (zero/<parameter>/<state>.pt)",
         remedy="rename them in the model, or write native files (--to deepspeed), which name no file after a parameter",
-        taken=[f"{tag}/zero/{GLOBALS}"],
+        reserved=[f"{tag}/zero/{GLOBALS}"],
         faults=faults,
     )
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.tensor import DType
@@ -71,7 +71,7 @@ class Group:
     @cached_property
     def lacking(self) -> Mapping[str, tuple[str, ...]]:
         """Parameter to the states that others of the group have and it lacks."""
-        return missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
+        return find_missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
@@ -83,7 +83,7 @@ class Group:
         atoms = {atom.name: atom for atom in self.params}
         for names in ([] if params is None else [params], [atoms]):
             for own in names:
-                name = self.plan.counted_by(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
+                name = self.plan.find_common_count(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
                 if name is not None:
                     return atoms[name]
         raise KeyError(state)

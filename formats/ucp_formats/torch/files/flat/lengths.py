@@ -58,7 +58,7 @@ def split_flat(
             f"{where} has {numel} elements{f', padded over {ranks} ranks' if is_padded else ''}; its parameters have "
             f"{sum(counts)}: {', '.join(shapes)}. The shapes are those of another model"
         )
-    buffer = FlatBuffer.of(
+    buffer = FlatBuffer.pack(
         dict(zip(shapes, counts, strict=True)),
         ranks=ranks,
         share=-(-numel // ranks),
@@ -85,7 +85,7 @@ def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
             stop = starts[-1] + sum(parts)
             starts.append(_rounded(stop, alignment))
         numels = {str(at): sum(parts) for at, parts in enumerate(widths)}
-        buffer = FlatBuffer.of(numels, ranks=ranks, share=share, starts=starts[:-1], known_from="")
+        buffer = FlatBuffer.pack(numels, ranks=ranks, share=share, starts=starts[:-1], known_from="")
         spans = [buffer.spans(rank) for rank in range(ranks)]
         fits = all(
             tuple(parts) == tuple(own[str(at)].numel if str(at) in own else 0 for own in spans)
