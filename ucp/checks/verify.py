@@ -12,7 +12,7 @@ from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.conversion.verify import damage
 from ucp.conversion.verify import drift as find_drift
-from ucp.core.gaps import gap_text, state_gaps
+from ucp.core.gaps import describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
@@ -331,10 +331,10 @@ def _changed_files(index: Index) -> list[str]:
 
 def _oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
-    lost = state_gaps(index)
-    return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+    lost = find_state_gaps(index)
+    return [*(doubt.text for doubt in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
 
 
 def _unnamed(index: Index) -> tuple[str, ...]:
     """A line for states that could not be given to parameters."""
-    return () if index.unnamed is None else (index.unnamed.why,)
+    return () if index.unnamed is None else (index.unnamed.reason,)

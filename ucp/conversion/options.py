@@ -18,9 +18,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ucp.contract.companions import Companions
 from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
+from ucp.contract.sidecars import SidecarPolicy
 from ucp.conversion.option import Option, option
 from ucp.conversion.parts.which import part_of
 from ucp.conversion.values import (
@@ -128,7 +128,7 @@ class ConvertOptions:
         "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
         "FROM:STYLE where the source's names are those of several.",
         metavar="STYLE",
-        parse=lambda names: Naming.of(names, None) and names,
+        parse=lambda names: Naming.parse(names, None) and names,
         identity="names",
     )
     rename: Path | None = option(
@@ -204,13 +204,13 @@ class ConvertOptions:
         parse=tag_of,
         identity="tag",
     )
-    companions: Companions = option(
+    companions: SidecarPolicy = option(
         "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
         "...), keep those of up to 64 MiB each, all, or none.",
-        default=Companions.SMALL,
+        default=SidecarPolicy.SMALL,
         python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
         'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_of(Companions, "which files beside the checkpoint to carry along,"),
+        parse=choice_of(SidecarPolicy, "which files beside the checkpoint to carry along,"),
         identity="companion files",
     )
     engine: Engine | None = option(
@@ -297,7 +297,7 @@ class ConvertOptions:
     @property
     def naming(self) -> Naming:
         """Under which names to write them."""
-        return Naming.of(self.names, self.rename)
+        return Naming.parse(self.names, self.rename)
 
     @property
     def source(self) -> SourceOptions:

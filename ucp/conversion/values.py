@@ -124,7 +124,7 @@ def path_of(argument: str, parse: Callable[[type_path], Path] = Path) -> Callabl
 
 def dtype_of(dtype: object) -> DType | None:
     """The floating dtype that is meant; None for any other value."""
-    named = DType.named(str(dtype))
+    named = DType.from_name(str(dtype))
     return named if named is not None and named.is_floating else None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of
 from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.sidecars import list_sidecars
 from ucp.core.index import WEIGHT, Index
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, listed
@@ -44,7 +44,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
 
 def _with_companions_alone(index: Index, job: Job) -> Index:
     """`index` without extras, but for the companion files that were carried along."""
-    carried = {own.name for own in companions_of(job.index)}
+    carried = {own.name for own in list_sidecars(job.index)}
     names = {file.path for file in job.target.files if file.path in carried}
     kept = tuple(own for own in index.extras if own.is_sidecar and own.name.partition("/")[2] in names)
     return replace(index, extras=kept)

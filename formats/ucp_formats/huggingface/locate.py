@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.contract.locating import Located, Strength, the_checkpoint
+from ucp.contract.locating import Located, Strength, require_checkpoint
 from ucp.errors import UsageError, counted, listed
 from ucp.io.folder import names_in, read_short_text
 
@@ -200,4 +200,4 @@ def the_model(located: Located[Model] | None, path: Path) -> Located[Model]:
         "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "
         "pytorch_model.bin"
     )
-    return the_checkpoint(located, path, "a Hugging Face model", example)
+    return require_checkpoint(located, path, "a Hugging Face model", example)

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import SaveFolder, with_companions
 from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import CONFIG_EXTRA, by_number, config_in, in_model_order, tied_output
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, read_config, sort_by_number, sort_in_model_order
 from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
+from ucp.contract.sidecars import SaveFolder, attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
@@ -53,13 +53,13 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
-        config = config_in(to_absolute(located.root))
+        config = read_config(to_absolute(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located.root, located.content)).index(self.name)
         if located.content.is_lone:
             return index
         folder = SaveFolder(path_of(index.path))
-        return with_companions(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
+        return attach_sidecars(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -91,7 +91,7 @@ class _Reading:
         root = to_absolute(self.located.root)
         tensors = self._untied()
         is_in_order = self.located.content.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep it
-        order = list(tensors) if is_in_order else in_model_order(tensors, self.config.get("model_type"))
+        order = list(tensors) if is_in_order else sort_in_model_order(tensors, self.config.get("model_type"))
         shapes = {name: own.shape for name, own in tensors.items()}
         family = find_family(shapes, self.config)
         buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
@@ -103,7 +103,7 @@ class _Reading:
             producer=self._producer(),
             topology=Topology(dp=self.weights.ranks),
             step=self._step(),
-            atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or by_number(tensors)},
+            atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or sort_by_number(tensors)},
             aliases=self.aliases,
             extras=(Extra(name=CONFIG_EXTRA, value=self.config),) if self.config else (),
             files=tuple(self._files(root)),
@@ -133,7 +133,7 @@ class _Reading:
         self.aliases = second_names(tensors)
         for second in self.aliases:
             del tensors[second]
-        tied = tied_output(tensors, self.config)
+        tied = find_tied_output(tensors, self.config)
         if tied is None or tied[0] in self.aliases:
             return tensors
         output, embedding = tied
@@ -146,7 +146,7 @@ class _Reading:
                     f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
                     f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
                 )
-            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
+            tensors[embedding] = replace(first, fragments=add_copies(first.fragments, copy.fragments))
             del tensors[output]
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding

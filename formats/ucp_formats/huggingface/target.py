@@ -20,17 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_adapter, left_text, place_companions
-from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, parse_values, recorded_arguments, run_arguments
 from ucp.contract.output_names import check_text, shorter
 from ucp.contract.protocols import Target
-from ucp.contract.registry import names_of, target_family
+from ucp.contract.registry import naming_style_of, target_family
+from ucp.contract.sidecars import add_sidecars, describe_left, is_adapter, list_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
-from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, casts, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, describe_casts, full_slice
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
@@ -78,7 +78,7 @@ class HuggingFaceTarget(Target):
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
         """Whether they are those of transformers: of a model of it, or beside its config.json."""
-        return names_of(index) == self.names or _found(index, settings.get("config")) is not None
+        return naming_style_of(index) == self.names or _found(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model: what the configuration says that the user names, too."""
@@ -86,7 +86,7 @@ class HuggingFaceTarget(Target):
         config = _found(index, asked)
         if config is None and asked is None and not run_arguments(index):
             raise _no_config(index)  # before sizes are asked for, which it may tell
-        return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
+        return {**recorded_arguments(index), **(config.values if config else {}), **parse_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files. Raises UsageError, MissingStateError, MisfitError."""
@@ -108,7 +108,7 @@ class HuggingFaceTarget(Target):
         plan = TargetPlan(
             files=tuple(own.file for own in shards),
             placements=tuple(place for own in shards for place in own.placements),
-            casts=casts(written, (own.slice for own in tensors)),
+            casts=describe_casts(written, (own.slice for own in tensors)),
             notes=(
                 *_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes),
                 *filter(None, [refused_note(config) if config is not None else None]),
@@ -174,7 +174,7 @@ def _written(index: Index, config: ModelConfig | None) -> Index:
         name: replace(index.atoms[own], name=name, states={WEIGHT: index.atoms[own].states[WEIGHT]})
         for name, own in names.items()
     }
-    tied = tied_output(atoms, values)
+    tied = find_tied_output(atoms, values)
     if tied is not None and tied[0] in atoms:
         atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
     family = find_family({name: own.global_shape for name, own in atoms.items()}, values)
@@ -191,7 +191,7 @@ def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
             f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
         )
-    return replace(atom, states={WEIGHT: replace(own, fragments=with_copies(own.fragments, copy.fragments))})
+    return replace(atom, states={WEIGHT: replace(own, fragments=add_copies(own.fragments, copy.fragments))})
 
 
 def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
@@ -201,7 +201,7 @@ def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTen
         raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(alien)}")
     for name, atom in written.atoms.items():
         own = index.atoms.get(name) or index.atoms[index.aliases[name]]
-        yield NewTensor(name=name, slice=whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
+        yield NewTensor(name=name, slice=full_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
 
 
 def _dtype(atom: AtomIndex, asked: str | None) -> DType:
@@ -274,15 +274,15 @@ def _left_out(index: Index) -> Iterator[str]:
 def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:
     """`plan` and the files that are published with the model: those beside its config.json, or else the checkpoint."""
     beside = {own.name: own for own in written.extras if own.is_sidecar}
-    kept = [own for own in companions_of(written) if is_published(own.name)]
-    others = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
+    kept = [own for own in list_sidecars(written) if is_published(own.name)]
+    others = [own.name for own in list_sidecars(written) if not is_published(own.name) and own.name != CONFIG]
     left = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list
     given = config.files if config is not None else ()
     taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
     taken |= {own.name: own for own in given}
     written = replace(written, extras=tuple(taken.values()))
-    plan = place_companions(written, plan)
-    dropped = (left_text(left, "of the training, not of the model"),) if left else ()
+    plan = add_sidecars(written, plan)
+    dropped = (describe_left(left, "of the training, not of the model"),) if left else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)
 
 

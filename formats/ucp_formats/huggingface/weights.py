@@ -186,7 +186,7 @@ def _whole(found: Mapping[str, _File], problems: Problems) -> dict[str, SavedTen
                 problems.wrong.append(f"{file}: holds {name}, as {held_in[name]} does")
                 continue
             held_in[name] = file
-            tensors[name] = SavedTensor(shape=ref.shape, fragments=(Fragment(box=Box.whole(ref.shape), ref=ref),))
+            tensors[name] = SavedTensor(shape=ref.shape, fragments=(Fragment(box=Box.full(ref.shape), ref=ref),))
     return tensors
 
 
