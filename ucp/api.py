@@ -22,13 +22,13 @@ from ucp.conversion.arguments import (
     SourceArguments,
     takes_options,
 )
+from ucp.conversion.destination.disk import is_begun
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import Silent
 from ucp.conversion.values import switch_of, type_path
 from ucp.core.index import Index
-from ucp.io.destination.staging import is_begun
-from ucp.io.folder import given, is_url
+from ucp.io.folder import is_url, parse_path
 from ucp.source.moments import before_first_step, moments_note
 from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey
 
@@ -54,7 +54,7 @@ def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(given(path), source=make_options(**options).source))
+    return Checkpoint(index_of(parse_path(path), source=make_options(**options).source))
 
 
 @takes_options(SourceArguments)
@@ -65,7 +65,7 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError; `survey(path)` then
     gives what is known.
     """
-    path = given(path)
+    path = parse_path(path)
     index = read_index(path, source=make_options(**options).source)
     index = before_first_step(add_call_notes(judged(index)))
     note = moments_note(index)
@@ -80,7 +80,7 @@ def plan(src: type_path, dst: type_path | None = None, **options: Unpack[PlanArg
     nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift` "first"
     or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    return preview(given(src), make_options(**options), None if dst is None else given(dst))
+    return preview(parse_path(src), make_options(**options), None if dst is None else parse_path(dst))
 
 
 @takes_options(ConvertArguments)
@@ -109,12 +109,12 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(given(src), given(dst), make_options(**options), observer or Silent())
+    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or Silent())
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
-    return is_begun(given(dst))
+    return is_begun(parse_path(dst))
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -122,7 +122,7 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     from ucp.transfer.compare import fit_threads
 
     remote = any(path is not None and is_url(os.fspath(path)) for path in paths)
-    return fit_threads(options.memory, asked=options.workers or 0, remote=remote)
+    return fit_threads(options.memory, requested=options.workers or 0, remote=remote)
 
 
 @takes_options(CompareArguments)
@@ -148,8 +148,8 @@ def verify(
 
     checked = make_options(**options)
     return prove(
-        given(path),
-        against=None if against is None else given(against),
+        parse_path(path),
+        against=None if against is None else parse_path(against),
         names=checked.selection,
         source=checked.source,
         threads=_threads(checked, (path, against)),
@@ -175,8 +175,8 @@ def diff(
 
     checked = make_options(**options)
     return differences(
-        given(a),
-        given(b),
+        parse_path(a),
+        parse_path(b),
         names=checked.selection,
         extras=switch_of("extras")(extras),
         source=checked.source,

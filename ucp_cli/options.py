@@ -15,7 +15,7 @@ from ucp.conversion.option import Option
 from ucp.conversion.values import nbytes_of
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class _AnyPath(click.Path):
         if value == "":
             self.fail("expected a path; got '' (is a shell variable unset?)", param, ctx)
         try:
-            return given(value)
+            return parse_path(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
 

@@ -119,7 +119,7 @@ def test_formats_that_a_checkpoint_is_not_of_are_known_by_names_alone(folder: st
     for package in {"ucp_formats.deepspeed", "ucp_formats.megatron"} - {own}:
         light = {package, *(f"{package}.{name}" for name in LIGHT)}
         assert {name for name in modules if name.startswith(package)} <= light
-    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.live.load", "ucp.live.match.tensors"}
+    assert not modules & {"ucp.store.index", "ucp.store.interpret", "ucp.live.load", "ucp.live.match.items"}
 
 
 def test_a_run_of_data_parallelism_needs_no_model_family(zero3: Path) -> None:

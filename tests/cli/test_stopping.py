@@ -20,7 +20,7 @@ from ucp_cli.verbs import cli
 PROGRAM = """
 import os, signal, sys, threading
 from importlib import import_module
-from ucp.io.destination.staging import Staging
+from ucp.conversion.destination.staging import Staging
 from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 

@@ -95,3 +95,9 @@ def test_every_package_has_a_room_in_the_design_page() -> None:
     missing = [room for room in sorted(rooms) if f"| `ucp/{room}/`" not in design]
     assert missing == []
     assert all(f"`{package}/" in design for package in PACKAGES.values())
+
+
+def test_a_cell_of_the_page_of_limits_has_at_most_40_words() -> None:
+    page = (ROOT / "docs/explanation/limits.md").read_text(encoding="utf-8")
+    cells = [cell for line in page.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
+    assert [cell for cell in cells if len(cell.split()) > 40] == []

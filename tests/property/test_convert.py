@@ -45,10 +45,10 @@ def small_blocks():
             if hasattr(module, "BLOCK"):
                 patch.setattr(module, "BLOCK", 64)
         patch.setattr(import_module("ucp.transfer.plan.job"), "TASK", 192)
-        patch.setattr(import_module("ucp.transfer.gather"), "STRETCH", 48)
-        patch.setattr(import_module("ucp.transfer.worker"), "SPANS", 2)
+        patch.setattr(import_module("ucp.transfer.gather"), "MAX_READ", 48)
+        patch.setattr(import_module("ucp.transfer.worker"), "MIN_JOINED", 2)
         patch.setattr(import_module("ucp.transfer.worker"), "TILE", 128)
-        for name, nbytes in (("LEAST", 100), ("CALL", 8), ("GAP", 16)):
+        for name, nbytes in (("MIN_TILED", 100), ("CALL_BYTES", 8), ("GAP", 16)):
             patch.setattr(import_module("ucp.transfer.plan.tiles"), name, nbytes)
         patch.setattr(import_module("ucp.core.slices"), "GAP", 16)
         patch.setattr(os, "fsync", lambda descriptor: None)

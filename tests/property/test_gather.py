@@ -55,7 +55,7 @@ def patterns(draw, shape: tuple[int, ...]):
 def limits(stretch: int, gap: int):
     """Small bounds, so that pieces are cut."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ucp.transfer.gather, "STRETCH", stretch)
+        patch.setattr(ucp.transfer.gather, "MAX_READ", stretch)
         patch.setattr(ucp.core.slices, "GAP", gap)
         yield
 
@@ -128,7 +128,7 @@ def test_copies_are_found_where_they_lie(array, data):
         seen: dict[int, int] = {}
         for pieces in resolve_replicas(own, Locator(state), own.start, own.stop):
             for piece in pieces:
-                for part, values in gatherer.values(piece):
+                for part, values in gatherer.read_values(piece):
                     at = part.dst_offset + sum(
                         np.ix_(*(np.arange(n) * s for n, s in zip(part.sizes, part.dst_strides, strict=True)))
                     )
@@ -222,7 +222,7 @@ def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(a
         own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
         gatherer = Gatherer(sources=Sources())
         for piece in resolve(own, Locator(state), own.start, own.stop):
-            for part in ucp.transfer.gather._stretches(in_file_order(piece)):
+            for part in ucp.transfer.gather._split_reads(in_file_order(piece)):
                 lead, run = runs_of(part)
                 assert math.prod(part.sizes[:lead]) * run <= max(stretch, state.dtype.itemsize)
         gatherer.sources.close()

@@ -19,7 +19,7 @@ from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, Targ
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
-from ucp.transfer.plan.job import check_target, checking_placements, make_job
+from ucp.transfer.plan.job import check_target, choose_checking, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
 
 PLAN = import_module("ucp.transfer.plan.job")  # `ucp.plan` is the function
@@ -241,7 +241,7 @@ class TestOutputFiles:
 
 class TestCheckingPlacements:
     def placed(self, *slices):
-        return checking_placements([Placement(slice=own, path="f", offset=0) for own in slices])
+        return choose_checking([Placement(slice=own, path="f", offset=0) for own in slices])
 
     def test_flat_ranges_of_one_tensor_check_their_own_parts(self):
         own = [slice_of("p", 9, low, high) for low, high in ((0, 3), (3, 9))]

@@ -27,13 +27,12 @@ from ucp.errors import (
     UsageError,
     counted,
 )
-from ucp.io.destination.mark import find_damage, find_destination, read_mark
 from ucp.io.folder import path_of
-from ucp.io.identity import check_unchanged
+from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
-from ucp.transfer.compare import checked_bytes
-from ucp.transfer.differences import Change, casts_between, compare, equal_casts, keeps_extras, shared_states
+from ucp.transfer.compare import count_checked_bytes
+from ucp.transfer.differences import Change, compare, describe_casts, find_equal_casts, keeps_extras, pair_states
 
 _ALL = NameFilter()
 
@@ -170,13 +169,13 @@ def prove(
         drift = find_drift(index, observer, threads)
         unnamed = _unnamed(index)
         problems += [*drift, *unnamed]
-        checked = checked_bytes(index)
+        checked = count_checked_bytes(index)
         notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index) and names == _ALL
             a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
             changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
-            casts, notes = casts_between(a, b), (*notes, *_strangers(other, index))
+            casts, notes = describe_casts(a, b), (*notes, *_strangers(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
     except _DAMAGE as error:
@@ -247,10 +246,10 @@ def differences(
     left, right = told.index_of(a), told.index_of(b)
     told.check_used()
     left, right = _compared((left, right), names)
-    both = [pair.a for pair in shared_states(left, right) if pair.a.global_shape == pair.b.global_shape]
+    both = [pair.a for pair in pair_states(left, right) if pair.a.global_shape == pair.b.global_shape]
     changes = compare(left, right, observer, extras=extras, threads=threads)
     recast = _recast(changes, left)
-    casts = equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
+    casts = find_equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
     check_unchanged((*left.files, *right.files))
     return DiffReport(
         a=str(a),

@@ -23,8 +23,7 @@ from ucp.errors import (
     UnknownFormatError,
     listed,
 )
-from ucp.io.destination.staging import refuse_partial
-from ucp.io.folder import is_url, url_scheme
+from ucp.io.folder import is_url, refuse_partial, url_scheme
 from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ucp.core.index import Extra, Index
+from ucp.io.pickle.values import walk_paths
 
 LR_SCHEDULER = "lr_scheduler"
 """Key under which most frameworks and scripts save the state of a learning rate scheduler."""
@@ -28,8 +29,6 @@ _SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
     (frozenset({"num_steps"}), frozenset({"lr_decay_style"})),  # Megatron: OptimizerParamScheduler
 )
 """Entries by which the state of a scheduler is recognised: all of the first set, any of the second."""
-_MOST_DEPTH = 16
-"""Levels of dicts and lists above a scheduler, at most."""
 
 
 def is_module_state(name: object) -> bool:
@@ -82,15 +81,9 @@ def find_schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
     >>> [own.key for own in find_schedulers_in("app", saved)]
     ['app.sched.0']
     """
-    rest: list[tuple[tuple[object, ...], object]] = [((), value)]
-    seen: set[int] = set()
-    for path, item in rest:
+    for path, item in walk_paths(value, enter=lambda container: not _is_scheduler(container)):
         if _is_scheduler(item):
             yield SchedulerState(extra=name, path=path, state=item)  # type: ignore[arg-type]  # checked by _is_scheduler
-        elif id(item) not in seen and len(path) < _MOST_DEPTH:
-            seen.add(id(item))
-            entries = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
-            rest += [((*path, key), inner) for key, inner in entries if isinstance(inner, dict | list)]
 
 
 def _is_scheduler(value: object) -> bool:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
-from ucp.conversion.destination.disk import OnDisk, destination_at
-from ucp.conversion.destination.place import waiting_for
+from ucp.conversion.destination.disk import DiskDestination, open_destination
+from ucp.conversion.destination.protocol import show_waiting
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.run import write_part
@@ -94,11 +95,11 @@ def _stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
     if not any(map(url_scheme, (src, dst))):
         yield
         return
-    from ucp.io.remote.link import forking  # with asyncio
+    from ucp.io.remote.connections import fork_lock  # with asyncio
 
-    lock = forking()
+    lock = fork_lock()
     if not lock.acquire(blocking=False):
-        with waiting_for(observer, "another conversion of this process that uses a bucket"):
+        with show_waiting(observer, "another conversion of this process that uses a bucket"):
             lock.acquire()
     try:
         yield
@@ -108,23 +109,27 @@ def _stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
 
 def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
     """`carry_out`, once the paths can be paths and stores are free."""
-    destination = destination_at(dst, options)
+    destination = open_destination(dst, options)
     destination.check(src)
     remote = any(url_scheme(path) for path in (src, dst))
     threads = fit_threads(options.memory, remote=remote) if options.verify else 0
-    prepared = prepare(src, options, observer, beside_bytes=destination.beside_bytes)
+    prepared = prepare(src, options, observer, beside_bytes=destination.upload_memory)
     destination.check(src, prepared.job)
     with destination:
-        if isinstance(destination, OnDisk) and options.part is not None:  # a bucket has refused it
+        if isinstance(destination, DiskDestination) and options.part is not None:  # a bucket has refused it
             return _report(prepared, write_part(prepared, destination.staging, options, observer), dst, options)
-        begun = destination.begin(prepared, observer)
-        if begun is None:
+        resume_point = destination.begin(prepared, observer)
+        if resume_point is None:
             return _report(prepared, None, dst, options)
-        written = execute(prepared, destination, begun, observer)
-        if options.verify:
-            with destination.as_written() as path:
-                verify_written(prepared.job, path, source=options.source, observer=observer, threads=threads)
-        destination.commit(fsync=options.fsync)
+        verify = partial(verify_written, prepared.job, source=options.source, observer=observer, threads=threads)
+        written = execute(
+            prepared,
+            destination,
+            resume_point,
+            observer,
+            fsync=options.fsync,
+            verify=verify if options.verify else None,
+        )
     return _report(prepared, written, dst, options, scratch=destination.scratch_bytes)
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ucp.contract.plugins import producer
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
-from ucp.conversion.destination.place import Begun, Destination, Place
+from ucp.conversion.destination.protocol import Destination, ResumePoint, WorkFolder
 from ucp.conversion.prepare import Prepared
 from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
-from ucp.io.destination.mark import dump_mark
-from ucp.io.destination.write import is_memory
 from ucp.io.folder import MARK
-from ucp.io.identity import check_unchanged, is_remote
+from ucp.io.provenance import check_unchanged, dump_mark, is_remote
+from ucp.io.writing import is_memory
 from ucp.source.read import no_cycle_collection
-from ucp.transfer.checksums import file_crc, gaps, mismatches
+from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
-from ucp.transfer.plan.task_list import nbytes_of
+from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
 
 
@@ -57,37 +57,46 @@ class Written:
         self.drift.extend(done.drift)
 
 
-def execute(prepared: Prepared, destination: Destination, begun: Begun, observer: Observer) -> Written:
-    """Write all files of a conversion that is decided, but for what an earlier run wrote.
+def execute(
+    prepared: Prepared,
+    destination: Destination,
+    resume_point: ResumePoint,
+    observer: Observer,
+    *,
+    fsync: bool,
+    verify: Callable[[Path], None] | None,
+) -> Written:
+    """Write all files that an earlier run did not, and put the destination in folder.
 
-    Raises CorruptError, ReplicaError where the source is not what it should be.
+    `verify` is called before with the path to read everything back from. Raises CorruptError, ReplicaError where the
+    source is not what it should be.
     """
-    job = begun.job
-    written = carry_out_tasks(prepared, destination, begun, observer)
+    job = resume_point.job
+    written = carry_out_tasks(prepared, destination, resume_point, observer)
     _check_source(job.index, written)
     receipts, sizes = destination.finish(job, written.sums)
     with no_cycle_collection():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
     closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
-    destination.seal(closing_files)
     written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
+    destination.commit(closing_files, fsync=fsync, verify=verify)
     return written
 
 
-def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Observer) -> Written:
+def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: ResumePoint, observer: Observer) -> Written:
     """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
-    job, todo_nbytes, written = begun.job, nbytes_of(begun.todo), Written()
-    for done in begun.done:
+    job, todo_nbytes, written = resume_point.job, count_bytes(resume_point.todo), Written()
+    for done in resume_point.done:
         written.add(done)
     written.resumed = job.nbytes - todo_nbytes
-    written.believed, written.read_back = begun.believed, begun.read_back
-    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(begun.todo) > 1 else "serial")
-    never_waits = is_memory(place.root) and not is_remote(job.index.files)
+    written.believed, written.read_back = resume_point.trusted_nbytes, resume_point.read_back_nbytes
+    chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(resume_point.todo) > 1 else "serial")
+    never_waits = is_memory(folder.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
     with ExitStack() as stack:
-        for number, tasks in enumerate(place.rounds(begun.todo)):
-            stream = chosen.run(job, place.root, tasks, workers=prepared.workers, threads=threads)
+        for number, tasks in enumerate(folder.rounds(resume_point.todo)):
+            stream = chosen.run(job, folder.root, tasks, workers=prepared.workers, threads=threads)
             with closing(stream):  # whatever happens here, no worker writes on
                 if not number:
                     observer.begin(title="convert", nbytes=todo_nbytes)
@@ -100,7 +109,7 @@ def carry_out_tasks(prepared: Prepared, place: Place, begun: Begun, observer: Ob
                         continue
                     written.add(report)
                     written.nbytes += report.nbytes
-                    place.note(report)
+                    folder.note(report)
                     observer.advance(report.nbytes - reported[report.task])
     return written
 
@@ -113,7 +122,7 @@ def _check_source(index: Index, written: Written) -> None:
     """
     if not written.drift:
         with Reader(1) as reader:
-            written.spans.extend(reader.scan(gaps(index.records, written.spans)))
+            written.spans.extend(reader.scan(find_gaps(index.records, written.spans)))
     check_read(index, written)
 
 
@@ -126,7 +135,7 @@ def check_read(index: Index, written: Written) -> None:
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
-    wrong = mismatches(index.records, written.spans)
+    wrong = find_mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
@@ -158,7 +167,7 @@ def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, seal
         {**sizes, **{file.path: None if file.is_pointer else file.nbytes for file in sealed}},
         {
             **{path: receipts.files[path] for path in plan.last},
-            **{file.path: file_crc(file, ()) for file in sealed if not file.is_pointer},
+            **{file.path: compute_file_crc(file, ()) for file in sealed if not file.is_pointer},
         },
     )
     return OutputFile(path=MARK, nbytes=len(text), literals=(Literal(0, text),))

@@ -10,7 +10,7 @@ import xxhash
 
 from ucp.contract.protocols import Observer
 from ucp.errors import CorruptError
-from ucp.io.codec import codec_name, decode
+from ucp.io.elements import codec_name, decode_block
 from ucp.transfer.gather import Gatherer, Reader
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
@@ -54,7 +54,7 @@ def trusted(
         observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
     try:
         with Reader(threads) as reader:
-            reader.each(reports, look)
+            reader.run_all(reports, look)
         return {number: found[number] for number in reports if number in found}
     finally:
         if observer is not None:
@@ -86,7 +86,7 @@ def _stands(root: Path, task: Task, done: Done) -> bool:
                 file.seek(offset)
                 data = memoryview(file.read(nbytes))
             if own.block:
-                data = decode(data, codec_name(section.nbytes // (section.stop - section.start)))
+                data = decode_block(data, codec_name(section.nbytes // (section.stop - section.start)))
             if xxhash.xxh3_64_hexdigest(data) != own.digest:
                 return False
     except (OSError, CorruptError):

@@ -40,7 +40,7 @@ from ucp.core.index import WEIGHT, DoubtKind
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.source.moments import ZeroMoments
 from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
@@ -153,7 +153,7 @@ class ConvertOptions:
     shapes_from: Path | None = option(
         "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
         metavar="PATH",
-        parse=path_of("shapes_from", given),
+        parse=path_of("shapes_from", parse_path),
         identity="shapes",
     )
     param_order: Path | ParamOrder | None = option(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ucp.conversion.destination.disk import destination_at
+from ucp.conversion.destination.disk import open_destination
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import Index
@@ -138,11 +138,11 @@ def said_of(prepared: Prepared, options: ConvertOptions) -> dict[str, Any]:
 def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> PlanReport:
     """Decide the conversion of `src`, and tell what it would do; writes nothing. Raises UcpError as `convert` does.
 
-    `dst`: where to, as far as that matters: nothing is looked at there.
+    `dst`: where to; refused where `convert` would refuse it before it looks at what is there.
     """
-    destination = None if dst is None else destination_at(dst, options)
-    prepared = prepare(src, options, beside_bytes=0 if destination is None else destination.beside_bytes)
-    scratch_bytes = 0 if destination is None else destination.scratch_for(prepared.job)
+    destination = None if dst is None else open_destination(dst, options)
+    prepared = prepare(src, options, beside_bytes=0 if destination is None else destination.upload_memory)
+    scratch_bytes = 0 if destination is None else destination.check(src, prepared.job)
     index, target = prepared.job.index, prepared.job.target
     return PlanReport(
         **said_of(prepared, options) | {"topology": target.topology or options.topology},
@@ -160,7 +160,7 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         index_bytes=prepared.index_bytes,
         source_layout=layout_lines(own for atom in index.atoms.values() for own in atom.layouts()),
         target_layout=layout_lines((param, state, own) for (param, state), own in target.layouts.items()),
-        scratch=str(destination.root) if destination is not None and destination.beside_bytes else "",
+        scratch=str(destination.root) if destination is not None and destination.upload_memory else "",
         scratch_bytes=scratch_bytes,
     )
 

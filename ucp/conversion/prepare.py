@@ -20,8 +20,8 @@ from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.identity import contents_of, is_remote
 from ucp.io.pickle.values import nbytes_in_memory
+from ucp.io.provenance import contents_of, is_remote
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
 from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
 from ucp.source.read import index_as_told, index_of, no_cycle_collection
@@ -119,7 +119,7 @@ def ahead_bytes(index: Index) -> int:
     """Memory of each thread for what of stores is on its way."""
     if not is_remote(index.files):
         return 0
-    from ucp.io.remote.ahead import BUDGET
+    from ucp.io.remote.prefetch import BUDGET
 
     return BUDGET
 
@@ -212,7 +212,7 @@ def workers_of(options: ConvertOptions, index: Index, beside_bytes: int = 0) -> 
     if options.engine is not None and options.engine.spans_machines:
         most = max(1, options.memory // (_THREADS * lane))
     return fit_workers(
-        options.memory, workers=options.workers or most, threads=_THREADS, lane=lane, beside=beside_bytes
+        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=beside_bytes
     )
 
 

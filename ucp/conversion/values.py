@@ -13,7 +13,7 @@ from ucp.contract.protocols import ParamOrder, ParamOrderLike
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +167,7 @@ def globs_of(globs: Iterable[str]) -> tuple[str, ...]:
 def param_order_of(names: ParamOrderLike) -> Path | ParamOrder:
     """Names of parameters by group, or the file that has them. Raises UsageError."""
     if isinstance(names, str | PathLike):
-        return given(names)
+        return parse_path(names)
     if isinstance(names, Sequence):
         groups = [names] if all(isinstance(name, str) for name in names) else names
         if all(isinstance(group, list | tuple) and all(isinstance(name, str) for name in group) for group in groups):

@@ -1,10 +1,9 @@
-"""The union: what ranks stored of a tensor, put together into one atom, where `place` says that it lies.
+"""The union: what ranks stored of a tensor, joined into one atom where `place` says it lies.
 
-1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
-2. `Union.build_state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
-3. `Union.build_atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
-   derived copy of it, which is compared and never taken. `merge_counts` does the same for one number per parameter
-   (`state_from_scalar`).
+1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
+2. `Union.build_state` makes the fragments; ranks that differ only along replicated axes hold numbered replicas.
+3. `Union.build_atom` joins the states: the optimizer's master is the weight where there is one, and the model's own
+   tensor is a derived copy of it, which is compared and never taken. `merge_counts` joins counts such as `step`.
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
@@ -228,6 +227,22 @@ def _fragments(
                 replica = copies.setdefault((nth, placed.replica), first + len(copies))
                 pieces += rank.pieces(placed, layout, replica=replica, derived=derived)
     return tuple(pieces)
+
+
+def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[Box, TensorRef]]) -> StateIndex:
+    """The state in boxes that its files name themselves; a box that occurs again is a copy.
+
+    >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
+    >>> boxes = [(Box((0,), (2,)), ref), (Box((2,), (2,)), ref), (Box((0,), (2,)), ref)]
+    >>> [piece.replica for piece in state_of_boxes(DType.FLOAT32, (4,), boxes).fragments]
+    [0, 0, 1]
+    """
+    copies: dict[Box, int] = {}
+    pieces = []
+    for box, ref in boxes:
+        replica = copies[box] = copies.get(box, -1) + 1
+        pieces.append(Fragment(box=box, ref=ref, replica=replica))
+    return StateIndex(dtype=dtype, global_shape=shape, fragments=tuple(pieces))
 
 
 def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:

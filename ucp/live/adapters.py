@@ -1,8 +1,8 @@
 """What a live run is made of, and how frameworks describe theirs.
 
-A plain torch module with a torch optimizer is described here in the core. What a framework wraps them in (DeepSpeed's
-engine, Megatron's optimizers) is described by an adapter, found by entry point (group `ucp.live`), which alone knows
-the framework.
+The core describes a plain torch module with a torch optimizer. What a framework wraps them in (DeepSpeed's engine,
+Megatron's optimizers) is described by an adapter, which alone knows the framework. Adapters are found by the entry
+point group `ucp.live`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucp.core.index import Index
-    from ucp.live.match.findings import Findings
+    from ucp.live.match.items import Findings
     from ucp.live.run.mesh import RunMesh
     from ucp.live.run.ranks import Ranks
 
@@ -29,26 +29,26 @@ State: TypeAlias = "torch.Tensor | bool | int | float | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """Everything of a rank's module that a checkpoint of it holds."""
+    """Everything of a rank's module that its checkpoint holds."""
 
     tensors: tuple[LiveTensor, ...]
     """Parameters, then persistent buffers, in the order of the module."""
     handles: Mapping[str, torch.Tensor]
     """Name to the memory of the rank's part, in the local shape."""
     owners: Mapping[int, str]
-    """`id` of every parameter and buffer, as an optimizer holds it, to its own name."""
+    """`id` of every parameter and buffer, as an optimizer holds it, to its principal name."""
     derived: frozenset[str] = frozenset()
-    """Tensors that are not brought: `LiveRun.finish` makes them, from masters that the optimizer keeps."""
+    """Tensors that are not loaded: `LiveRun.finish` makes them from masters that the optimizer keeps."""
     notes: tuple[str, ...] = ()
     """What a checkpoint does not hold."""
     device: torch.device | None = None
-    """Where tensors are going to be made that are on the meta device."""
+    """Where tensors on the meta device will get memory."""
     chunks: int = 1
-    """Modules it is made of (a virtual pipeline's); above 1 the names of tensors begin with a module's number."""
+    """Number of modules (chunks of a virtual pipeline); above 1 the names of tensors begin with the module's number."""
     marked_params: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name to the parameter that says how ranks cut it, where that is not what `handles` has."""
+    """Name to the parameter whose attributes say how ranks cut it, if that is not the tensor in `handles`."""
     layer_numbers: Mapping[str, int] = field(default_factory=dict)
-    """Path of a layer's module to the number that it says it has in the whole model, from 1."""
+    """Path of a layer's module to the number that it gives itself in the whole model, from 1."""
 
 
 @runtime_checkable
@@ -59,16 +59,16 @@ class LiveOptimizer(Protocol):
         """Its groups: names in the whole model, with hyper-parameters as plain values."""
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> Sequence[LiveParam]:
-        """What it keeps of each parameter, once its groups are given `hyper`."""
+        """What it keeps of each parameter, once its groups have the hyper-parameters `hyper`."""
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """Memory to bring a state into: the live one where that can be, else new; `shape`: elements of this rank.
+        """Memory to load a state into: the live one if possible, else new; `shape`: elements of this rank.
 
-        `counts`: the state is a count, which `put` is given in the type it is stored in.
+        `counts`: the state is a count, which `put` receives in the type it is stored in.
         """
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was brought, by name and state; no states make a parameter one that was never stepped.
+        """Take what was loaded, by name and state; no states make a parameter one that was never stepped.
 
         `counts`: which of the states of each parameter are counts.
         """
@@ -84,18 +84,18 @@ class LiveRun:
     model: LiveModel
     """The model."""
     optimizer: LiveOptimizer | None = None
-    """The optimizer, where one is loaded into."""
+    """The optimizer, if one is loaded into."""
     prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
-    """The model with memory for what has none, once all is known to fit; given the names that are brought."""
+    """Gives memory to tensors that have none, once everything is known to fit; receives the names that are loaded."""
     finish: Callable[[], None] = field(default=lambda: None)
-    """Make what follows from what was brought (16-bit copies of masters). Collective."""
+    """Makes what follows from what was loaded (16-bit copies of masters). Collective."""
     resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
-    """Set what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's; gives the extras
-    that were taken, to what was set by them."""
+    """Sets what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's values; returns
+    the extras that were used, each with what it set."""
     has_global_names: bool = True
     """Whether names are those of the whole model. If not, the core numbers layers and experts."""
     has_global_parts: bool = True
-    """Whether parts are those of the whole model. If not, the core finds how tensors are cut from their attributes and
+    """Whether parts are those of global tensors. If not, the core finds how tensors are cut, from their attributes and
     by rules."""
 
 
@@ -106,15 +106,15 @@ class LiveRequest:
     model: object
     """A module, several (chunks of a virtual pipeline), or what a framework wraps them in."""
     optimizer: object | None
-    """An optimizer, or what a framework wraps it in; False for none, where the model has one of its own."""
+    """An optimizer, or what a framework wraps it in; False for none, if the model would bring one."""
     mesh: RunMesh
-    """Where this rank stands among all."""
+    """Coordinates of this rank and all others."""
     ranks: Ranks
-    """All ranks of the run, for what has to be agreed on."""
+    """All ranks of the run, for what they must agree on."""
     dtype: DType | None = None
-    """Type of the floating weights of the model, in which a model without memory is made; None for its own."""
+    """Type of the floating weights of the model, in which a model without memory is made; None for the model's own."""
     masters: Mapping[str, torch.Tensor] | None = None
-    """Parameter to its master in another precision, as the optimizer steps it, where the user says."""
+    """Parameter to its master in another precision, as the optimizer steps it, if the user passed them."""
 
 
 class LiveAdapter(Protocol):
@@ -127,4 +127,4 @@ class LiveAdapter(Protocol):
         """Whether the model or the optimizer is of this framework; without importing it."""
 
     def describe(self, request: LiveRequest) -> LiveRun:
-        """The rank's parts. Collective where it must. Raises UnsupportedError, LoadError; changes nothing."""
+        """The rank's parts. Collective if needed. Raises UnsupportedError, LoadError; changes nothing."""

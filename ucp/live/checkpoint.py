@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Atom:
-    """One parameter of a checkpoint as a whole."""
+    """One parameter of a checkpoint: its global tensor, and those of its states."""
 
     index: AtomIndex
-    """Where its pieces lie."""
+    """Where its fragments lie."""
 
     def __repr__(self) -> str:
         states = ", ".join(f"{name} {state.dtype}" for name, state in self.index.states.items())
@@ -61,9 +61,9 @@ class Atom:
         import torch
 
         if state not in self.index.states:
-            raise NoSuchNameError(_no_state(self.index, state))
-        found: torch.dtype = getattr(torch, self.index.states[state].dtype.value)
-        return found
+            raise NoSuchNameError(_describe_no_state(self.index, state))
+        dtype: torch.dtype = getattr(torch, self.index.states[state].dtype.value)
+        return dtype
 
 
 def _need_torch() -> None:
@@ -74,18 +74,18 @@ def _need_torch() -> None:
         )
 
 
-def _no_state(atom: AtomIndex, state: str) -> str:
+def _describe_no_state(atom: AtomIndex, state: str) -> str:
     return f"{atom.name} has no state {state!r}; it has {', '.join(atom.states) or 'none'}"
 
 
-def _unknown(index: Index, name: str) -> str:
-    """That there is no atom of that name, and what there is instead."""
-    said = f"no parameter {name!r} in {index.path}"
+def _describe_unknown(index: Index, name: str) -> str:
+    """A message that no atom has this name, with what there is instead."""
+    message = f"no parameter {name!r} in {index.path}"
     if name in index.aliases:
-        return f"{said}: it is tied to {index.aliases[name]!r}, which holds it"
+        return f"{message}: it is tied to {index.aliases[name]!r}, which holds it"
     near = get_close_matches(name, (*index.atoms, *index.aliases), 3) if isinstance(name, str) else []
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {counted(len(index.atoms), 'name')}"
-    return f"{said}; {hint} (iterate over the checkpoint for all)"
+    return f"{message}; {hint} (iterate over the checkpoint for all)"
 
 
 class _Extras(dict[str, object]):
@@ -94,7 +94,7 @@ class _Extras(dict[str, object]):
 
 
 Region = Box | slice | tuple[slice | EllipsisType, ...]
-"""Part of a tensor: a half-open box, or slices as numpy has them (steps of 1)."""
+"""Part of a tensor: a half-open box, or slices as in numpy (steps of 1)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,14 +106,14 @@ class Checkpoint(Report, Mapping[str, Atom]):
     """
 
     index: Index
-    """Everything that is known of it."""
+    """What the files say, without their tensors."""
 
     def __repr__(self) -> str:
         return repr(self.index)
 
     def __getitem__(self, name: str) -> Atom:
         if name not in self.index.atoms:
-            raise NoSuchNameError(_unknown(self.index, name))
+            raise NoSuchNameError(_describe_unknown(self.index, name))
         return Atom(self.index.atoms[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -129,7 +129,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
                 name,
                 shape_text(atom.global_shape),
                 ", ".join(atom.states),
-                ", ".join(dict.fromkeys(own.dtype for own in atom.states.values())),
+                ", ".join(dict.fromkeys(state.dtype for state in atom.states.values())),
             )
             for name, atom in self.index.atoms.items()
         ]
@@ -154,7 +154,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Name to value of what is not a tensor of a parameter, as far as it is the same on all ranks.
+        """Name to value of what is not a tensor of a parameter, if it is the same on all ranks.
 
         Plain values are themselves; objects are inert (`ucp.io.pickle.values.Stub`), tensors are references,
         which `extra` and `tensor` read.
@@ -163,18 +163,18 @@ class Checkpoint(Report, Mapping[str, Atom]):
 
     @property
     def atoms(self) -> Mapping[str, Atom]:
-        """The same mapping, for code that says what it goes through."""
+        """The same mapping, for code that names what it iterates over."""
         return self
 
     def read(self, name: str, state: str = WEIGHT, region: Region | None = None) -> torch.Tensor:
         """Elements of a state as a tensor of its own shape, or of the shape of `region`.
 
-        `name` may be a tied name. `region`: of the whole, elements: `ucp.Box((0, 0), (4, 8))`, or slices, as in
+        `name` may be a tied name. `region`: of the global tensor, in elements, e.g. `ucp.Box((0, 0), (4, 8))` or
         `numpy.s_[:4, :8]`. Raises KeyError for a name or state that is not there, ValueError for a region outside,
         MissingLibraryError without torch.
         """
         source = self._state(name, state)
-        box = _box(region, source.global_shape, f"{name}/{state}")
+        box = _to_box(region, source.global_shape, f"{name}/{state}")
         return _read(source, box, f"{name}/{state}", self.index.files)
 
     def state_dict(self, state: str = WEIGHT) -> dict[str, torch.Tensor]:
@@ -191,41 +191,40 @@ class Checkpoint(Report, Mapping[str, Atom]):
         return {**tensors, **ties}
 
     def extra(self, name: str, rank: int | None = None) -> object:
-        """The value of an extra with its tensors read, as a training script takes it up again.
+        """The value of an extra with its tensors read, as a training script uses it.
 
-        `rank`: whose own value, where ranks differ. Arrays of numpy and counters are made; objects of other classes
-        stay inert. A companion file is what it says, where torch or JSON wrote it: `extra("companion/scheduler.pt")`.
+        `rank`: whose value, if ranks differ. Arrays of numpy and counters are built; objects of other classes stay
+        inert. A companion file is read if torch or JSON wrote it: `extra("companion/scheduler.pt")`.
 
         Raises KeyError with the names there are, MalformedError for a damaged file, MissingLibraryError without torch.
         """
-        found = next((own for own in self.index.extras if (own.name, own.rank) == (name, rank)), None)
-        if found is None:
-            raise NoSuchNameError(self._no_extra(name, rank))
-        return load_extra(found, self.tensor)
-
-    def _no_extra(self, name: str, rank: int | None) -> str:
-        own = [extra.rank for extra in self.index.extras if extra.name == name]
-        if own:
-            return f"no extra {name!r} of rank {rank}; it is of rank {', '.join(map(str, own))}"
-        return f"no extra {name!r}; there are {', '.join(dict.fromkeys(e.name for e in self.index.extras)) or 'none'}"
+        extras = self.index.extras
+        by_rank = {extra.rank: extra for extra in reversed(extras) if extra.name == name}
+        if rank in by_rank:
+            return load_extra(by_rank[rank], self.tensor)
+        if by_rank:
+            ranks = ", ".join(str(extra.rank) for extra in extras if extra.name == name)
+            raise NoSuchNameError(f"no extra {name!r} of rank {rank}; it is of rank {ranks}")
+        names = ", ".join(dict.fromkeys(extra.name for extra in extras)) or "none"
+        raise NoSuchNameError(f"no extra {name!r}; there are {names}")
 
     def tensor(self, ref: TensorRef | InlineTensor) -> torch.Tensor:
         """The tensor that an extra refers to, e.g. a random state.
 
-        Raises UsageError for what is no reference, MissingLibraryError without torch.
+        Raises UsageError for anything but a reference, MissingLibraryError without torch.
         """
         if not isinstance(ref, TensorRef | InlineTensor):
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
         return _read(StateIndex.from_tensor(ref), Box.full(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
-        """Raises KeyError with what there is instead."""
+        """Raises NoSuchNameError with what there is instead."""
         stored = self.index.aliases.get(name, name)
         if stored not in self.index.atoms:
-            raise NoSuchNameError(_unknown(self.index, name))
+            raise NoSuchNameError(_describe_unknown(self.index, name))
         states = self.index.atoms[stored].states
         if state not in states:
-            raise NoSuchNameError(_no_state(self.index.atoms[stored], state))
+            raise NoSuchNameError(_describe_no_state(self.index.atoms[stored], state))
         return states[state]
 
 
@@ -233,33 +232,33 @@ _SHOWN = 50
 """Parameters on the page of a checkpoint."""
 
 
-def _box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
-    """The box that a region is. Raises ValueError where it does not lie in a tensor of that shape."""
+def _to_box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
+    """A region as a box. Raises ValueError if it does not lie in a tensor of that shape."""
     if region is None:
         return Box.full(shape)
     if isinstance(region, Box):
         if len(region.sizes) != len(shape) or any(a > b for a, b in zip(region.stops, shape, strict=True)):
             raise ValueError(f"region {region} does not lie in {what} of shape {list(shape)}")
         return region
-    asked = region if isinstance(region, tuple) else (region,)
-    if Ellipsis in asked:
-        at = asked.index(Ellipsis)
-        missing = len(shape) - len(asked) + 1
-        asked = (*asked[:at], *[slice(None)] * missing, *asked[at + 1 :])
-    slices = [own for own in asked if isinstance(own, slice)]
-    if len(slices) != len(asked) or len(asked) > len(shape) or any(own.step not in {None, 1} for own in slices):
+    items = region if isinstance(region, tuple) else (region,)
+    if Ellipsis in items:
+        position = items.index(Ellipsis)
+        missing = len(shape) - len(items) + 1
+        items = (*items[:position], *[slice(None)] * missing, *items[position + 1 :])
+    slices = [item for item in items if isinstance(item, slice)]
+    if len(slices) != len(items) or len(items) > len(shape) or any(item.step not in {None, 1} for item in slices):
         raise ValueError(f"expected at most {len(shape)} slices with steps of 1 for {what}; got {region!r}")
     slices += [slice(None)] * (len(shape) - len(slices))
-    bounds = [own.indices(length)[:2] for own, length in zip(slices, shape, strict=True)]
+    bounds = [item.indices(length)[:2] for item, length in zip(slices, shape, strict=True)]
     return Box(tuple(low for low, _ in bounds), tuple(max(high - low, 0) for low, high in bounds))
 
 
 def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) -> torch.Tensor:
-    """Elements of a box as a tensor."""
+    """The elements of a box as a tensor."""
     _need_torch()
     import torch
 
-    own = Slice(
+    piece = Slice(
         param=what,
         state="",
         dtype=source.dtype,
@@ -272,6 +271,6 @@ def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) 
     if box.numel:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         gatherer = Gatherer(sources=Sources(files))
-        gatherer.fill(data, source.dtype, resolve(own, Locator(source), 0, box.numel))
+        gatherer.fill(data, source.dtype, resolve(piece, Locator(source), 0, box.numel))
         gatherer.sources.close()
     return tensor

@@ -1,4 +1,4 @@
-"""What a load did, for the person who asked for it."""
+"""The report of a load, for the user."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class LoadReport(Report):
     nbytes_total: int
     """Bytes that all ranks read together."""
     nbytes_wanted: int
-    """Bytes of files that all ranks asked for; they read more where small gaps, or checksums, were read with them."""
+    """Bytes of files that all ranks asked for; they read more in small gaps, or for checksums."""
     nbytes_exchanged: int
     """Bytes that this rank received from others."""
     nbytes_loaded: int
-    """Bytes that were put in place on this rank: weights, buffers, states."""
+    """Bytes that were stored on this rank: weights, buffers, states."""
     nbytes_peak: int
-    """Most main memory that this rank took for what was under way; 0 where all was read straight to its place."""
+    """Most main memory that this rank took for buffers; 0 if everything was read straight into tensors."""
     is_verified: bool
-    """Whether all that was put in place was read again and compared, bit for bit."""
+    """Whether everything that was stored was read again and compared, bit for bit."""
     ranks: int
     """Ranks of the run."""
     stages: Mapping[str, float]
@@ -57,19 +57,19 @@ class LoadReport(Report):
     unexpected: tuple[str, ...]
     """Atoms of the checkpoint that the model lacks. Empty when `strict`."""
     problems: tuple[str, ...]
-    """What else did not fit and was left as it was. Empty when `strict`."""
+    """What else did not fit and stayed as it was. Empty when `strict`."""
     unchecked: tuple[str, ...]
     """Files read whose bytes were not all compared with a recorded checksum."""
     restored: tuple[str, ...]
-    """What was restored beside the model: the scheduler, the scale of the loss, random states."""
+    """What was restored beside the model: the scheduler, the loss scale, RNG states."""
     carried: Mapping[str, object]
-    """What `rank_extras` gave to this rank, tensors read: random states, which are set, and what is yours to set."""
+    """What `rank_extras` gave to this rank, tensors read: RNG states, which are set, and values for you to set."""
     extras: tuple[str, ...]
-    """What else the checkpoint holds (client state, ...), and nothing was done with: `ucp.open(path).extra(name)`."""
+    """What else the checkpoint holds (client state, ...) and was not used: `ucp.open(path).extra(name)`."""
     notes: tuple[str, ...]
     """What was assumed, inferred or changed."""
     dropped: tuple[str, ...]
-    """What the checkpoint holds and was not brought, with the reasons."""
+    """What the checkpoint holds and was not loaded, with the reasons."""
 
     @property
     def seconds(self) -> float:
@@ -78,18 +78,18 @@ class LoadReport(Report):
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Rate at which this rank was filled, once it was known with what."""
+        """Rate at which this rank was filled, once the plan was made."""
         return self.nbytes_loaded / 1e9 / max(self.stages["read"], 1e-9)
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but `carried`, of which the names are kept, in values that JSON has."""
+        """Everything in values that JSON has; of `carried` only the names."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        told = {key: list(own) if isinstance(own, tuple) else own for key, own in fields.items()}
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
-        return {**told, "stages": dict(self.stages), "carried": list(self.carried), **rates}
+        return {**plain, "stages": dict(self.stages), "carried": list(self.carried), **rates}
 
     def page(self) -> Page:
-        """What was loaded and at what cost, and what is to be known."""
+        """What was loaded and how fast, and what the user should know."""
         yield facts(_facts(self))
         yield lines("Restored", self.restored)
         yield lines("Casts", self.casts)
@@ -125,31 +125,28 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """Stage to seconds."""
-        self._at = time.perf_counter()
+        self._began = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """A stage is over."""
-        began, self._at = self._at, time.perf_counter()
-        self.seconds[stage] = self._at - began
+        """End a stage, and begin the next."""
+        now = time.perf_counter()
+        self.seconds[stage], self._began = now - self._began, now
 
 
 def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages: Mapping[str, float]) -> LoadReport:
-    """The report of a load that is done."""
-    index, findings = decision.index, decision.findings
-    states = dict.fromkeys(want.state for want in decision.wants if want.is_optimizer_state)
+    """The report of a completed load."""
+    index, findings, items = decision.index, decision.findings, decision.items
     # files in which an element does not carry a checksum of its own, as encoded blocks do
-    refs = (f.ref for want in decision.wants for f in want.source.fragments if f.replica == 0 and f.box.numel)
-    bare = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
+    refs = (f.ref for item in items for f in item.source.fragments if f.replica == 0 and f.box.numel)
+    without_checksum = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
     others = sorted({state for _, state, _ in index.states()} - {WEIGHT}) if decision.run.optimizer is None else []
-    left = [f"optimizer states {', '.join(others)}: no optimizer was given"] if others else []
+    not_loaded = [f"optimizer states {', '.join(others)}: no optimizer was given"] if others else []
     return LoadReport(
         path=index.path,
         format=index.format,
         step=index.step,
-        names=tuple(
-            dict.fromkeys(want.name for want in decision.wants if not want.is_optimizer_state or want.state == WEIGHT)
-        ),
-        states=tuple(states),
+        names=tuple(dict.fromkeys(i.name for i in items if not i.is_optimizer_state or i.state == WEIGHT)),
+        states=tuple(dict.fromkeys(item.state for item in items if item.is_optimizer_state)),
         fresh=decision.fresh,
         nbytes_read=traffic.nbytes[traffic.rank],
         nbytes_total=sum(traffic.nbytes),
@@ -166,8 +163,8 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),
-        unchecked=tuple(sorted(bare - traffic.checked)),
+        unchecked=tuple(sorted(without_checksum - traffic.checked)),
         extras=resume.ignored,
         notes=(*index.notes, *findings.notes),
-        dropped=(*index.dropped, *resume.dropped, *left),
+        dropped=(*index.dropped, *resume.dropped, *not_loaded),
     )

@@ -41,9 +41,9 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
     """
     if drift is Drift.ERROR:
         return index
-    from ucp.transfer.compare import drifting, fit_threads  # not needed by most conversions
+    from ucp.transfer.compare import find_drifting_states, fit_threads  # not needed by most conversions
 
-    found = drifting(index, observer, threads=fit_threads(memory))
+    found = find_drifting_states(index, observer, threads=fit_threads(memory))
     if not found:
         return index
     atoms = dict(index.atoms)

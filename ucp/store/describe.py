@@ -13,7 +13,7 @@ from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.target import Receipt
 from ucp.core.tensor import InlineTensor
-from ucp.io.codec import codec_name
+from ucp.io.elements import codec_name
 from ucp.store.manifest import (
     VERSION,
     Checksum,

@@ -14,13 +14,13 @@ from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, lis
 from ucp.io.files import SourceFile as OpenFile
 from ucp.io.files import open_source
 from ucp.io.folder import names_of_folder
-from ucp.io.identity import identity_of, source_file
 from ucp.io.json_text import parsed
+from ucp.io.provenance import identity_of, source_file
 from ucp.io.torch_file.archive import read_embedded
 from ucp.store.interpret import find_files, inside, interpret
 from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, StoredExtra, StoredFile, parse, read_text
 from ucp.store.values import from_json
-from ucp.transfer.checksums import combine
+from ucp.transfer.checksums import combine_crcs
 
 
 def read_store(root: Path) -> Index:
@@ -140,4 +140,4 @@ def _crc_of(file: OpenFile, records: Iterable[Record]) -> int:
     for record in sorted(records, key=lambda record: record.offset):
         parts += [(zlib_ng.crc32(file.read(at, record.offset - at)), record.offset - at), (record.crc32, record.nbytes)]
         at = record.offset + record.nbytes
-    return combine([*parts, (zlib_ng.crc32(file.read(at, file.nbytes - at)), file.nbytes - at)])
+    return combine_crcs([*parts, (zlib_ng.crc32(file.read(at, file.nbytes - at)), file.nbytes - at)])

@@ -5,7 +5,7 @@
     virtual         no tensor file at all: pieces of the source's own files
 
 Plain numbers, such as a step that the source keeps outside its tensors, stand in the manifest in every layout.
-With `compress`, packs hold encoded blocks (`ucp.io.codec`) and are named packs/00000.zst.
+With `compress`, packs hold encoded blocks (`ucp.io.elements`) and are named packs/00000.zst.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ucp.core.target import (
 )
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.io.identity import identity_of, size_and_time
 from ucp.io.pickle.fields import described
+from ucp.io.provenance import identity_of, size_and_time
 from ucp.io.safetensors import layout_safetensors
 from ucp.io.torch_file.draft import torch_file
 from ucp.store.describe import describe, is_inline

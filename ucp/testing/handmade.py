@@ -21,7 +21,7 @@ from zlib_ng import zlib_ng
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import DType, InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
-from ucp.io.identity import source_file
+from ucp.io.provenance import source_file
 from ucp.store.describe import describe
 from ucp.store.manifest import MANIFEST, dump
 from ucp.store.target import recogniser

@@ -19,7 +19,7 @@ from ucp.transfer.gather import Span
 _ZEROS = bytes(1 << 20)
 
 
-def combine(parts: Iterable[tuple[int, int]]) -> int:
+def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
     """CRC-32 of the concatenation of parts given as (CRC-32, bytes).
 
     >>> import zlib
@@ -27,12 +27,12 @@ def combine(parts: Iterable[tuple[int, int]]) -> int:
     True
     """
     crc = 0
-    for own, nbytes in parts:
-        crc = zlib_ng.crc32_combine(crc, own, nbytes)
+    for part_crc, nbytes in parts:
+        crc = zlib_ng.crc32_combine(crc, part_crc, nbytes)
     return crc
 
 
-def zeros(nbytes: int) -> int:
+def crc_of_zeros(nbytes: int) -> int:
     """CRC-32 of so many zero bytes."""
     crc = 0
     while nbytes:
@@ -42,12 +42,12 @@ def zeros(nbytes: int) -> int:
     return crc
 
 
-def gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, int, int]]:
+def find_gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, int, int]]:
     """What is still to be read (path, offset, bytes) before every record that was read from can be checked."""
     missing = []
-    for record, inside in _matched(records, spans):
+    for record, inside in _match_spans(records, spans):
         at = record.offset
-        for span in [*_chain(record, inside), None]:
+        for span in [*_select_chain(record, inside), None]:
             until = record.offset + record.nbytes if span is None else span.offset
             if until > at:
                 missing.append((record.path, at, until - at))
@@ -55,19 +55,19 @@ def gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, in
     return missing
 
 
-def mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Record]:
+def find_mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Record]:
     """Records that were read whole and whose bytes are not what was recorded."""
     wrong = []
-    for record, inside in _matched(records, spans):
-        chain = list(_chain(record, inside))
+    for record, inside in _match_spans(records, spans):
+        chain = list(_select_chain(record, inside))
         if sum(span.nbytes for span in chain) != record.nbytes:
             continue
-        if combine((span.crc32, span.nbytes) for span in chain) != record.crc32:
+        if combine_crcs((span.crc32, span.nbytes) for span in chain) != record.crc32:
             wrong.append(record)
     return wrong
 
 
-def _matched(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple[Record, list[Span]]]:
+def _match_spans(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple[Record, list[Span]]]:
     """Every record that was read from, with the spans that start in it, in order."""
     ordered = sorted(spans, key=lambda span: (span.path, span.offset, -span.nbytes))
     by_path = {path: list(own) for path, own in groupby(ordered, key=lambda span: span.path)}
@@ -85,7 +85,7 @@ def _matched(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple
             yield record, inside
 
 
-def _chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
+def _select_chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
     """Spans that follow one another in the record without overlap, leaving out those that were read twice."""
     at, stop = record.offset, record.offset + record.nbytes
     for span in inside:
@@ -94,7 +94,7 @@ def _chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
             at = span.offset + span.nbytes
 
 
-def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, bytes]]:
+def make_crc_patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, bytes]]:
     """Bytes to put in place (offset, data) so that every checksum field of `file` is right.
 
     `sums`: (offset, bytes, CRC-32) of what was written beside the literals, in increasing offset. Raises CoverError
@@ -116,22 +116,22 @@ def patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[
             if low < high:
                 data = memoryview(part.data)[low - part.offset : high - part.offset]
                 clipped.append((low, high - low, zlib_ng.crc32(data)))
-        crc = combine(_with_zeros(field, sorted([*sums[first:at], *clipped])))
+        crc = combine_crcs(_with_zeros(field, sorted([*sums[first:at], *clipped])))
         for place in field.at:
             yield place, crc.to_bytes(4, "little")
 
 
-def file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
+def compute_file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
     """CRC-32 of all of `file` once its checksum fields, which lie in literals, are filled in; `sums`: see `patches`."""
     literals = sorted(file.literals, key=lambda part: part.offset)
     starts = [part.offset for part in literals]
     filled = [bytearray(part.data) for part in literals]
-    for place, data in patches(file, sums):
+    for place, data in make_crc_patches(file, sums):
         at = bisect_right(starts, place) - 1
         filled[at][place - starts[at] : place - starts[at] + len(data)] = data
-    whole = CrcField(start=0, stop=file.nbytes, at=())
+    file_range = CrcField(start=0, stop=file.nbytes, at=())
     known = [(start, len(data), zlib_ng.crc32(data)) for start, data in zip(starts, filled, strict=True)]
-    return combine(_with_zeros(whole, sorted([*sums, *known])))
+    return combine_crcs(_with_zeros(file_range, sorted([*sums, *known])))
 
 
 def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
@@ -139,7 +139,7 @@ def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterat
     for offset, nbytes, crc in sums:
         if offset < at or offset + nbytes > field.stop:
             raise CoverError(f"bytes {offset}:{offset + nbytes} straddle a checksummed stretch at {field.start}")
-        yield zeros(offset - at), offset - at
+        yield crc_of_zeros(offset - at), offset - at
         yield crc, nbytes
         at = offset + nbytes
-    yield zeros(field.stop - at), field.stop - at
+    yield crc_of_zeros(field.stop - at), field.stop - at

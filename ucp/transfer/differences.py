@@ -13,7 +13,7 @@ from ucp.core.index import WEIGHT, Index, Kind, StateIndex
 from ucp.errors import counted
 from ucp.io.pickle.fields import shown
 from ucp.io.pickle.values import Apart, differing_values
-from ucp.transfer.compare import THREADS, Pair, apart
+from ucp.transfer.compare import THREADS, Pair, compare_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ def compare(
 
     `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
     """
-    changes = list(_structure(a, b, cast=cast))
-    shared = [pair for pair in shared_states(a, b) if pair.a.global_shape == pair.b.global_shape]
+    changes = list(_compare_structure(a, b, cast=cast))
+    shared = [pair for pair in pair_states(a, b) if pair.a.global_shape == pair.b.global_shape]
     if extras:
-        found = list(_extras(a, b))
-        changes += [item for item in found if isinstance(item, Change)]
-        shared += [item for item in found if not isinstance(item, Change)]
-    for (name, state, total), parts in sorted(apart(shared, observer, cast=cast, threads=threads).items()):
+        extra_differences = list(_compare_extras(a, b))
+        changes += [item for item in extra_differences if isinstance(item, Change)]
+        shared += [item for item in extra_differences if not isinstance(item, Change)]
+    for (name, state, total), parts in sorted(compare_states(shared, observer, cast=cast, threads=threads).items()):
         numel = sum(count for count, _ in parts)
         largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
         text = f"{numel:,} of {counted(total, 'element')}"
@@ -72,7 +72,7 @@ def compare(
     return changes
 
 
-def shared_states(a: Index, b: Index) -> Iterator[Pair]:
+def pair_states(a: Index, b: Index) -> Iterator[Pair]:
     """States that both have."""
     for atom, name, state in a.states():
         other = b.atoms.get(atom.name)
@@ -80,17 +80,17 @@ def shared_states(a: Index, b: Index) -> Iterator[Pair]:
             yield Pair(atom.name, name, state, other.states[name])
 
 
-def casts_between(a: Index, b: Index) -> tuple[str, ...]:
+def describe_casts(a: Index, b: Index) -> tuple[str, ...]:
     """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
     changed = Counter(
         f"{pair.state}: {pair.a.dtype} -> {pair.b.dtype}"
-        for pair in shared_states(a, b)
+        for pair in pair_states(a, b)
         if pair.a.dtype is not pair.b.dtype and pair.a.numel
     )
     return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
 
 
-def equal_casts(
+def find_equal_casts(
     a: Index, b: Index, changes: Iterable[Change], observer: Observer, *, threads: int = THREADS
 ) -> list[str]:
     """A line for each change of dtype among `changes` after which all states are equal, from the wider to the narrower.
@@ -107,36 +107,36 @@ def equal_casts(
     return [
         f"{state}: equal after the cast {cast}, in {counted(len(pairs), 'parameter')}"
         for (state, cast), pairs in casts.items()
-        if not apart(pairs, observer, cast=True, threads=threads)
+        if not compare_states(pairs, observer, cast=True, threads=threads)
     ]
 
 
-def _structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
+def _compare_structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
     unstepped = _unstepped(a) & _unstepped(b)
     for name in dict.fromkeys((*a.atoms, *b.atoms)):
         if name not in b.atoms or name not in a.atoms:
-            yield _missing(name, "", in_a=name in a.atoms)
+            yield _missing_change(name, "", in_a=name in a.atoms)
             continue
-        own, other = a.atoms[name], b.atoms[name]
-        trained = Kind.PARAMETER in (own.kind, other.kind)  # a frozen one and a buffer are the same to an optimizer
-        is_either = name in unstepped or 0 in own.global_shape  # as is what has nothing to train
-        if trained and own.kind is not other.kind and not is_either:
-            yield Change(param=name, state="", what="kind", a=own.kind, b=other.kind)
-        for state in dict.fromkeys((*own.states, *other.states)):
-            if state not in own.states or state not in other.states:
-                yield _missing(name, state, in_a=state in own.states)
+        atom_a, atom_b = a.atoms[name], b.atoms[name]
+        trained = Kind.PARAMETER in (atom_a.kind, atom_b.kind)  # a frozen one and a buffer are the same to an optimizer
+        is_either = name in unstepped or 0 in atom_a.global_shape  # as is what has nothing to train
+        if trained and atom_a.kind is not atom_b.kind and not is_either:
+            yield Change(param=name, state="", what="kind", a=atom_a.kind, b=atom_b.kind)
+        for state in dict.fromkeys((*atom_a.states, *atom_b.states)):
+            if state not in atom_a.states or state not in atom_b.states:
+                yield _missing_change(name, state, in_a=state in atom_a.states)
                 continue
-            left, right = own.states[state], other.states[state]
-            if left.global_shape != right.global_shape:
-                shapes = str(list(left.global_shape)), str(list(right.global_shape))
+            state_a, state_b = atom_a.states[state], atom_b.states[state]
+            if state_a.global_shape != state_b.global_shape:
+                shapes = str(list(state_a.global_shape)), str(list(state_b.global_shape))
                 yield Change(param=name, state=state, what="shape", a=shapes[0], b=shapes[1])
-            elif left.dtype is not right.dtype and not cast:
-                yield Change(param=name, state=state, what="dtype", a=left.dtype, b=right.dtype)
+            elif state_a.dtype is not state_b.dtype and not cast:
+                yield Change(param=name, state=state, what="dtype", a=state_a.dtype, b=state_b.dtype)
     for alias in dict.fromkeys((*a.aliases, *b.aliases)):
         names = a.aliases.get(alias, "-"), b.aliases.get(alias, "-")
         if names[0] != names[1]:
             yield Change(param=alias, state="", what="alias", a=names[0], b=names[1])
-    yield from _groups(a, b)
+    yield from _compare_groups(a, b)
 
 
 def _unstepped(index: Index) -> set[str]:
@@ -145,55 +145,57 @@ def _unstepped(index: Index) -> set[str]:
     return {name for name, atom in index.atoms.items() if name in grouped and not atom.states.keys() - {WEIGHT}}
 
 
-def _extras(a: Index, b: Index) -> Iterator[Change | Pair]:
+def _compare_extras(a: Index, b: Index) -> Iterator[Change | Pair]:
     """Differences between extras of one name and rank, and tensors of theirs whose elements are to be compared."""
-    left, right = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
-    for key in dict.fromkeys((*left, *right)):
+    values_a, values_b = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
+    for key in dict.fromkeys((*values_a, *values_b)):
         name, rank = key
         label = f"extra/{name}" if rank is None else f"extra/{name}@rank{rank}"
-        if key not in left or key not in right:
-            yield _missing(label, "", in_a=key in left)
+        if key not in values_a or key not in values_b:
+            yield _missing_change(label, "", in_a=key in values_a)
             continue
-        for item in differing_values(left[key], right[key]):
+        for item in differing_values(values_a[key], values_b[key]):
             if isinstance(item, Apart):
                 yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
             else:
                 yield Pair(label, item.place, StateIndex.from_tensor(item.a), StateIndex.from_tensor(item.b))
 
 
-def _missing(name: str, state: str, *, in_a: bool) -> Change:
+def _missing_change(name: str, state: str, *, in_a: bool) -> Change:
     return Change(
         param=name, state=state, what="missing", a="present" if in_a else "missing", b="missing" if in_a else "present"
     )
 
 
-def _groups(a: Index, b: Index) -> Iterator[Change]:
+def _compare_groups(a: Index, b: Index) -> Iterator[Change]:
     """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
 
     A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
     """
-    left, right = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
-    if bool(left) is not bool(right):
-        sides = [f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (left, right)]
+    hyper_a, hyper_b = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
+    if bool(hyper_a) is not bool(hyper_b):
+        sides = [f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (hyper_a, hyper_b)]
         yield Change(param="", state="", what="group", a=sides[0], b=sides[1])
         return
-    for name in sorted((set(left) ^ set(right)) & a.atoms.keys() & b.atoms.keys()):
+    for name in sorted((set(hyper_a) ^ set(hyper_b)) & a.atoms.keys() & b.atoms.keys()):
         is_stepped = Kind.PARAMETER in (a.atoms[name].kind, b.atoms[name].kind) and 0 not in a.atoms[name].global_shape
         if is_stepped:  # torch lists frozen parameters in groups, DeepSpeed does not
-            sides = ["in a group" if name in hyper else "-" for hyper in (left, right)]
+            sides = ["in a group" if name in hyper else "-" for hyper in (hyper_a, hyper_b)]
             yield Change(param=name, state="", what="group", a=sides[0], b=sides[1])
     checksums = Checksums((*a.records, *b.records))
-    found: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
-    for name in sorted(set(left) & set(right)):
-        pair = left[name], right[name]
+    settings_by_pair: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    for name in sorted(set(hyper_a) & set(hyper_b)):
+        pair = hyper_a[name], hyper_b[name]
         both = id(pair[0]), id(pair[1])
-        if both not in found:
-            found[both] = list(_settings(*pair, checksums))
-        for key, own, other in found[both]:
-            yield Change(param=name, state=key, what="group", a=own, b=other)
+        if both not in settings_by_pair:
+            settings_by_pair[both] = list(_compare_settings(*pair, checksums))
+        for key, value_a, value_b in settings_by_pair[both]:
+            yield Change(param=name, state=key, what="group", a=value_a, b=value_b)
 
 
-def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums) -> Iterator[tuple[str, str, str]]:
+def _compare_settings(
+    a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums
+) -> Iterator[tuple[str, str, str]]:
     """Hyper-parameters that differ: name, and both values in words."""
     for key in sorted(set(a) | set(b)):
         sides = []
@@ -201,8 +203,8 @@ def _settings(a: Mapping[str, object], b: Mapping[str, object], checksums: Check
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
         if not checksums.is_same(*sides):
-            own, other = (shown(side[0]) if side else "-" for side in sides)
-            yield key, own, other
+            value_a, value_b = (shown(side[0]) if side else "-" for side in sides)
+            yield key, value_a, value_b
 
 
 _IMPLIED: Mapping[str, object] = {

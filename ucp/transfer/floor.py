@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.slices import block_ranges
 from ucp.errors import DestinationError, SourceError, UsageError
-from ucp.io.destination.write import read_back, write_at
+from ucp.io.writing import read_back, write_at
 
 WINDOW = 256 << 10
 """Bytes that are read, summed and written at once."""
@@ -49,7 +49,7 @@ class Rate:
         return self.nbytes / self.seconds
 
 
-def floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
+def measure_floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
     """Rates of every way, as they are measured, in `folder`, in files of `nbytes` that are deleted afterwards.
 
     `workers`: threads, beside one alone. Raises UsageError, SourceError, DestinationError.
@@ -62,12 +62,12 @@ def floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
     if free < 2 * nbytes:
         raise DestinationError(f"expected {2 * nbytes:,} bytes free in {folder}; there are {free:,}: lower --size")
     with TemporaryDirectory(dir=folder, prefix=".ucp-bench-") as work, _Files(Path(work), nbytes) as files:
-        yield files.rate("write", 1, files.write)
-        yield files.rate("write and fsync", 1, files.write_through)
+        yield files.measure("write", 1, files.write)
+        yield files.measure("write and fsync", 1, files.write_through)
         for threads in sorted({1, workers}):
-            yield files.rate("read", threads, files.read)
-            yield files.rate("copy", threads, files.copy)
-            yield files.rate("copy, with digests", threads, files.copy_summed)
+            yield files.measure("read", threads, files.read)
+            yield files.measure("copy", threads, files.copy)
+            yield files.measure("copy, with digests", threads, files.copy_summed)
 
 
 class _Files:
@@ -88,16 +88,16 @@ class _Files:
         os.close(self._src)
         os.close(self._dst)
 
-    def rate(self, what: str, threads: int, way: Callable[[int, int], None]) -> Rate:
+    def measure(self, what: str, threads: int, operation: Callable[[int, int], None]) -> Rate:
         """The rate of one way."""
         share = -(-self._nbytes // threads)
         ranges = list(block_ranges(0, self._nbytes, share))
         spent = []
         with ThreadPoolExecutor(threads) as pool:
             for _ in range(ROUNDS):
-                begun = time.perf_counter()
-                list(pool.map(way, *zip(*ranges, strict=True)))
-                spent.append(time.perf_counter() - begun)
+                start = time.perf_counter()
+                list(pool.map(operation, *zip(*ranges, strict=True)))
+                spent.append(time.perf_counter() - start)
         return Rate(what=what, threads=threads, nbytes=self._nbytes, seconds=median(spent))
 
     def write(self, start: int, stop: int) -> None:

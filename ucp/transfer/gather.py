@@ -22,26 +22,25 @@ from zlib_ng import zlib_ng
 from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
 from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, list_offsets
 from ucp.errors import CorruptError
-from ucp.io.codec import decode
-from ucp.io.elements import add, assign, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.elements import add, assign, decode_block, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
 T = TypeVar("T")
 J = TypeVar("J")
 
-STRETCH = 8 << 20
+MAX_READ = 8 << 20
 """Most bytes read at once for a strided or cast piece."""
 
-START = 128
+RUN_OVERHEAD = 128
 """Bytes that the place of a run takes while it is read."""
 
 
-_SPARSE = 4
+_MAX_SPARSITY = 4
 """Bytes of a file for each that is used, above which they are not read as one stretch."""
 
 
@@ -95,12 +94,12 @@ class Gatherer:
         """Put `pieces` into `buffer`, elements of `dtype`."""
         self.fill_many([(buffer, dtype, pieces)])
 
-    def read(self, wanted: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
+    def read(self, requests: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
         """So many elements of each kind, filled from pieces: views of one buffer, in order."""
-        data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in wanted)))
-        stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in wanted))
+        data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in requests)))
+        stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in requests))
         views = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-        self.fill_many([(view, dtype, pieces) for view, (_, dtype, pieces) in zip(views, wanted, strict=True)])
+        self.fill_many([(view, dtype, pieces) for view, (_, dtype, pieces) in zip(views, requests, strict=True)])
         return views
 
     def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
@@ -112,25 +111,25 @@ class Gatherer:
         for start, stop in ranges:
             self.spans.append(Span(path, start, stop - start, zlib_ng.crc32(data[start - low : stop - low])))
 
-    def copied(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
+    def copy_runs(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
         """Read runs one after another into a buffer: CRC-32 and bytes of each."""
-        at = 0
+        position = 0
         for run in runs:
-            view = into[at : at + run.nbytes]
-            at += run.nbytes
+            view = into[position : position + run.nbytes]
+            position += run.nbytes
             self.sources.get(run.path).read_into((view,), run.offset)
             self.nbytes_read += run.nbytes
             crc = zlib_ng.crc32(view)
             yield crc, run.nbytes
             if run.path in self.tracked:
                 span = Span(run.path, run.offset, run.nbytes, crc)
-                self.spans.append(_joint(self.spans.pop(), span) if run.continues else span)
+                self.spans.append(_concat_spans(self.spans.pop(), span) if run.continues else span)
 
-    def fill_many(self, wanted: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
+    def fill_many(self, requests: Sequence[tuple[memoryview, DType, Sequence[Piece]]]) -> None:
         """`fill` for several buffers at once, so that reads of neighbours are joined."""
         direct: list[tuple[str, int, memoryview]] = []
         indirect: list[tuple[memoryview, DType, list[Piece]]] = []
-        for buffer, dtype, pieces in wanted:
+        for buffer, dtype, pieces in requests:
             others: list[Piece] = []
             for piece in pieces:
                 if not _is_direct(piece, dtype):
@@ -155,7 +154,7 @@ class Gatherer:
             if terms > 1:
                 self._fill_mean(buffer, dtype, others, terms)
                 continue
-            for part, values in chain.from_iterable(map(self.values, others)):
+            for part, values in chain.from_iterable(map(self.read_values, others)):
                 assign(_scatter(buffer, dtype, part), values)
 
     def _read(self, path: str, offset: int, views: list[memoryview]) -> None:
@@ -193,33 +192,33 @@ class Gatherer:
         """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
         sums = total.data.cast("B")
         for piece in sorted(pieces, key=lambda piece: piece.term):
-            for part, values in self.values(piece):
+            for part, values in self.read_values(piece):
                 add(_scatter(sums, dtype, part), values, fraction=fraction)
 
-    def join_spans(self, apart: Container[tuple[str, int]]) -> None:
+    def join_spans(self, boundaries: Container[tuple[str, int]]) -> None:
         """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""
         joined: list[Span] = []
         for span in sorted(self.spans):
             last = joined[-1] if joined else span
             follows = last.path == span.path and last.offset + last.nbytes == span.offset
-            if follows and (span.path, span.offset) not in apart:
-                joined[-1] = _joint(last, span)
+            if follows and (span.path, span.offset) not in boundaries:
+                joined[-1] = _concat_spans(last, span)
             else:
                 joined.append(span)
         self.spans = joined
 
-    def values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
+    def read_values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
         if isinstance(piece.ref, InlineTensor):
-            yield piece, piece_values(memoryview(piece.ref.data), piece, piece.src_offset)
+            yield piece, view_piece(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
             first = piece.ref.codec_start + piece.src_offset
-            yield piece, piece_values(self._decoded(piece.ref, first + piece.extent), piece, first)
+            yield piece, view_piece(self._decode_block(piece.ref, first + piece.extent), piece, first)
         else:
-            for part in _stretches(in_file_order(piece)):
-                yield part, self._stretch(part)
+            for part in _split_reads(in_file_order(piece)):
+                yield part, self._read_part(part)
 
-    def _stretch(self, part: Piece) -> NDArray[Any]:
+    def _read_part(self, part: Piece) -> NDArray[Any]:
         """The elements of a part that is read at once: as it lies, or run after run without the gaps between them."""
         ref = part.ref
         assert isinstance(ref, TensorRef)
@@ -232,9 +231,9 @@ class Gatherer:
             crcs = [zlib_ng.crc32(scratch[at : at + nbytes]) for at in range(0, len(scratch), nbytes)]
             self.spans.extend(map(Span, repeat(ref.path), starts, repeat(nbytes), crcs))
         steps = tuple(step * nbytes for step in contiguous_strides(part.sizes[:lead]))
-        return piece_values(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
+        return view_piece(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
 
-    def _decoded(self, ref: TensorRef, nbytes: int) -> memoryview:
+    def _decode_block(self, ref: TensorRef, nbytes: int) -> memoryview:
         """The block that `ref` lies in, of at least `nbytes` bytes. Raises CorruptError if it is none, or shorter."""
         key = (ref.path, ref.offset)
         if self._block is None or self._block[0] != key:
@@ -242,7 +241,7 @@ class Gatherer:
             data = memoryview(bytearray(ref.codec_nbytes))
             self._read(ref.path, ref.offset, [data])
             try:
-                self._block = key, decode(data, ref.codec)
+                self._block = key, decode_block(data, ref.codec)
             except CorruptError as error:
                 raise CorruptError(f"{ref.path}, bytes {ref.offset}:{ref.offset + data.nbytes}: {error}") from error
         raw = self._block[1]
@@ -268,7 +267,7 @@ class Reader:
         """Have a thread do something with its gatherer."""
         return self._pool.submit(lambda: work(self._gatherer()))
 
-    def each(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:
+    def run_all(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:
         """`work` for every job, never more in flight than there are threads. Raises what fails first."""
         queue = iter(jobs)
         running: set[Future[object]] = set()
@@ -291,14 +290,14 @@ class Reader:
         futures = [
             self.submit(partial(scan, path, *part))
             for path, offset, nbytes in ranges
-            for part in block_ranges(offset, offset + nbytes, STRETCH)
+            for part in block_ranges(offset, offset + nbytes, MAX_READ)
         ]
         return [future.result() for future in futures]
 
-    def spans(self, apart: Container[tuple[str, int]]) -> list[Span]:
+    def spans(self, boundaries: Container[tuple[str, int]]) -> list[Span]:
         """What was read of tracked files, joined but at places (file, offset) of `apart`."""
-        joined = Gatherer(sources=Sources(), spans=[span for own in self._gatherers for span in own.spans])
-        joined.join_spans(apart)
+        joined = Gatherer(sources=Sources(), spans=[span for gatherer in self._gatherers for span in gatherer.spans])
+        joined.join_spans(boundaries)
         return joined.spans
 
     @property
@@ -327,7 +326,7 @@ class Reader:
         return gatherer
 
 
-def run_of(piece: Piece, dtype: DType) -> Run | None:
+def to_run(piece: Piece, dtype: DType) -> Run | None:
     """The bytes of a piece in its file, if they are consecutive on both sides and need no change; else None."""
     ref = piece.ref
     if isinstance(ref, InlineTensor) or not _is_direct(piece, dtype):
@@ -335,9 +334,9 @@ def run_of(piece: Piece, dtype: DType) -> Run | None:
     return Run(ref.path, ref.offset + piece.src_offset, piece.sizes[0] * dtype.itemsize)
 
 
-def extent_of(piece: Piece) -> Extent | None:
+def to_extent(piece: Piece) -> Extent | None:
     """The bytes of a file that a piece is read from; None where these are none, or few of what lies between them."""
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
     ref = piece.ref
     if isinstance(ref, InlineTensor):
@@ -345,15 +344,15 @@ def extent_of(piece: Piece) -> Extent | None:
     if ref.codec:
         return Extent(ref.path, ref.offset, ref.offset + ref.codec_nbytes, ref.codec_nbytes)
     start, nbytes, extent = ref.offset + piece.src_offset, prod(piece.sizes) * ref.dtype.itemsize, piece.extent
-    return None if nbytes * _SPARSE < extent else Extent(ref.path, start, start + extent, nbytes)
+    return None if nbytes * _MAX_SPARSITY < extent else Extent(ref.path, start, start + extent, nbytes)
 
 
-def _joint(span: Span, following: Span) -> Span:
+def _concat_spans(span: Span, following: Span) -> Span:
     crc = zlib_ng.crc32_combine(span.crc32, following.crc32, following.nbytes)
     return Span(span.path, span.offset, span.nbytes + following.nbytes, crc)
 
 
-def piece_values(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
+def view_piece(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
     """View of a piece's elements in source bytes whose first element stands at `offset`."""
     return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
 
@@ -372,18 +371,18 @@ def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
     return strided(buffer, dtype, offset=piece.dst_offset * item, sizes=piece.sizes, strides=strides)
 
 
-def _stretches(piece: Piece) -> Iterator[Piece]:
+def _split_reads(piece: Piece) -> Iterator[Piece]:
     """Parts of a piece, in file order, each of at most `STRETCH` bytes to read."""
     lead, nbytes = runs_of(piece)
-    total = prod(piece.sizes[:lead]) * (nbytes + START) if lead else nbytes
-    if total <= STRETCH or piece.sizes == (1,):
+    total = prod(piece.sizes[:lead]) * (nbytes + RUN_OVERHEAD) if lead else nbytes
+    if total <= MAX_READ or piece.sizes == (1,):
         yield piece
     elif piece.sizes[0] == 1:
         sizes, src, dst = piece.sizes[1:], piece.src_strides[1:], piece.dst_strides[1:]
-        yield from _stretches(replace(piece, sizes=sizes, src_strides=src, dst_strides=dst))
+        yield from _split_reads(replace(piece, sizes=sizes, src_strides=src, dst_strides=dst))
     else:
         count, step = piece.sizes[0], piece.src_strides[0]
-        rows = STRETCH * count // total if lead else (STRETCH - piece.extent) // step + count
+        rows = MAX_READ * count // total if lead else (MAX_READ - piece.extent) // step + count
         for low in range(0, count, max(rows, 1)):
             part = replace(
                 piece,
@@ -391,4 +390,4 @@ def _stretches(piece: Piece) -> Iterator[Piece]:
                 src_offset=piece.src_offset + low * step,
                 dst_offset=piece.dst_offset + low * piece.dst_strides[0],
             )
-            yield from _stretches(part)
+            yield from _split_reads(part)

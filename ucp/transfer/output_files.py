@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ucp.core.target import OutputFile, Receipt, Receipts
-from ucp.io.destination.write import reserve, write_at
-from ucp.transfer.checksums import combine, file_crc, patches
+from ucp.io.writing import reserve, write_at
+from ucp.transfer.checksums import combine_crcs, compute_file_crc, make_crc_patches
 from ucp.transfer.plan.job import Job
-from ucp.transfer.plan.task_list import extent_of
+from ucp.transfer.plan.task_list import find_output
 from ucp.transfer.worker import Sum
 
 
-def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
+def create_file(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
     """Make a file of its full length below `root`, its literals in place.
 
     `afresh`: forget what an earlier run wrote to it; else only put right what it lacks.
@@ -33,7 +33,7 @@ def create(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
         os.close(descriptor)
 
 
-def is_whole(root: Path, file: OutputFile) -> bool:
+def has_full_length(root: Path, file: OutputFile) -> bool:
     """Whether a file is there below `root`, in its full length."""
     try:
         return (root / file.path).stat().st_size >= file.nbytes
@@ -43,19 +43,19 @@ def is_whole(root: Path, file: OutputFile) -> bool:
 
 def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iterable[Sum]) -> None:
     """Fill in the checksum fields of `files`, which are of the job and lie below `root`."""
-    written = _stretches(job, _by_placement(sums))
+    written = _ranges_by_file(job, _group_by_placement(sums))
     for file in files:
         if not file.crcs:
             continue
         descriptor = os.open(root / file.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for offset, data in patches(file, written.get(file.path, ())):
+            for offset, data in make_crc_patches(file, written.get(file.path, ())):
                 write_at(descriptor, data, offset)
         finally:
             os.close(descriptor)
 
 
-def cut_surplus(job: Job, root: Path, sums: Iterable[Sum]) -> None:
+def truncate_files(job: Job, root: Path, sums: Iterable[Sum]) -> None:
     """Cut off what lies behind the end of files below `root`, as somebody else wrote it: each is as long as planned.
 
     A pack of encoded blocks, whose length is not planned, ends with its last block.
@@ -63,38 +63,38 @@ def cut_surplus(job: Job, root: Path, sums: Iterable[Sum]) -> None:
     ends = {file.path: file.nbytes for file in job.target.files}
     for written in sums:
         if written.block:
-            path = extent_of(job.target, written.placement).path
+            path = find_output(job.target, written.placement).path
             ends[path] = max(ends[path], sum(written.block))
     for path, nbytes in ends.items():
         if (root / path).stat().st_size > nbytes:
             os.truncate(root / path, nbytes)
 
 
-def receipts_of(job: Job, sums: Iterable[Sum]) -> Receipts:
+def make_receipts(job: Job, sums: Iterable[Sum]) -> Receipts:
     """What is known of all that was written."""
-    blocks = _by_placement(sums)
-    written = _stretches(job, blocks)
+    blocks = _group_by_placement(sums)
+    written = _ranges_by_file(job, blocks)
     filled = {placement.path for placement in job.target.placements}
     return Receipts(
         placements=tuple(
             Receipt(
                 placement=placement,
-                digests=tuple(block.digest for block in of_it),
-                crc32=combine((block.crc32, block.nbytes) for block in of_it),
-                blocks=tuple(block.block for block in of_it if block.block),
+                digests=tuple(block.digest for block in sums_of_placement),
+                crc32=combine_crcs((block.crc32, block.nbytes) for block in sums_of_placement),
+                blocks=tuple(block.block for block in sums_of_placement if block.block),
             )
             for number, placement in enumerate(job.target.placements)
-            for of_it in (blocks.get(number, ()),)
+            for sums_of_placement in (blocks.get(number, ()),)
         ),
         files={
-            file.path: file_crc(file, written.get(file.path, ()))
+            file.path: compute_file_crc(file, written.get(file.path, ()))
             for file in job.target.files
             if file.path not in filled
         },
     )
 
 
-def _by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
+def _group_by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
     """Sums by placement, in the order of their elements."""
     blocks: dict[int, list[Sum]] = defaultdict(list)
     for own in sorted(sums, key=lambda own: own.start):
@@ -102,12 +102,12 @@ def _by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
     return blocks
 
 
-def _stretches(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:
+def _ranges_by_file(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:
     """What was written beside literals, by file: offset, bytes, CRC-32, in increasing offset."""
     written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for number, own in blocks.items():
-        at = extent_of(job.target, number)
-        for one in own:
-            offset = at.offset + (one.start - at.start) * at.itemsize
-            written[at.path].append((offset, one.nbytes, one.crc32))
+    for number, placement_sums in blocks.items():
+        output = find_output(job.target, number)
+        for section_sum in placement_sums:
+            offset = output.offset + (section_sum.start - output.start) * output.itemsize
+            written[output.path].append((offset, section_sum.nbytes, section_sum.crc32))
     return {path: sorted(own) for path, own in written.items()}

@@ -59,7 +59,7 @@ class Prober:
             data = bytes(self._gatherer.read([(stop - start, tensor.dtype, pieces)])[0])
         return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
 
-    def joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
+    def read_joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
         """`window` of tensors laid end to end."""
         parts, base = [], 0
         for tensor in tensors:

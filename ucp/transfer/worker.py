@@ -26,16 +26,15 @@ from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_repli
 from ucp.core.target import Slice
 from ucp.core.tensor import TensorRef, list_offsets
 from ucp.errors import CorruptError
-from ucp.io.codec import encode
-from ucp.io.destination.staging import TEMPORARY
-from ucp.io.destination.write import read_back, start_writeback, write_at
+from ucp.io.elements import encode_block
 from ucp.io.files import Sources
-from ucp.io.identity import is_remote
-from ucp.transfer.drift import drift, drifts
-from ucp.transfer.gather import Gatherer, Run, Span, extent_of, piece_values, run_of
-from ucp.transfer.plan.job import Job, raw_slice
+from ucp.io.provenance import is_remote
+from ucp.io.writing import TEMPORARY, read_back, start_writeback, write_at
+from ucp.transfer.drift import describe_drift, find_drifts
+from ucp.transfer.gather import Gatherer, Run, Span, to_extent, to_run, view_piece
+from ucp.transfer.plan.job import Job, locate_raw
 from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
-from ucp.transfer.plan.tiles import tiles, within
+from ucp.transfer.plan.tiles import resolve_in_tile, split_tiles
 
 MEAN_WINDOW = BLOCK // 8
 """Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
@@ -47,10 +46,10 @@ TILE = 2 * BLOCK
 WINDOW = 512 << 10
 """Bytes that are read and summed at once, while they are in the processor's cache."""
 
-LOCATORS = 1024
+CACHED_LOCATORS = 1024
 """States whose pieces one thread keeps sorted: a large one is many blocks."""
 
-SPANS = 4096
+MIN_JOINED = 4096
 """Spans that are worth joining."""
 
 
@@ -99,7 +98,7 @@ class Step(NamedTuple):
     """Bytes written since the last report, uncompressed."""
 
 
-class _Spot(NamedTuple):
+class _SliceOutput(NamedTuple):
     """Where a slice goes that is not written from front to back."""
 
     section: Section
@@ -121,7 +120,7 @@ class Worker:
         self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
         atoms = job.index.atoms
-        self._locator = lru_cache(LOCATORS)(  # a bound method would be a cycle
+        self._locator = lru_cache(CACHED_LOCATORS)(  # a bound method would be a cycle
             lambda param, state: Locator(atoms[param].states[state])
         )
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
@@ -145,52 +144,56 @@ class Worker:
         if self._is_remote:
             self._announce(task)
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
-        found: list[str] = []
+        drift_lines: list[str] = []
         sums: list[Sum] = []
-        if not self._is_encoded(task.fills[0]) and task.fills[0].sections[0].placement in self._job.crosswise:
-            sums.extend(self._sweep(task.fills, gatherer, found))
+        if not self._is_encoded(task.fills[0]) and task.fills[0].sections[0].placement in self._job.tiled:
+            sums.extend(self._write_tiled(task.fills, gatherer, drift_lines))
         else:
             for fill in task.fills:
                 if not self._is_encoded(fill):
-                    sums.extend(self._write(fill, gatherer, found))
+                    sums.extend(self._write(fill, gatherer, drift_lines))
                     continue
-                for own in self._write_encoded(fill, gatherer, found):
-                    sums.append(own)
-                    yield Step(task.number, own.nbytes)
+                for section_sum in self._write_encoded(fill, gatherer, drift_lines):
+                    sums.append(section_sum)
+                    yield Step(task.number, section_sum.nbytes)
         if self._is_remote:
-            self._sources.drop(batch=self._announced.pop(task.number))
-        yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(found))
+            self._sources.cancel(batch=self._announced.pop(task.number))
+        yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(drift_lines))
 
     def _announce(self, task: Task) -> None:
         """Have what a task reads of stores come, unless it was announced."""
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
-            self._sources.expect((own for piece in self._pieces(task) if (own := extent_of(piece))), batch=number)
+            self._sources.prefetch(
+                (own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number
+            )
 
-    def _pieces(self, task: Task) -> Iterator[Piece]:
+    def _list_pieces(self, task: Task) -> Iterator[Piece]:
         """What a task reads, about in the order that it does."""
         sections = [section for fill in task.fills for section in fill.sections]
-        if not self._is_encoded(task.fills[0]) and sections[0].placement in self._job.crosswise:
-            parts = self._tiles(sections)
+        if not self._is_encoded(task.fills[0]) and sections[0].placement in self._job.tiled:
+            parts = self._needed_tiles(sections)
         else:
             parts = (
                 (replace(own, start=section.start, stop=section.stop), locator)
                 for section in sections
-                for own, locator in (self._slice(section),)
+                for own, locator in (self._find_slice(section),)
             )
         is_checked = any(section.placement in self._job.checking for section in sections)
-        for own, locator in parts:
-            yield from resolve(own, locator, own.start, own.stop)
+        for tensor_slice, locator in parts:
+            yield from resolve(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
             if is_checked and locator.replicas:
-                yield from chain.from_iterable(resolve_replicas(own, locator, own.start, own.stop))
+                yield from chain.from_iterable(
+                    resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
+                )
 
-    def _tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
+    def _needed_tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
         """The tiles that slices of one state are laid by."""
-        own, locator = self._slice(sections[0])
-        slices = {section.placement: self._slice(section)[0] for section in sections}.values()
+        tensor_slice, locator = self._find_slice(sections[0])
+        slices = {section.placement: self._find_slice(section)[0] for section in sections}.values()
         shape = locator.state.global_shape
-        for tile in tiles(own, locator.state, nbytes=TILE):
-            if any(True for other in slices for _ in within(other, tile, shape)):
+        for tile in split_tiles(tensor_slice, locator.state, nbytes=TILE):
+            if any(True for other in slices for _ in resolve_in_tile(other, tile, shape)):
                 yield tile, locator
 
     def close(self) -> None:
@@ -202,106 +205,110 @@ class Worker:
         target = self._job.target
         return target.compress and fill.sections[0].placement < len(target.placements)
 
-    def _write(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+    def _write(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
         """Each window, which is several small sections or a part of one, is read, summed and written at once."""
-        with _opened(str(self._root / fill.path)) as descriptor:
+        with _open_output(str(self._root / fill.path)) as descriptor:
             for sections in bundle(fill.sections, limit=WINDOW):
-                runs = self._runs(sections[0]) if sections[0].nbytes > WINDOW else None
+                runs = self._find_runs(sections[0]) if sections[0].nbytes > WINDOW else None
                 if runs is not None:
-                    yield self._copy(sections[0], runs, descriptor, gatherer)
+                    yield self._copy_section(sections[0], runs, descriptor, gatherer)
                     continue
                 part = Fill(path=fill.path, sections=tuple(sections))
                 data = self._buffer[: part.nbytes]
-                yield from self._gathered(part, data, gatherer, found)
+                yield from self._gather_fill(part, data, gatherer, drift_lines)
                 write_at(descriptor, data, part.offset)
             if self._job.fsync:
                 start_writeback(descriptor, fill.offset, fill.nbytes)
 
-    def _runs(self, section: Section) -> list[Run] | None:
+    def _find_runs(self, section: Section) -> list[Run] | None:
         """Windows of a section in the source, in order; None where more is to be done with its bytes than to copy."""
-        own, locator = self._slice(section)
+        tensor_slice, locator = self._find_slice(section)
         if section.placement in self._job.checking and locator.replicas:
             return None
-        pieces = resolve(own, locator, section.start, section.stop)
-        runs = [run_of(piece, own.dtype) for piece in sorted(pieces, key=lambda piece: piece.dst_offset)]
+        pieces = resolve(tensor_slice, locator, section.start, section.stop)
+        runs = [to_run(piece, tensor_slice.dtype) for piece in sorted(pieces, key=lambda piece: piece.dst_offset)]
         return None if None in runs else [part for run in runs if run for part in run.cut(WINDOW)]
 
-    def _copy(self, section: Section, runs: Iterable[Run], descriptor: int, gatherer: Gatherer) -> Sum:
+    def _copy_section(self, section: Section, runs: Iterable[Run], descriptor: int, gatherer: Gatherer) -> Sum:
         """Copy a section; one CRC-32 of every window serves as that of the source and as that of the destination."""
         digest, crc, offset = xxhash.xxh3_64(), 0, section.offset
         for window in bundle(runs, limit=WINDOW):
             data = self._buffer[: sum(run.nbytes for run in window)]
-            for own, nbytes in gatherer.copied(window, data):
-                crc = zlib_ng.crc32_combine(crc, own, nbytes)
+            for run_crc, nbytes in gatherer.copy_runs(window, data):
+                crc = zlib_ng.crc32_combine(crc, run_crc, nbytes)
             digest.update(data)
             write_at(descriptor, data, offset)
             offset += data.nbytes
         return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
-    def _write_encoded(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+    def _write_encoded(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
         """A whole pack, block after block; put in place at once, as another worker may be at the same task."""
         offset = 0
         growing = self._root.parent / f"{TEMPORARY}{uuid4().hex}"
         with open(growing, "xb") as file:
-            for own in self._plain(fill, gatherer, found):
-                itemsize = self._job.target.placements[own.placement].slice.dtype.itemsize
-                encoded = encode(self._buffer[: own.nbytes], itemsize)
+            for section_sum in self._gather_sections(fill, gatherer, drift_lines):
+                itemsize = self._job.target.placements[section_sum.placement].slice.dtype.itemsize
+                encoded = encode_block(self._buffer[: section_sum.nbytes], itemsize)
                 file.write(encoded)
-                yield own._replace(block=(offset, len(encoded)))
+                yield section_sum._replace(block=(offset, len(encoded)))
                 offset += len(encoded)
         os.replace(growing, self._root / fill.path)
 
-    def _plain(self, fill: Fill, gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+    def _gather_sections(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
         """Every section of a pack in the buffer, one after another, before it is encoded."""
-        for number, own in groupby(fill.sections, lambda section: section.placement):
-            sections = list(own)
-            if number not in self._job.crosswise:
+        for number, group in groupby(fill.sections, lambda section: section.placement):
+            sections = list(group)
+            if number not in self._job.tiled:
                 for section in sections:
-                    yield from self._gathered(
-                        Fill(path=fill.path, sections=(section,)), self._buffer[: section.nbytes], gatherer, found
+                    yield from self._gather_fill(
+                        Fill(path=fill.path, sections=(section,)), self._buffer[: section.nbytes], gatherer, drift_lines
                     )
                 continue
             with TemporaryFile(dir=self._root.parent) as rows:  # blocks are encoded in order, and come in another
                 first = sections[0]
-                self._lay([_Spot(first, rows.fileno(), 0)], gatherer, found)
+                self._copy_tiles([_SliceOutput(first, rows.fileno(), 0)], gatherer, drift_lines)
                 for section in sections:
                     yield self._read_back(section, rows.fileno(), section.offset - first.offset)
 
-    def _sweep(self, fills: Sequence[Fill], gatherer: Gatherer, found: list[str]) -> Iterator[Sum]:
+    def _write_tiled(self, fills: Sequence[Fill], gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
         """Slices of one state, each a fill, in the order of the source; they are summed as they were written."""
-        self._lay([_Spot(f.sections[0], str(self._root / f.path), f.offset) for f in fills], gatherer, found)
+        self._copy_tiles(
+            [_SliceOutput(f.sections[0], str(self._root / f.path), f.offset) for f in fills], gatherer, drift_lines
+        )
         for fill in fills:
-            with _opened(str(self._root / fill.path)) as descriptor:
+            with _open_output(str(self._root / fill.path)) as descriptor:
                 for section in fill.sections:
                     yield self._read_back(section, descriptor, section.offset)
                 if self._job.fsync:
                     start_writeback(descriptor, fill.offset, fill.nbytes)
 
-    def _lay(self, spots: Sequence[_Spot], gatherer: Gatherer, found: list[str]) -> None:
+    def _copy_tiles(self, outputs: Sequence[_SliceOutput], gatherer: Gatherer, drift_lines: list[str]) -> None:
         """Put the slices that begin with these sections in their places, tile by tile; compare each with its copies."""
-        own, locator = self._slice(spots[0].section)
+        first_slice, locator = self._find_slice(outputs[0].section)
         state = locator.state
-        slices = [self._slice(spot.section)[0] for spot in spots]
-        is_checked = any(spot.section.placement in self._job.checking for spot in spots)
-        apart = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
-        many = 0
+        slices = [self._find_slice(output.section)[0] for output in outputs]
+        is_checked = any(spot.section.placement in self._job.checking for spot in outputs)
+        boundaries = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
+        span_count = 0
         nbytes = MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK if locator.replicas else TILE
-        for tile in tiles(own, state, nbytes=nbytes):
+        for tile in split_tiles(first_slice, state, nbytes=nbytes):
             copies = [
-                (s, piece) for s, o in zip(spots, slices, strict=True) for piece in within(o, tile, state.global_shape)
+                (s, piece)
+                for s, o in zip(outputs, slices, strict=True)
+                for piece in resolve_in_tile(o, tile, state.global_shape)
             ]
             if not copies:
                 continue
             data = self._buffer[: tile.nbytes]
             gatherer.fill(data, tile.dtype, resolve(tile, locator, 0, tile.stop))
             if is_checked:
-                found.extend(drift(tile, locator, data, gatherer))
+                drift_lines.extend(describe_drift(tile, locator, data, gatherer))
             for spot, piece in copies:
-                _put(spot, piece, data)
-            if len(gatherer.spans) > 2 * many + SPANS:
-                gatherer.join_spans(apart)
-                many = len(gatherer.spans)
-        gatherer.join_spans(apart)
+                _scatter_piece(spot, piece, data)
+            if len(gatherer.spans) > 2 * span_count + MIN_JOINED:
+                gatherer.join_spans(boundaries)
+                span_count = len(gatherer.spans)
+        gatherer.join_spans(boundaries)
 
     def _read_back(self, section: Section, descriptor: int, offset: int) -> Sum:
         """The bytes of a section, which were written at `offset`, in the buffer; their sums."""
@@ -313,54 +320,54 @@ class Worker:
             crc = zlib_ng.crc32(part, crc)
         return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
-    def _gathered(self, fill: Fill, data: memoryview, gatherer: Gatherer, found: list[str]) -> list[Sum]:
+    def _gather_fill(self, fill: Fill, data: memoryview, gatherer: Gatherer, drift_lines: list[str]) -> list[Sum]:
         """Bytes of all sections in `data`, compared with their copies; their sums."""
-        parts, wanted, taken = [], [], []
+        parts, requests, checked = [], [], []
         for section in fill.sections:
-            own, locator = self._slice(section)
+            tensor_slice, locator = self._find_slice(section)
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
             parts.append(part)
-            item = own.dtype.itemsize  # a mean needs room for its sum, and is made in parts
+            item = tensor_slice.dtype.itemsize  # a mean needs room for its sum, and is made in parts
             step = MEAN_WINDOW // item if locator.state.overlap is Overlap.MEAN else section.stop - section.start
             for low, high in block_ranges(section.start, section.stop, step):
                 window = part[(low - section.start) * item : (high - section.start) * item]
-                wanted.append((window, own.dtype, resolve(own, locator, low, high)))
+                requests.append((window, tensor_slice.dtype, resolve(tensor_slice, locator, low, high)))
                 if section.placement in self._job.checking and locator.replicas:
-                    taken.append((replace(own, start=low, stop=high), locator, window))
+                    checked.append((replace(tensor_slice, start=low, stop=high), locator, window))
         try:
-            gatherer.fill_many(wanted)
+            gatherer.fill_many(requests)
         except CorruptError as error:
-            raise self._named(error, fill) from error
-        found.extend(line for _, lines in drifts(taken, gatherer) for line in lines)
+            raise self._locate_error(error, fill) from error
+        drift_lines.extend(line for _, lines in find_drifts(checked, gatherer) for line in lines)
         return [
             Sum(s.placement, s.start, part.nbytes, xxhash.xxh3_64_hexdigest(part), zlib_ng.crc32(part))
             for s, part in zip(fill.sections, parts, strict=True)
         ]
 
-    def _named(self, error: CorruptError, fill: Fill) -> CorruptError:
+    def _locate_error(self, error: CorruptError, fill: Fill) -> CorruptError:
         """The error with the state whose bytes it is about, found by reading each alone."""
         for section in fill.sections:
-            own, locator = self._slice(section)
+            tensor_slice, locator = self._find_slice(section)
             data = self._buffer[: section.nbytes]
-            pieces = resolve(own, locator, section.start, section.stop)
+            pieces = resolve(tensor_slice, locator, section.start, section.stop)
             try:
-                Gatherer(sources=self._sources).fill(data, own.dtype, pieces)
-            except CorruptError as found:
-                return CorruptError(f"{own.param}/{own.state}: {found}")
+                Gatherer(sources=self._sources).fill(data, tensor_slice.dtype, pieces)
+            except CorruptError as state_error:
+                return CorruptError(f"{tensor_slice.param}/{tensor_slice.state}: {state_error}")
         return error
 
-    def _slice(self, section: Section) -> tuple[Slice, Locator]:
+    def _find_slice(self, section: Section) -> tuple[Slice, Locator]:
         placements = self._job.target.placements
         if section.placement < len(placements):
-            own = placements[section.placement].slice
-            return own, self._locator(own.param, own.state)
+            tensor_slice = placements[section.placement].slice
+            return tensor_slice, self._locator(tensor_slice.param, tensor_slice.state)
         ref = self._job.target.raw[section.placement - len(placements)].src
-        return raw_slice(ref)
+        return locate_raw(ref)
 
 
 @contextmanager
-def _opened(file: str | int) -> Iterator[int]:
+def _open_output(file: str | int) -> Iterator[int]:
     """A descriptor of an output file, to write to it and to read back."""
     descriptor = os.dup(file) if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -369,23 +376,23 @@ def _opened(file: str | int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _put(spot: _Spot, piece: Piece, data: memoryview) -> None:
+def _scatter_piece(output: _SliceOutput, piece: Piece, data: memoryview) -> None:
     """Write a piece, which lies in `data`, run by run to its places."""
     import numpy as np
 
-    values = piece_values(data, piece, piece.src_offset)
+    values = view_piece(data, piece, piece.src_offset)
     lead, run = len(piece.sizes), values.itemsize  # dims before those that lie together, and the bytes of these
     while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] * values.itemsize == run):
         lead -= 1
         run *= piece.sizes[lead]
     steps = tuple(step * values.itemsize for step in piece.dst_strides)
-    first = spot.offset + piece.dst_offset * values.itemsize
+    first = output.offset + piece.dst_offset * values.itemsize
     rows = len(values) if values.flags.c_contiguous else max(1, BLOCK * len(values) // values.nbytes)
-    with _opened(spot.file) as descriptor:
+    with _open_output(output.file) as descriptor:
         for low in range(0, len(values), rows):
             packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
-            own = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
-            starts = list_offsets(own, steps[:lead], first=first + low * steps[0])
+            sizes = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
+            starts = list_offsets(sizes, steps[:lead], first=first + low * steps[0])
             nbytes = packed.nbytes // len(starts)
             for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
                 write_at(descriptor, packed[at : at + nbytes], start)

@@ -10,7 +10,7 @@ import click
 from ucp.conversion.options import cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
-from ucp.transfer.floor import floor
+from ucp.transfer.floor import measure_floor
 from ucp_cli.options import PATH, as_json, count_of, example, memory_of
 from ucp_cli.pages.render import table, write, write_json
 
@@ -36,7 +36,7 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
     xxh3) and writes: compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page
     cache, as they were just written; from a cold disk everything is slower.
     """
-    rates = list(floor(folder, size, workers or cores()))
+    rates = list(measure_floor(folder, size, workers or cores()))
     if as_json:
         found = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
         write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})

@@ -76,6 +76,11 @@ class RunConfig:
         return self._section("zero_optimization").get("parameter_alignment") is True
 
     @property
+    def groups_experts(self) -> bool:
+        """Whether data-parallel ranks with the same experts are adjacent."""
+        return self.raw.get("use_data_before_expert_parallelism") is True
+
+    @property
     def gradient_clipping(self) -> float | None:
         """Norm at which gradients are clipped, 0.0 for never; None without a configuration."""
         found = self.raw.get("gradient_clipping", 0.0)

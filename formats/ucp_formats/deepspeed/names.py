@@ -18,7 +18,7 @@ FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/m
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
 which is a save folder too. A tag folder is native when it has files of the grammar, and universal when it has a folder
-`zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
+`zero/`. Other files of the save folder (`ucp.contract.companions`) belong to the tag that `latest` names, or to
 the only one.
 
 >>> name = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
@@ -38,7 +38,7 @@ from ucp.contract.output_names import is_text
 from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import TAG, Extra, Index
 from ucp.errors import SourceError
-from ucp.io.folder import absolute, names_in, names_of_folder, path_of
+from ucp.io.folder import names_in, names_of_folder, path_of, to_absolute
 
 LATEST = "latest"
 """Text file beside the tag folders: the tag to load."""
@@ -182,8 +182,8 @@ def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
 
 def saved_as(index: Index, located: Located[bool]) -> Index:
     """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
-    root = path_of(absolute(located.root))
-    folder = root.parent if located.saved_in is None else path_of(absolute(located.saved_in.path))
+    root = path_of(to_absolute(located.root))
+    folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))
     name = root.relative_to(folder)
     tag = (Extra(name=TAG, value=str(name)),) if is_text(str(name)) else ()
 

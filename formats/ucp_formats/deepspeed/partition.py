@@ -1,14 +1,13 @@
-"""How DeepSpeed makes flat tensors of parameters: what is common to all ranks, for reading and for writing.
+"""How DeepSpeed flattens and partitions parameters, for reading and for writing.
 
-Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group stand one after another in one flat buffer,
-padded at its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each
-parameter is cut alone, and the chunks of a rank stand one after another in one flat tensor per sub-group.
+Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group follow one another in a flat buffer, padded at
+its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each parameter is
+split alone, and the chunks of a rank follow one another in a flat tensor per sub-group. Patterns compute what a rank
+has of a parameter: see `ucp.contract.layouts`.
 
-What a rank has of a parameter is said by patterns: see `ucp.contract.layouts`.
-
-`param_shapes` is in the order of the buffer, always. The optimizer's order differs from it under
-`round_robin_gradients`, which deals the parameters out to the ranks like cards. `param_slice_mappings` follows the
-optimizer's order, and up to 0.19.8 gives wrong offsets when the two differ: it is compared, never used.
+`param_shapes` is always in the order of the buffer. The optimizer's order differs from it under
+`round_robin_gradients`, which assigns parameters to the ranks in turn. `param_slice_mappings` follows the optimizer's
+order, and up to 0.19.8 has wrong offsets when the two differ: it is compared, never used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PARAMETER_ALIGNMENT = 16
 
 
 def share(used: int, *, ranks: int) -> int:
-    """Elements of a flat buffer that each rank holds, padding counted; `used`: up to the end of the last parameter.
+    """Elements of a flat buffer that each rank holds, with padding; `used`: up to the end of the last parameter.
 
     >>> share(7, ranks=2)
     4
@@ -41,8 +40,8 @@ def shared_buffers(
 ) -> tuple[FlatBuffer, ...]:
     """Layouts that a buffer of these parameters can have, the usual one first.
 
-    Versions that round otherwise have shares as long as what rank 0 holds, `first` elements. `paddings`: elements after
-    each parameter.
+    In versions that round differently a share has `first` elements, as on rank 0. `paddings`: elements after each
+    parameter.
     """
     *starts, used = accumulate(map(add, numels.values(), paddings or repeat(0)), initial=0)
     return tuple(
@@ -65,7 +64,7 @@ def alignment_paddings(numels: Sequence[int], *, itemsize: int) -> tuple[int, ..
 
 
 def round_robin(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
-    """Order of the buffer under `round_robin_gradients`: dealt to the ranks like cards, then hand after hand.
+    """Order of the buffer under `round_robin_gradients`: assigned to the ranks in turn, then rank after rank.
 
     >>> round_robin("abcde", ranks=2)
     ('a', 'c', 'e', 'b', 'd')
@@ -74,7 +73,7 @@ def round_robin(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
 
 
 def chunk(numel: int, *, ranks: int) -> int:
-    """Elements of a stage-3 chunk, padding counted."""
+    """Elements of a stage-3 chunk, with padding."""
     return -(-numel // ranks)
 
 
@@ -88,32 +87,32 @@ def sub_groups(sizes: Sequence[tuple[str, int]], *, ranks: int, limit: int) -> t
         return (tuple(name for name, _ in sizes),) if sizes else ()
     groups: list[tuple[str, ...]] = []
     open_names: list[str] = []
-    held = 0
+    elements = 0
     for name, numel in sizes:
         open_names.append(name)
-        held += chunk(numel, ranks=ranks)
-        if held >= limit:
+        elements += chunk(numel, ranks=ranks)
+        if elements >= limit:
             groups.append(tuple(open_names))
-            open_names, held = [], 0
+            open_names, elements = [], 0
     return (*groups, tuple(open_names)) if open_names else tuple(groups)
 
 
 def optimizer_order(
-    names: Sequence[str], *, ranks: int, dealt: bool, mappings: Iterable[Iterable[str]]
+    names: Sequence[str], *, ranks: int, is_round_robin: bool, mappings: Iterable[Iterable[str]]
 ) -> tuple[tuple[str, ...], bool]:
-    """Names of a group in the order of its optimizer, and whether they were dealt out.
+    """Names of a group in the order of its optimizer, and whether that differs by round robin.
 
-    `names`: in the order of the buffer. `dealt`: whether the configuration says so. `mappings`: of each rank the names
-    in `param_slice_mappings`, in the optimizer's order.
+    `names`: in the order of the buffer. `is_round_robin`: what the configuration states. `mappings`: of each rank the
+    names in `param_slice_mappings`, in the optimizer's order.
     """
     orders = {False: tuple(names), True: undo_round_robin(names, ranks=ranks)}
     recorded = [list(rank) for rank in mappings]
     fits = {}
     for key, order in orders.items():
-        place = {name: at for at, name in enumerate(order)}
-        runs = ([place[name] for name in rank if name in place] for rank in recorded)
+        position = {name: at for at, name in enumerate(order)}
+        runs = ([position[name] for name in rank if name in position] for rank in recorded)
         fits[key] = all(a < b for run in runs for a, b in pairwise(run))
-    chosen = dealt if fits[dealt] or not fits[not dealt] else not dealt
+    chosen = is_round_robin if fits[is_round_robin] or not fits[not is_round_robin] else not is_round_robin
     return orders[chosen], chosen
 
 

@@ -26,8 +26,8 @@ from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.core.union import add_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
-from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.folder import path_of, to_absolute
+from ucp.io.provenance import source_file
 from ucp_formats.huggingface.locate import CONFIG, Form, Model, is_weights, locate, the_model
 from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, second_names
 
@@ -53,7 +53,7 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = the_model(locate(path), path)
-        config = read_config(absolute(located.root))
+        config = read_config(to_absolute(located.root))
         _check_plain(config, located.root)
         index = _Reading(located, config, read_weights(located.root, located.content)).index(self.name)
         if located.content.is_lone:
@@ -88,7 +88,7 @@ class _Reading:
 
     def index(self, name: str) -> Index:
         """The index."""
-        root = absolute(self.located.root)
+        root = to_absolute(self.located.root)
         tensors = self._untied()
         is_in_order = self.located.content.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep it
         order = list(tensors) if is_in_order else sort_in_model_order(tensors, self.config.get("model_type"))
@@ -117,7 +117,7 @@ class _Reading:
         """The doubt that config.json is of another model, where it contradicts the tensors."""
         from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
 
-        where = os.path.join(absolute(self.located.root), CONFIG)
+        where = os.path.join(to_absolute(self.located.root), CONFIG)
         lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
         if self.config and lines:
             yield Doubt(
@@ -159,7 +159,7 @@ class _Reading:
         return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
 
     def _step(self) -> int | None:
-        folder = path_of(absolute(self.located.root))
+        folder = path_of(to_absolute(self.located.root))
         found = _STEP.fullmatch(folder.name)
         return int(found[1]) if found and (folder / _TRAINER_STATE).is_file() else None
 

@@ -24,7 +24,7 @@ from ucp.core.index import Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, counted, listed
-from ucp.io.folder import absolute, names_in
+from ucp.io.folder import names_in, to_absolute
 from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import read_header, read_weight_map
@@ -73,7 +73,7 @@ def read_weights(folder: Path, model: Model) -> Weights:
     Raises MissingFileError, MalformedError or UnsupportedError with everything wrong with its files.
     """
     problems = Problems()
-    root = absolute(folder)
+    root = to_absolute(folder)
     places = read_weight_map(os.path.join(root, model.files[0])) if model.form is Form.INDEXED else None
     names = _file_names(folder, model, places, problems)
     found = {name: own for name in names if (own := _try(os.path.join(root, name), name, problems)) is not None}

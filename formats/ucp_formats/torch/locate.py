@@ -1,7 +1,7 @@
 """Which folder holds a checkpoint of torch.distributed.checkpoint, from names alone.
 
-A user may pass the folder itself, the folder with its steps in it, or the one that accelerate and the Trainer of
-transformers write: model and optimizer in folders of their own beside plain files.
+A user may pass the folder itself, the folder of all steps, or one that accelerate or the Trainer of transformers
+wrote: model and optimizer in folders of their own beside plain files.
 
     step-10/.metadata                                        torchtitan, and most scripts
     checkpoint-10/pytorch_model_fsdp_0/.metadata             accelerate, Trainer
@@ -21,12 +21,8 @@ from ucp.contract.registry import is_owned_by_another
 from ucp.errors import MissingFileError
 from ucp.io.dcp.checkpoint import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import is_there, names_in
+from ucp.io.folder import exists, names_in
 
-STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
-"""Keys under which scripts save the step of the run."""
-TRAIN_STATE = "train_state"
-"""Key under which torchtitan saves steps and tokens."""
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate (1.15, `fsdp_utils.py`)."""
 _STEP = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
@@ -34,7 +30,7 @@ _STEP = re.compile(r"(?:^|[-_=])(\d+)(?:\.ckpt)?$")
 
 
 def locate(path: Path) -> Located[tuple[str, ...]] | None:
-    """The checkpoint at `path`, with its folders that have a `.metadata` each ("": itself); None if there is none."""
+    """The checkpoint at `path`, with its folders that have a `.metadata` ("": itself); None if there is none."""
     return locating.locate(path, _look)
 
 
@@ -46,20 +42,22 @@ def _look(path: Path) -> Located[tuple[str, ...]] | None:
         if any(is_owned_by_another(name, "dcp") for name in others):
             return None  # a format that is built on this one
         kinds = {METADATA: METADATA in names, "__*.metadata": bool(local_files(names)), "__*_*.distcp": items}
-        return Located(root=path, content=("",), reasons=tuple(kind for kind, seen in kinds.items() if seen))
+        return Located(
+            root=path, content=("",), reasons=tuple(kind for kind, is_present in kinds.items() if is_present)
+        )
     parts = tuple(name for name in (MODEL, OPTIMIZER) if (path / name / METADATA).is_file())
     reasons = tuple(f"{name}/{METADATA}" for name in parts)
     return Located(root=path, content=parts, reasons=reasons) if parts else None
 
 
-def the_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Located[tuple[str, ...]]:
-    """The checkpoint found. Raises UnknownFormatError, MissingFileError where it was not finished, UsageError."""
+def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Located[tuple[str, ...]]:
+    """`located`, complete. Raises UnknownFormatError, MissingFileError if it was not finished, UsageError."""
     example = f"a folder with {METADATA} and files such as __0_0.distcp"
     located = require_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
-    if located.content == ("",) and not is_there(located.root / METADATA) and not local_files(names_in(located.root)):
+    if located.content == ("",) and not exists(located.root / METADATA) and not local_files(names_in(located.root)):
         raise MissingFileError(
-            f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last, so that "
-            "the checkpoint was not finished: take an earlier one, or copy it again"
+            f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last: the "
+            "checkpoint was not finished. Take an earlier one, or copy it again"
         )
     return located
 

@@ -1,13 +1,13 @@
-"""How the ranks of a PyTorch run cut its tensors, found from the boxes that `.metadata` records.
+"""How the ranks of a PyTorch run sharded its tensors, inferred from the boxes that `.metadata` records.
 
-FSDP cuts dim 0 of every parameter as `torch.chunk` does, after tensor parallelism has cut any dim of it in the same
-way; a pipeline stage holds parameters of its own. So the degrees are few numbers for a whole run, and a run is only
-said to have them when the patterns place every box of every tensor just where it was recorded. What no such degrees
-place (experts that a script cuts by itself, say) keeps its boxes, and no layout is stated.
+FSDP shards dim 0 of every parameter as `torch.chunk` does, after tensor parallelism has sharded any dim in the same
+way; a pipeline stage holds parameters of its own. A whole run has few degrees: those are taken that place most tensors
+just in the recorded boxes. A tensor that they do not place (experts sharded by a script, for example) keeps its boxes
+and has no layout.
 
->>> box = lambda at, rows: Box((at, 0), (rows, 4))
->>> found = mesh_of({"w": ((9, 4), [box(0, 5), box(5, 4)])}, {"w": {0, 1}}, ranks=2)
->>> str(found.topology), [axis.axis for axis in found.layouts["w"].axes]
+>>> box = lambda row, rows: Box((row, 0), (rows, 4))
+>>> mesh = mesh_of({"w": ((9, 4), [box(0, 5), box(5, 4)])}, {"w": {0, 1}}, ranks=2)
+>>> str(mesh.topology), [axis.axis for axis in mesh.layouts["w"].axes]
 ('dp=2', ['dp_shard'])
 """
 
@@ -37,7 +37,7 @@ class MeshLayouts:
     topology: Topology
     """The degrees."""
     layouts: Mapping[str, Layout]
-    """Tensor to its layout; those are left out that the degrees do not place."""
+    """Tensor to its layout, without tensors that the degrees do not place."""
 
 
 class _Degrees(NamedTuple):
@@ -52,83 +52,77 @@ class _Degrees(NamedTuple):
 def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ranks: int) -> MeshLayouts:
     """The mesh of a run of `ranks` ranks.
 
-    `tensors`: name to the boxes of the weight. `holders`: name to the ranks whose files have the weight or a state; of
-    replicas (HSDP) each item is in the file of any one, so that only a stage keeps all of a parameter together.
+    `tensors`: name to the boxes of the weight. `holders`: name to the ranks whose files have the weight or a state; an
+    item of replicas (HSDP) is in the file of any of them, so that only a stage keeps a whole parameter together.
     """
-    cut = {name: own for name, own in tensors.items() if len(own[1]) > 1}
-    stages = _stages(holders[name] for name in cut)
-    if not cut or ranks % len(stages):
-        return MeshLayouts(topology=Topology(dp=ranks), layouts=_all_whole(tensors, ranks))
-    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), len(cut) // 2  # degrees of fewer are a chance
+    sharded = {name: boxes for name, boxes in tensors.items() if len(boxes[1]) > 1}
+    stages = _stages(holders[name] for name in sharded)
+    if not sharded or ranks % len(stages):  # every rank has every tensor whole (DDP)
+        axes = (AxisLayout("dp_replicate", ranks, pattern("replicate"), KNOWN_FROM),) if ranks > 1 else ()
+        names = (name for name, (_, boxes) in tensors.items() if len(boxes) == 1)
+        return MeshLayouts(topology=Topology(dp=ranks), layouts=dict.fromkeys(names, Layout(axes)))
+    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), len(sharded) // 2  # fewer can be by chance
     for degrees in _degrees(ranks, len(stages)):
-        placed = sum(_layout(own, degrees, 0) is not None for own in cut.values())
+        placed = sum(_find_layout(boxes, degrees, 0) is not None for boxes in sharded.values())
         if placed > most:
             best, most = degrees, placed
-        if placed == len(cut):
+        if placed == len(sharded):
             break
-    stage_of = {rank: number for number, own in enumerate(stages) for rank in own}
-    found = {
+    stage_of = {rank: number for number, members in enumerate(stages) for rank in members}
+    layouts = {
         name: layout
-        for name, own in tensors.items()
-        if (layout := _layout(own, best, stage_of.get(min(holders[name], default=0), 0))) is not None
+        for name, boxes in tensors.items()
+        if (layout := _find_layout(boxes, best, stage_of.get(min(holders[name], default=0), 0))) is not None
     }
     is_split = best.replicate > 1 and best.shard > 1
     dp = {"dp_replicate": best.replicate, "dp_shard": best.shard} if is_split else {"dp": best.replicate * best.shard}
-    return MeshLayouts(topology=Topology(**dp, tp=best.tp, pp=best.pp), layouts=found)
-
-
-def _all_whole(tensors: Mapping[str, Boxes], ranks: int) -> dict[str, Layout]:
-    """Layouts of a run in which every rank has every tensor whole (DDP)."""
-    axes = (AxisLayout("dp_replicate", ranks, pattern("replicate"), KNOWN_FROM),) if ranks > 1 else ()
-    return dict.fromkeys((name for name, (_, boxes) in tensors.items() if len(boxes) == 1), Layout(axes))
+    return MeshLayouts(topology=Topology(**dp, tp=best.tp, pp=best.pp), layouts=layouts)
 
 
 def _degrees(ranks: int, stages: int) -> Iterator[_Degrees]:
-    """Degrees that `ranks` allow, the fewest cuts by tensor parallelism first."""
-    each = ranks // stages
-    for tp in range(1, each + 1):
-        for shard in range(each // tp, 0, -1) if each % tp == 0 else ():
-            if (each // tp) % shard == 0:
-                yield _Degrees(stages, each // tp // shard, tp, shard)
+    """Degrees that `ranks` allow, the least tensor parallelism first, then the most shards."""
+    in_stage = ranks // stages
+    for tp in (tp for tp in range(1, in_stage + 1) if in_stage % tp == 0):
+        for shard in range(in_stage // tp, 0, -1):
+            if (in_stage // tp) % shard == 0:
+                yield _Degrees(stages, in_stage // tp // shard, tp, shard)
 
 
 def _stages(holders: Iterable[set[int]]) -> list[set[int]]:
-    """The sets of ranks, of one size, into which the ranks fall that hold parts of the same tensors."""
+    """Sets of ranks of one size, so that a tensor is held in one set alone; all ranks if sizes differ."""
     groups: list[set[int]] = []
-    for own in holders:
-        joined = [group for group in groups if group & own]
-        groups = [group for group in groups if not group & own] + [own.union(*joined)]
+    for ranks in holders:
+        overlapping = [group for group in groups if group & ranks]
+        groups = [group for group in groups if not group & ranks] + [ranks.union(*overlapping)]
     is_even = len({len(group) for group in groups}) == 1
     return sorted(groups, key=min) if is_even else [set().union(*groups)]
 
 
-def _layout(boxes: Boxes, degrees: _Degrees, stage: int) -> Layout | None:
-    """The layout whose parts are just the boxes recorded; None where these degrees have none."""
-    shape, held = boxes
-    wanted = frozenset(held)
+def _find_layout(boxes: Boxes, degrees: _Degrees, stage: int) -> Layout | None:
+    """The layout that places just the recorded boxes; None if these degrees have none."""
+    shape, recorded = boxes
     dims = [None, *range(len(shape))] if degrees.tp > 1 else [None]
     for dim, is_sharded in product(dims, (True, False) if degrees.shard > 1 and shape else (False,)):
-        layout = _made(degrees, stage, dim, is_sharded)
-        if wanted == _placed(layout, shape):
+        layout = _layout_of(degrees, stage, dim, is_sharded)
+        if frozenset(recorded) == _boxes_of(layout, shape):
             return layout
     return None
 
 
 @lru_cache(maxsize=4096)
-def _made(degrees: _Degrees, stage: int, dim: int | None, is_sharded: bool) -> Layout:  # noqa: FBT001  # cached
-    whole = pattern("replicate")
+def _layout_of(degrees: _Degrees, stage: int, dim: int | None, is_sharded: bool) -> Layout:  # noqa: FBT001  # cached
+    replicate = pattern("replicate")
     axes = (
         AxisLayout("pp", degrees.pp, pattern("unique", owner=stage), KNOWN_FROM),
-        AxisLayout("dp_replicate", degrees.replicate, whole, KNOWN_FROM),
-        AxisLayout("tp", degrees.tp, whole if dim is None else pattern("chunk", dim=dim), KNOWN_FROM),
-        AxisLayout("dp_shard", degrees.shard, pattern("chunk", dim=0) if is_sharded else whole, KNOWN_FROM),
+        AxisLayout("dp_replicate", degrees.replicate, replicate, KNOWN_FROM),
+        AxisLayout("tp", degrees.tp, replicate if dim is None else pattern("chunk", dim=dim), KNOWN_FROM),
+        AxisLayout("dp_shard", degrees.shard, pattern("chunk", dim=0) if is_sharded else replicate, KNOWN_FROM),
     )
     return Layout(tuple(axis for axis in axes if axis.parts > 1))
 
 
 @lru_cache(maxsize=4096)
-def _placed(layout: Layout, shape: tuple[int, ...]) -> frozenset[Box]:
-    """Boxes with elements that all ranks of a layout hold."""
-    return frozenset(
-        own.box for coords in layout.ranks() for own in place(layout, shape, coords=coords) if own.box.numel
-    )
+def _boxes_of(layout: Layout, shape: tuple[int, ...]) -> frozenset[Box]:
+    """Boxes with elements that the ranks of a layout hold."""
+    placed = (piece for coords in layout.ranks() for piece in place(layout, shape, coords=coords))
+    return frozenset(piece.box for piece in placed if piece.box.numel)

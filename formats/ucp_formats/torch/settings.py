@@ -1,7 +1,7 @@
-"""Settings of torch's own optimizers, for groups of parameters that another framework may have kept.
+"""Settings of torch's own optimizers, for parameter groups of any framework.
 
-torch asks for every setting that its optimizer has: those that another framework lacks are written as torch has them by
-default (torch 2.13, `torch/optim/adamw.py`).
+torch asks for every setting that its optimizer has: those that another framework lacks get torch's defaults (torch
+2.13, `torch/optim/adamw.py`).
 
 >>> dict(settings_of(ParamGroup(params=("w",), hyper={"lr": 0.1}), is_decoupled=True))
 {'initial_lr': 0.1, 'lr': 0.1}
@@ -26,18 +26,18 @@ _ADAMW: Mapping[str, object] = {
     "differentiable": False,
     "fused": None,
 }
-"""Settings of torch's Adam and AdamW that other frameworks do not have."""
+"""Defaults of torch's Adam and AdamW for settings that other frameworks lack."""
 
 DECOUPLED = "decoupled_weight_decay"
-"""The one of them that tells AdamW from Adam."""
-DECOUPLED_MEANING = "true for AdamW, false for Adam, where the source does not say"
+"""The setting that tells AdamW from Adam."""
+DECOUPLED_HELP = "true for AdamW, false for Adam, where the source does not say"
 
 _ELSEWHERE = "Leave the optimizer out (--include '*/weight'), or take another target"
 """What to do with counts that torch cannot keep."""
 
 
 def check_options(options: TargetOptions, choices: Mapping[str, Sequence[str]]) -> None:
-    """Raise UsageError for what torch has no place for. `choices`: further settings, to the values they take."""
+    """Raise UsageError for options that torch has no place for. `choices`: further settings, to their values."""
     if options.compress:
         raise UsageError("torch cannot read compressed tensors; drop --compress")
     if options.tag:
@@ -45,22 +45,22 @@ def check_options(options: TargetOptions, choices: Mapping[str, Sequence[str]]) 
     if STEP in options.dtypes:
         raise UsageError(f"torch keeps {STEP} in float32; drop --dtype {STEP}=...")
     for key, values in {**choices, DECOUPLED: ("true", "false")}.items():
-        if (said := options.settings.get(key, values[0])) not in values:
-            raise UsageError(f"expected --set {key}={'|'.join(values)}; got {said}")
+        if (value := options.settings.get(key, values[0])) not in values:
+            raise UsageError(f"expected --set {key}={'|'.join(values)}; got {value}")
 
 
-def checked_decoupled(index: Index, options: TargetOptions) -> str | None:
-    """What the user says of it. Raises UsageError where the source says it itself."""
-    said = options.settings.get(DECOUPLED)
-    if said is not None and any(DECOUPLED in own.hyper for own in index.groups):
+def decoupled_option(index: Index, options: TargetOptions) -> str | None:
+    """The user's value of `decoupled_weight_decay`. Raises UsageError if the source has its own."""
+    option = options.settings.get(DECOUPLED)
+    if option is not None and any(DECOUPLED in group.hyper for group in index.groups):
         raise UsageError(f"the source says {DECOUPLED} itself; drop --set {DECOUPLED}=...")
-    return said
+    return option
 
 
 def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str) -> tuple[DType, bytes]:
     """Type and bytes of a count as torch's optimizers keep it: 0-d, and `step` in float32.
 
-    Raises UnsupportedError for one with dims, or a `step` that float32 does not hold.
+    Raises UnsupportedError for one with dims, or a `step` that float32 cannot represent.
     """
     source = index.atoms[param].states[state]
     count = optimizer.count(param, state)
@@ -82,28 +82,24 @@ def is_adam(group: ParamGroup) -> bool:
 
 
 def settings_of(group: ParamGroup, *, is_decoupled: bool) -> dict[str, object]:
-    """Settings of a group, and those of torch's optimizers that it lacks.
+    """Settings of a group, and torch's defaults for those that it lacks.
 
-    A group has `initial_lr` once a scheduler is made; schedulers have it in their own state (`base_lrs`) besides.
+    Schedulers of torch add `initial_lr` to a group, and keep it in their own state (`base_lrs`) too.
     """
-    own = {
-        key: tuple(value) if key == "betas" and isinstance(value, list) else value for key, value in group.hyper.items()
-    }
+    settings = dict(group.hyper)
+    if isinstance(betas := settings.get("betas"), list):
+        settings["betas"] = tuple(betas)
     defaults = {**_ADAMW, DECOUPLED: is_decoupled} if is_adam(group) else {}
-    if "lr" in own:
-        defaults["initial_lr"] = own["lr"]
-    return {**{key: value for key, value in defaults.items() if key not in own}, **own}
+    if "lr" in settings:
+        defaults["initial_lr"] = settings["lr"]
+    return {**{key: value for key, value in defaults.items() if key not in settings}, **settings}
 
 
-def rate_notes(index: Index) -> Iterator[str]:
-    """What schedulers of torch ask for and the source does not have."""
+def setting_notes(index: Index, decoupled: str | None) -> Iterator[str]:
+    """Values that were assumed for settings that the source lacks. `decoupled`: the user's choice."""
     if any("initial_lr" not in group.hyper for group in index.groups):
         yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
-
-
-def decay_notes(index: Index, said: str | None) -> Iterator[str]:
-    """Which kind of weight decay was assumed, where neither source nor user (`said`) says it."""
-    if said is None and any(is_adam(own) and DECOUPLED not in own.hyper for own in index.groups):
+    if decoupled is None and any(is_adam(group) and DECOUPLED not in group.hyper for group in index.groups):
         yield (
             f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
             f"--set {DECOUPLED}=false"

@@ -23,7 +23,7 @@ from ucp.conversion.parts.journals import PartJournal
 from ucp.transfer.worker import Worker
 from ucp_cli.main import main
 
-import_module("ucp.io.destination.staging")._PATIENCE = 0.5
+import_module("ucp.conversion.destination.staging")._PATIENCE = 0.5
 for name in ("transfer.plan.job", "transfer.worker", "conversion.prepare", "store.describe"):
     module = import_module(f"ucp.{name}")
     if hasattr(module, "BLOCK"):
@@ -89,7 +89,7 @@ def dst(tmp_path: Path) -> Path:
 def as_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands in this process have blocks and patience as small as those of `PROGRAM`."""
     shrink(monkeypatch, block=64, task=128)
-    monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.5)
+    monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.5)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ucp
-from ucp.errors import FamilyError, IdleOptionError, TopologyError, UcpError, UnsupportedError
+from ucp.errors import FamilyError, IdleOptionError, MissingStateError, TopologyError, UcpError, UnsupportedError
 from ucp.io.torch_file.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
@@ -242,6 +242,12 @@ def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
 def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         write(name, topology, tmp_path)
+
+
+def test_a_gap_between_experts_is_not_written(tmp_path: Path) -> None:
+    """DeepSpeed numbers experts without gaps, so that files without expert 1 of 4 could not be read."""
+    with pytest.raises(MissingStateError, match=r"deepspeed_experts\.1\n"):
+        ucp.convert(source("z1-ep2-dp4"), tmp_path, to="deepspeed", topology="dp=2,zero=0", exclude=["*1*/*"])
 
 
 @pytest.mark.parametrize(

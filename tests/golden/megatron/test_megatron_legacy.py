@@ -17,7 +17,7 @@ from ucp.core.index import Index, Kind, StateIndex
 from ucp.core.slices import Locator, resolve
 from ucp.core.target import full_slice
 from ucp.io.files import Sources
-from ucp.transfer.drift import drift
+from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "megatron"
@@ -48,7 +48,9 @@ def whole(name: str, state: str, found: StateIndex, gatherer: Gatherer) -> tuple
     data = memoryview(bytearray(found.nbytes))
     gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
     dtype = getattr(torch, found.dtype.value)
-    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape), list(drift(own, locator, data, gatherer))
+    return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape), list(
+        describe_drift(own, locator, data, gatherer)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

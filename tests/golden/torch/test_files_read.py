@@ -188,7 +188,7 @@ class TestDamage:
         path = copy / "model_world_size_4_rank_3.pt"
         names = ucp.inspect(copy).atoms
         torch.save({name: torch.zeros(2) for name in names}, path)
-        self.refused(copy, "in parts on all ranks|one plain tensor")
+        self.refused(copy, "sharded on all ranks|same plain tensor")
 
 
 def test_a_whole_file_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.engines.ray import engine as ray_engine
 from ucp.transfer.engines.ray.engine import RayEngine
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create
+from ucp.transfer.output_files import create_file
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import Task
 
@@ -32,7 +32,7 @@ def made(folder: Path, count: int) -> Job:
     fills = [fill for task in job.tasks for fill in task.fills]
     tasks = tuple(Task(number=n, fills=(fill,), nbytes=fill.nbytes) for n, fill in enumerate(fills))
     for file in job.target.files:
-        create(folder / "out", file)
+        create_file(folder / "out", file)
     return replace(job, tasks=tasks, fsync=False)
 
 

@@ -24,7 +24,7 @@ from ucp.transfer.engines.ray import cluster as cluster_module
 from ucp.transfer.engines.ray import engine as ray_engine
 from ucp.transfer.engines.ray import probe
 from ucp.transfer.engines.ray.engine import RayEngine
-from ucp.transfer.output_files import create
+from ucp.transfer.output_files import create_file
 from ucp.transfer.worker import Done
 
 ray = pytest.importorskip("ray")
@@ -85,7 +85,7 @@ def begun(source: Path, root: Path, *, compress: bool = False):
     """A job whose files are created under `root`."""
     job = prepare(source, make_options(layout="" if compress else "per-parameter", compress=compress)).job
     for file in job.target.files:
-        create(root, file)
+        create_file(root, file)
     return job
 
 

@@ -216,7 +216,7 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
     stored = round_robin(names, ranks=ranks) if dealt else names
     optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0, known_from="")
     mappings = [dict.fromkeys(optimizer.spans(rank)) for rank in range(ranks)]
-    assert optimizer_order(stored, ranks=ranks, dealt=dealt, mappings=mappings)[0] == names
+    assert optimizer_order(stored, ranks=ranks, is_round_robin=dealt, mappings=mappings)[0] == names
 
 
 @given(source=params(), ranks=st.integers(1, 5))

@@ -13,7 +13,7 @@ from tests.strategies import cuts
 from ucp.core.target import CrcField, Literal, OutputFile
 from ucp.core.tensor import Record
 from ucp.errors import CoverError
-from ucp.transfer.checksums import combine, gaps, mismatches, patches, zeros
+from ucp.transfer.checksums import combine_crcs, crc_of_zeros, find_gaps, find_mismatches, make_crc_patches
 from ucp.transfer.gather import Span
 
 BYTES = st.binary(max_size=40)
@@ -21,16 +21,16 @@ BYTES = st.binary(max_size=40)
 
 @given(st.lists(BYTES, max_size=6))
 def test_parts_combine_to_the_sum_of_the_whole(parts):
-    assert combine((crc32(part), len(part)) for part in parts) == crc32(b"".join(parts))
+    assert combine_crcs((crc32(part), len(part)) for part in parts) == crc32(b"".join(parts))
 
 
 @given(st.integers(0, 5000))
 def test_zeros_are_zeros(nbytes):
-    assert zeros(nbytes) == crc32(bytes(nbytes))
+    assert crc_of_zeros(nbytes) == crc32(bytes(nbytes))
 
 
 def test_many_zeros_are_zeros():
-    assert zeros((3 << 20) + 5) == crc32(bytes((3 << 20) + 5))
+    assert crc_of_zeros((3 << 20) + 5) == crc32(bytes((3 << 20) + 5))
 
 
 @st.composite
@@ -56,7 +56,7 @@ def span(data: bytes, low: int, high: int) -> Span:
 
 def filled(data: bytes, records, spans):
     """The spans with what `gaps` asks for, read in pieces of three bytes."""
-    asked = [(low, min(low + 3, at + n)) for _, at, n in gaps(records, spans) for low in range(at, at + n, 3)]
+    asked = [(low, min(low + 3, at + n)) for _, at, n in find_gaps(records, spans) for low in range(at, at + n, 3)]
     return [*spans, *(span(data, low, high) for low, high in asked)]
 
 
@@ -69,7 +69,7 @@ def touched(records, spans):
 def test_gaps_are_what_is_missing_of_records_that_were_read_from(case):
     data, records, spans = case
     everything = filled(data, records, spans)
-    assert gaps(records, everything) == []
+    assert find_gaps(records, everything) == []
     for record in records:
         covered = {b for s in everything for b in range(s.offset, s.offset + s.nbytes)}
         if record.name in touched(records, spans):
@@ -79,7 +79,7 @@ def test_gaps_are_what_is_missing_of_records_that_were_read_from(case):
 @given(files())
 def test_bytes_that_are_right_are_not_called_wrong(case):
     data, records, spans = case
-    assert mismatches(records, filled(data, records, spans)) == []
+    assert find_mismatches(records, filled(data, records, spans)) == []
 
 
 @given(files(), st.data())
@@ -93,14 +93,14 @@ def test_a_flipped_bit_is_found(case, draws):
     at = draws.draw(st.integers(victim.offset, victim.offset + victim.nbytes - 1))
     damaged = bytes([*data[:at], data[at] ^ 1 << draws.draw(st.integers(0, 7)), *data[at + 1 :]])
     reread = [span(damaged, s.offset, s.offset + s.nbytes) for s in spans]
-    assert mismatches(records, filled(damaged, records, reread)) == [victim]
+    assert find_mismatches(records, filled(damaged, records, reread)) == [victim]
 
 
 @given(files())
 def test_a_record_that_was_not_read_whole_is_not_judged(case):
     _data, records, spans = case
     wrong = [Record(path="f", name=r.name, offset=r.offset, nbytes=r.nbytes, crc32=r.crc32 ^ 1) for r in records]
-    for record in mismatches(wrong, spans):
+    for record in find_mismatches(wrong, spans):
         covered = {b for s in spans for b in range(s.offset, s.offset + s.nbytes)}
         assert set(range(record.offset, record.offset + record.nbytes)) <= covered
 
@@ -132,11 +132,11 @@ def outputs(draw):
 def test_patches_are_the_sums_of_the_finished_file(case):
     data, file, sums = case
     wanted = {at: crc32(data[f.start : f.stop]).to_bytes(4, "little") for f in file.crcs for at in f.at}
-    assert dict(patches(file, sums)) == wanted
+    assert dict(make_crc_patches(file, sums)) == wanted
 
 
 @pytest.mark.parametrize("offset", [0, 4])
 def test_bytes_that_straddle_a_field_are_refused(offset):
     file = OutputFile(path="f", nbytes=9, crcs=(CrcField(start=2, stop=6, at=(0,)),))
     with pytest.raises(CoverError, match="straddle"):
-        list(patches(file, [(offset, 4, 0)]))
+        list(make_crc_patches(file, [(offset, 4, 0)]))

@@ -42,8 +42,8 @@ BOUNDS = {
     "live.exchange.stages._SMALL": 0,
     "live.exchange.reads._SPAN": 64,
     "live.exchange.reads.BLOCK": 64,
-    "transfer.plan.tiles.LEAST": 32,
-    "transfer.plan.tiles.CALL": 32,
+    "transfer.plan.tiles.MIN_TILED": 32,
+    "transfer.plan.tiles.CALL_BYTES": 32,
 }
 
 

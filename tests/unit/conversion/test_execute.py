@@ -161,7 +161,7 @@ class TestDestination:
             ucp.convert(source, place)
 
     def test_two_at_once_do_not_mix(self, source, tmp_path, monkeypatch):
-        monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.2)
+        monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.2)
 
         class Watch:
             error: Exception | None = None

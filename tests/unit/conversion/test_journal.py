@@ -8,7 +8,7 @@ from ucp.conversion.journal import line_of, trusted
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import prepare
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create
+from ucp.transfer.output_files import create_file
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def run(source, tmp_path, small_blocks):
     job = prepare(source, ConvertOptions()).job
     root = tmp_path / "data"
     for file in job.target.files:
-        create(root, file)
+        create_file(root, file)
     done = list(SerialEngine().run(job, root, job.tasks, workers=1, threads=1))
     lines = [json.loads(json.dumps(line_of(own))) for own in done]
     return job, root, done, lines

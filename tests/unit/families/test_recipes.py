@@ -22,8 +22,7 @@ from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
 from ucp.families.recipes import TensorRecipe, apply_recipes, permute_view
-from ucp.io.codec import codec_name, encode
-from ucp.io.elements import viewed
+from ucp.io.elements import codec_name, encode_block, viewed
 from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline, make_index
 from ucp.transfer.gather import Gatherer
@@ -45,7 +44,7 @@ def cut(shards: Shards, array: np.ndarray, how: str) -> StateIndex:
     """`array` in pieces that do not end where the turns do."""
     if how == "codec":
         ref = shards.put(array)
-        data = encode(memoryview(array.tobytes()), 4)
+        data = encode_block(memoryview(array.tobytes()), 4)
         path = shards.folder / f"{ref.offset}.zst"
         path.write_bytes(data)
         ref = replace(ref, path=str(path), offset=0, codec=codec_name(4), codec_nbytes=len(data))

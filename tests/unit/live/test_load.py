@@ -13,8 +13,8 @@ from tests.unit.live.threads import run
 from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor, Record
-from ucp.errors import CorruptError, LoadError, MissingFileError, UsageError
-from ucp.io.identity import size_and_time
+from ucp.errors import CorruptError, LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.io.provenance import size_and_time
 from ucp.live.load import load_into
 from ucp.live.report import LoadReport
 from ucp.live.run.request import ENVIRONMENT
@@ -566,6 +566,20 @@ def test_an_optimizer_that_keeps_no_states_needs_none(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.25
     with pytest.raises(LoadError, match="holds no optimizer states"):
         load_into(net, checkpoint=path, optimizer=optim.AdamW(net.parameters()))
+
+
+def test_a_step_that_float32_does_not_hold_is_refused_before_anything_is_written(tmp_path):
+    shards, inline = Shards(tmp_path), InlineTensor(data=np.int64(2**24 + 1).tobytes(), dtype=DType.INT64)
+    states = {("w", state): shards.whole(random((3,))) for state in ("weight", *MOMENTS)}
+    states["w", "step"] = StateIndex.from_tensor(inline)
+    path = write_checkpoint(make_index(tmp_path, states, groups=[ParamGroup(params=("w",), hyper={"lr": 0.25})]))
+    net = nn.Module()
+    net.w = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnsupportedError, match=r"w/step = 16777217"):
+        load_into(net, checkpoint=path, optimizer=optim.AdamW(net.parameters()))
+    assert not net.w.any()
+    load_into(net, checkpoint=path)
+    assert net.w.all()
 
 
 def test_ranks_that_load_into_other_things_are_told_apart(saved):

@@ -14,8 +14,7 @@ from ucp.core.slices import Locator, resolve
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
-from ucp.io.codec import codec_name, encode
-from ucp.io.elements import numpy_dtype, viewed
+from ucp.io.elements import codec_name, encode_block, numpy_dtype, viewed
 from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline
 from ucp.transfer.gather import Gatherer, Span
@@ -61,14 +60,14 @@ class TestReads:
         assert [(offset, len(views)) for offset, views in calls] == [(0, 3)]
 
     def test_a_transposed_source_is_read_once(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 256)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 256)
         array = np.arange(64 * 50, dtype="float32").reshape(64, 50)
         state = state_of(shards.put(array, order=(1, 0)), shape=(64, 50))
         assert (read(gatherer, state) == array).all()
         assert gatherer.nbytes_read == array.nbytes
 
     def test_every_order_of_dims_is_read_once(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 128)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 128)
         array = np.arange(6 * 7 * 8, dtype="int16").reshape(6, 7, 8)
         for order in [(2, 1, 0), (1, 0, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)]:
             before = gatherer.nbytes_read
@@ -91,7 +90,7 @@ class TestReads:
         assert gatherer.nbytes_read == (9 * 40 + 4) * 4
 
     def test_a_row_longer_than_a_stretch_is_cut_too(self, shards, gatherer, monkeypatch):
-        monkeypatch.setattr(ucp.transfer.gather, "STRETCH", 64)
+        monkeypatch.setattr(ucp.transfer.gather, "MAX_READ", 64)
         wide = np.arange(4 * 64, dtype="float32").reshape(4, 64)
         ref = shards.put(wide)
         narrow = TensorRef(path=ref.path, offset=0, dtype=ref.dtype, shape=(4, 40), strides=(64, 1))
@@ -209,7 +208,7 @@ class TestCasts:
 class TestEncodedBlocks:
     def test_pieces_of_a_block_are_taken_from_its_middle(self, tmp_path, gatherer):
         array = np.arange(12, dtype="float32").reshape(3, 4)
-        block = encode(memoryview(array.tobytes()), 4)
+        block = encode_block(memoryview(array.tobytes()), 4)
         (tmp_path / "pack.zst").write_bytes(b"head" + block)
         rows = [
             TensorRef(
@@ -229,7 +228,7 @@ class TestEncodedBlocks:
 
     @pytest.mark.parametrize("change", [{"codec_start": 40}, {"codec": "zstd-planes8"}, {"codec_nbytes": 9}])
     def test_a_block_that_is_not_what_it_should_be_is_corrupt(self, tmp_path, gatherer, change):
-        block = encode(memoryview(bytes(44)), 4)
+        block = encode_block(memoryview(bytes(44)), 4)
         (tmp_path / "pack.zst").write_bytes(block)
         ref = {"codec": codec_name(4), "codec_nbytes": len(block), "codec_start": 0, **change}
         row = TensorRef(

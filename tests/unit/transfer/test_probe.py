@@ -9,7 +9,7 @@ import torch
 
 from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import CorruptError
-from ucp.io.codec import codec_name, encode
+from ucp.io.elements import codec_name, encode_block
 from ucp.transfer.probe import Prober, cast_bits
 
 VALUES = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
@@ -35,7 +35,7 @@ def test_windows_are_row_major(ref: TensorRef, strides: tuple[int, ...], window:
 def test_tensors_end_to_end(ref: TensorRef) -> None:
     inline = InlineTensor(data=VALUES[0, 0].numpy().tobytes(), dtype=DType.FLOAT32, shape=(4,))
     with Prober() as prober:
-        got = prober.joined([inline, ref, inline], 2, 29, dtype=DType.BFLOAT16)
+        got = prober.read_joined([inline, ref, inline], 2, 29, dtype=DType.BFLOAT16)
     wanted = torch.cat([VALUES[0, 0], VALUES.flatten(), VALUES[0, 0]])[2:29].to(torch.bfloat16)
     assert got == wanted.view(torch.int16).numpy().tobytes()
 
@@ -46,7 +46,7 @@ def test_ranges_outside_are_refused(ref: TensorRef) -> None:
 
 
 def test_encoded_tensors_are_decoded(tmp_path: Path) -> None:
-    block = encode(memoryview(VALUES.numpy().tobytes()), 4)
+    block = encode_block(memoryview(VALUES.numpy().tobytes()), 4)
     path = tmp_path / "pack"
     path.write_bytes(b"##" + block)
     place = {"path": str(path), "offset": 2, "codec": codec_name(4), "codec_nbytes": len(block)}

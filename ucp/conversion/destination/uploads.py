@@ -1,139 +1,205 @@
-"""Files on their way to a store while others still grow.
+"""Files on their way to a bucket: the scratch folder in which they grow, and the process that uploads them.
 
-Uploads need threads and connections, and processes that have these must not be forked; but engines fork workers again
-for every round. So one process, forked before them, uploads: it is told of a file, and tells when the file is there
-and what the store says of it is noted. What is stored in the memory of a process (memory://, in tests) is put there by
-this one, file after file.
+The scratch folder is of one run; its name has a digest of the destination and cannot be guessed. Its lock is free once
+the run was killed: the next run to the same destination removes it, and is refused while the lock is held.
+
+Uploads need threads and connections, which must not exist in a process that is forked, and engines fork workers for
+every round. So one process, forked before them, uploads files and records them in the journal. Uploads to memory://
+(tests) happen in this process.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from ucp.errors import UcpError, WorkerDiedError
-from ucp.io.files import let_go
-from ucp.io.remote.unfinished import Unfinished
+import xxhash
+
+from ucp.conversion.destination.bucket_journal import BucketJournal
+from ucp.errors import DestinationError, UcpError, WorkerDiedError
+from ucp.io.files import close_connections
 from ucp.io.remote.url import scheme_of
-from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, put_file
+from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, StoredObject, put_file
+from ucp.io.writing import describe_process, this_process
 from ucp.transfer.engines.processes import as_worker, undisturbed
+
+_LOCK_NBYTES = 4096
+"""Bytes of a lock file that are read."""
+
+SCRATCH_VARIABLE = "UCP_SCRATCH"
+"""Environment variable that names the folder for scratch folders."""
+
+
+def scratch_parent(path: Path | None) -> Path:
+    """The folder for scratch folders: `path`, that of the environment, or the system's. Raises DestinationError."""
+    folder = path or Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
+    if not folder.is_dir():
+        raise DestinationError(f"expected a folder for files that are to be uploaded at {folder}; create it first")
+    return folder.resolve()
+
+
+class Scratch:
+    """The scratch folder of one run."""
+
+    def __init__(self, parent: Path, dst: str) -> None:
+        """Raises DestinationError while another run to `dst` is active on this machine, OSError."""
+        prefix = f"ucp-scratch-{xxhash.xxh3_64_hexdigest(dst.encode())}-"
+        for folder in parent.glob(f"{prefix}*"):
+            if folder.stat(follow_symlinks=False).st_uid == os.getuid() and not folder.is_symlink():
+                _remove_abandoned(folder, dst)
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self.root = self.folder / "data"
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, json.dumps(this_process()).encode())
+        self.root.mkdir()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_abandoned(folder: Path, dst: str) -> None:
+    """Remove the folder of a killed run. Raises DestinationError if the run is active."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # another run is just creating or removing it
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        holder = describe_process(os.pread(descriptor, _LOCK_NBYTES, 0))
+        raise DestinationError(
+            f"another conversion to {dst} is running on this machine: {holder} writes it now, by way of {folder}. Wait "
+            "until it has ended, or end it"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A file that is ready."""
+    """A complete file to upload."""
 
     number: int
     """Position in the plan."""
     path: str
     """Relative to the destination."""
     file: str
-    """Where it lies; it is removed once it is uploaded."""
+    """Local path; the file is removed after the upload."""
     nbytes: int
-    """Its bytes."""
+    """Bytes."""
     line: dict[str, object]
-    """What is known of it."""
+    """Its record for the journal."""
 
 
 class Uploaded(NamedTuple):
-    """A file that is there."""
+    """An uploaded file."""
 
     path: str
     """Relative to the destination."""
-    stored: Stored
-    """What the store says of it."""
+    stored: StoredObject
+    """Size and version of the object."""
 
 
-def uploads_to(unfinished: Unfinished) -> Uploads:
-    """What uploads to the place of an unfinished conversion."""
-    return _Here(unfinished) if scheme_of(unfinished.dst) == "memory" else Uploads(unfinished)
+def start_uploads(journal: BucketJournal) -> Uploads:
+    """Uploads to the destination of a journal."""
+    return _InlineUploads(journal) if scheme_of(journal.dst) == "memory" else Uploads(journal)
 
 
-def _carry_out(unfinished: Unfinished, upload: Upload) -> Uploaded:
-    found = put_file(f"{unfinished.dst}/{upload.path}", upload.file)
-    unfinished.check_ours()
-    unfinished.note(upload.number, {**upload.line, "nbytes": found.nbytes, "version": found.version})
+def _carry_out(journal: BucketJournal, upload: Upload) -> Uploaded:
+    stored = put_file(f"{journal.dst}/{upload.path}", upload.file)
+    journal.check_ours()
+    journal.note(upload.number, {**upload.line, "nbytes": stored.nbytes, "version": stored.version})
     os.unlink(upload.file)
-    return Uploaded(upload.path, found)
+    return Uploaded(upload.path, stored)
 
 
 class Uploads:
-    """Several side by side, by a process of their own."""
+    """Concurrent uploads, in a process of their own."""
 
-    def __init__(self, unfinished: Unfinished) -> None:
+    def __init__(self, journal: BucketJournal) -> None:
         import multiprocess
 
-        let_go()
-        self._under_way = 0
+        close_connections()
+        self._pending = 0
         context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
-        theirs, self._orders = context.Pipe(duplex=False)
-        self._reports, back = context.Pipe(duplex=False)
+        orders, self._orders = context.Pipe(duplex=False)
+        self._reports, reports = context.Pipe(duplex=False)
         with undisturbed():
-            self._process = context.Process(target=_serve, args=(unfinished, theirs, back, os.getpid()), daemon=True)
+            self._process = context.Process(target=_serve, args=(journal, orders, reports, os.getpid()), daemon=True)
             self._process.start()
-        theirs.close()
-        back.close()
+        orders.close()
+        reports.close()
 
     def put(self, upload: Upload) -> None:
-        """Begin, or do it. Raises UcpError, OSError for what went wrong so far."""
+        """Start an upload. Raises UcpError, OSError."""
         try:
             self._orders.send(upload)
         except BrokenPipeError:
-            raise self._gone() from None
-        self._under_way += 1
+            raise _died() from None
+        self._pending += 1
 
-    def wait(self, *, at_once: bool = False) -> Uploaded | None:
-        """The next file that is there; None where none is, with `at_once`, or none is under way."""
-        if not self._under_way or (at_once and not self._reports.poll()):
+    def wait(self, *, block: bool = True) -> Uploaded | None:
+        """The next file that was uploaded; None if there is none. Raises what made an upload fail."""
+        if not self._pending or (not block and not self._reports.poll()):
             return None
         try:
             report = self._reports.recv()
         except EOFError:
-            raise self._gone() from None
-        self._under_way -= 1
+            raise _died() from None
+        self._pending -= 1
         if isinstance(report, BaseException):
             raise report
         assert isinstance(report, Uploaded)  # what `_serve` sends
         return report
 
     def close(self) -> None:
-        """End, with what is under way."""
+        """Stop; uploads that are not complete are lost."""
         self._process.kill()
         self._process.join()
         self._orders.close()
         self._reports.close()
 
-    def _gone(self) -> WorkerDiedError:
-        return WorkerDiedError(
-            "the process that uploads ended early; the machine may be out of memory. Try again with --resume"
-        )
 
+class _InlineUploads(Uploads):
+    """Uploads one after another, in this process."""
 
-class _Here(Uploads):
-    """One after another, by this process."""
-
-    def __init__(self, unfinished: Unfinished) -> None:
-        self._unfinished = unfinished
-        self._done: list[Uploaded] = []
+    def __init__(self, journal: BucketJournal) -> None:
+        self._journal = journal
+        self._uploaded: list[Uploaded] = []
 
     def put(self, upload: Upload) -> None:
-        self._done.append(_carry_out(self._unfinished, upload))
+        self._uploaded.append(_carry_out(self._journal, upload))
 
-    def wait(self, *, at_once: bool = False) -> Uploaded | None:
-        return self._done.pop(0) if self._done else None
+    def wait(self, *, block: bool = True) -> Uploaded | None:
+        return self._uploaded.pop(0) if self._uploaded else None
 
     def close(self) -> None:
         pass
 
 
-def _serve(unfinished: Unfinished, orders: Any, reports: Any, parent: int) -> None:
+def _died() -> WorkerDiedError:
+    return WorkerDiedError(
+        "the process that uploads ended early; the machine may be out of memory. Try again with --resume"
+    )
+
+
+def _serve(journal: BucketJournal, orders: Any, reports: Any, parent: int) -> None:
     """Body of the process."""
     as_worker(parent)
     lock = Lock()
@@ -144,13 +210,13 @@ def _serve(unfinished: Unfinished, orders: Any, reports: Any, parent: int) -> No
         except (UcpError, OSError) as error:
             result = error
         except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
-            result = WorkerDiedError(f"an upload failed in a way that was not foreseen:\n{traceback.format_exc()}")
+            result = WorkerDiedError(f"an upload failed unexpectedly:\n{traceback.format_exc()}")
         with lock:
             reports.send(result)
 
-    nobody_left = suppress(EOFError)
-    with nobody_left, ThreadPoolExecutor(UPLOADS) as large, ThreadPoolExecutor(SMALL_UPLOADS) as small:
+    parent_ended = suppress(EOFError)
+    with parent_ended, ThreadPoolExecutor(UPLOADS) as large, ThreadPoolExecutor(SMALL_UPLOADS) as small:
         while True:
             upload: Upload = orders.recv()
             pool = small if upload.nbytes <= SMALL else large
-            pool.submit(report, partial(_carry_out, unfinished, upload))
+            pool.submit(report, partial(_carry_out, journal, upload))

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from ucp.conversion.destination.staging import Staging
 from ucp.conversion.journal import done_of, fits
 from ucp.conversion.parts.journals import PartRun, is_running, runs_in
 from ucp.errors import BusyError, UnfinishedError, counted, listed
-from ucp.io.destination.staging import Staging
-from ucp.transfer.output_files import is_whole
+from ucp.transfer.output_files import has_full_length
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
@@ -96,7 +96,7 @@ def vouched(job: Job, staging: Staging) -> dict[int, Done]:
     """What is believed of the tasks of a job of all tasks, by number."""
     identity, runs = staging.identity(), list(runs_in(staging))
     lost = {path for run in runs for path in run.lost}
-    there = {file.path for file in job.target.files if file.path not in lost and is_whole(staging.data, file)}
+    there = {file.path for file in job.target.files if file.path not in lost and has_full_length(staging.data, file)}
     tasks = {task.number: task for task in job.tasks if all(fill.path in there for fill in task.fills)}
     found: dict[int, Done] = {}
     differing: set[int] = set()
@@ -132,5 +132,5 @@ def _numbered(job: Job, parts: int) -> Iterator[tuple[Task, int]]:
     """Every task of a job of all tasks, with the number of the part of so many that it is of."""
     start, total = 0, job.nbytes
     for task in job.tasks:
-        yield task, Share.at(start, start + task.nbytes, total=total, parts=parts)
+        yield task, Share.find_part(start, start + task.nbytes, total=total, parts=parts)
         start += task.nbytes

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import xxhash
 
+from ucp.conversion.destination.staging import Staging, lines_of
 from ucp.conversion.journal import Line, line_of
 from ucp.errors import DestinationError
-from ucp.io.destination.staging import Staging, lines_of, sync
+from ucp.io.writing import sync
 from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
 

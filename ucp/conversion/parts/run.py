@@ -14,8 +14,10 @@ from itertools import chain
 from pathlib import Path
 
 from ucp.contract.protocols import Observer
-from ucp.conversion.destination.disk import taken_up
-from ucp.conversion.destination.place import waiting_for
+from ucp.conversion.destination.disk import resume
+from ucp.conversion.destination.existing import ConversionId
+from ucp.conversion.destination.protocol import show_waiting
+from ucp.conversion.destination.staging import Staging
 from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
@@ -23,10 +25,9 @@ from ucp.conversion.parts.finalize import busy_text
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
-from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging, sync
-from ucp.io.destination.write import check_space
-from ucp.transfer.output_files import create, is_whole
+from ucp.io.provenance import is_complete
+from ucp.io.writing import check_space, sync
+from ucp.transfer.output_files import create_file, has_full_length
 from ucp.transfer.plan.tasks import Share
 
 
@@ -39,7 +40,7 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
     before = _joined(prepared, staging, options, observer)
     if before is None:
         staging.release()
-        staging.sweep()
+        staging.cleanup()
         return None
     share, identity = options.part or Share(), staging.identity()
     unsealed = [run for run in runs_in(staging) if run.share.overlaps(share) and not run.vouches(identity)]
@@ -54,7 +55,7 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
             for line in lines
             if isinstance(number := line.get("task"), int) and number in numbers
         )
-        begun = taken_up(prepared.job, staging.data, noted, observer=observer, threads=threads)
+        begun = resume(prepared.job, staging.data, noted, observer=observer, threads=threads)
         for done in begun.done:  # of another run, and read back
             journal.note(done)
         written = carry_out_tasks(prepared, journal, begun, observer)
@@ -67,20 +68,20 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
 
 def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Iterable[Line] | None:
     """What was noted outside of parts, once the place is taken; None where the destination is complete."""
-    if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):
+    if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite):
         return None
     if not staging.data.exists():
         check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
     try:
-        making, waiting = Making(prepared.fingerprint, prepared.facts), partial(waiting_for, observer)
+        making, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
         before = staging.join(making, overwrite=options.overwrite, waiting=waiting)
     except BusyError as error:
         raise BusyError(busy_text(error, staging)) from error
     except DestinationError:
-        if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite):  # finalized since we looked
+        if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite):  # finalized since we looked
             return None
         raise
-    return None if staging.is_complete(prepared.fingerprint, overwrite=options.overwrite) else before
+    return None if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite) else before
 
 
 def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> list[str]:
@@ -91,11 +92,11 @@ def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> l
     filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
     files = [file for file in prepared.job.target.files if file.path in filled]
     known = {path for run in runs_in(staging) for path in run.files}
-    lost = [file.path for file in files if file.path in known and not is_whole(staging.data, file)]
+    lost = [file.path for file in files if file.path in known and not has_full_length(staging.data, file)]
     if lost:
         journal.lose(lost)
     for file in files:
-        create(staging.data, replace(file, literals=()), afresh=False)
+        create_file(staging.data, replace(file, literals=()), afresh=False)
     journal.begin([file.path for file in files])
     return [file.path for file in files]
 

@@ -73,6 +73,9 @@ class TorchSize(tuple[int, ...]):
     __slots__ = ()
 
 
+_MOST_STEPS = 16
+"""Dicts and lists on the way to a value that is looked for."""
+
 HOLDERS = (list, tuple, dict, set, frozenset, Stub)
 """Types of values that hold others."""
 
@@ -101,6 +104,29 @@ def walk(values: Iterable[object], through: tuple[type, ...] = HOLDERS) -> Itera
             rest += (*value, *value.values(), *(vars(value).values() if isinstance(value, OrderedDict) else ()))
         elif isinstance(value, list | tuple | set | frozenset):
             rest += value
+
+
+def walk_paths(
+    value: object, path: tuple[object, ...] = (), *, enter: Callable[[object], bool] = lambda _: True
+) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Dicts, lists and objects in nested dicts and lists, with keys and positions that lead to them; outer ones first.
+
+    `path`: that of `value`. `enter`: whether to look into a dict or list; each is looked into once, and none below
+    16 levels.
+
+    >>> [path for path, _ in walk_paths({"app": [{"lr": 0.1}], "step": 2})]
+    [(), ('app',), ('app', 0)]
+    """
+    rest = [(path, value)]
+    seen: set[int] = set()
+    for way, container in rest:
+        yield way, container
+        if id(container) not in seen and len(way) < _MOST_STEPS and enter(container):
+            seen.add(id(container))
+            items: Iterable[tuple[object, object]] = ()
+            if isinstance(container, dict | list):
+                items = container.items() if isinstance(container, dict) else enumerate(container)
+            rest += [((*way, key), item) for key, item in items if isinstance(item, dict | list | Stub)]
 
 
 def nbytes_in_memory(values: Iterable[object]) -> int:

@@ -77,8 +77,9 @@ def target_plan(
     layouts: dict[tuple[str, str], Layout] = {}
     for own in drafted:
         for key, layout in own.layouts.items():
-            known = layouts.get(key)
-            if known is None or len(layout.all_axes) > len(known.all_axes):  # a master, not the model's weight
+            if key not in layouts or len(layout.all_axes) > len(
+                layouts[key].all_axes
+            ):  # a master, not the model's weight
                 layouts[key] = layout
     for param, state in dict.fromkeys((place.slice.param, place.slice.state) for place in placements):
         atom = index.atoms[param]

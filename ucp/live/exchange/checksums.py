@@ -18,7 +18,7 @@ from ucp.live.exchange.read_shares import share_out
 from ucp.live.exchange.reads import LandingTensors, ReadItem, plan_solo_read, start_reading, view_bytes
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.transfer.checksums import gaps, mismatches
+from ucp.transfer.checksums import find_gaps, find_mismatches
 from ucp.transfer.gather import Reader, Span
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     spans = run_together(ranks, lambda: _collect_spans(ordered, reader, ranks))
     assigned = ordered[ranks.rank :: ranks.count]
     starts, unread = [_start(record) for record in assigned], Counter[int]()
-    for path, offset, nbytes in gaps(assigned, spans):
+    for path, offset, nbytes in find_gaps(assigned, spans):
         unread[bisect_right(starts, (path, offset)) - 1] += nbytes
     limits = [max(_MOST_EXTRA, record.nbytes // 8) for record in assigned]
     checked = [record for number, record in enumerate(assigned) if unread[number] <= limits[number]]
-    more = run_together(ranks, lambda: reader.scan(gaps(checked, spans)))
+    more = run_together(ranks, lambda: reader.scan(find_gaps(checked, spans)))
     skipped = {record.path for number, record in enumerate(assigned) if unread[number] > limits[number]}
-    results = ranks.share((mismatches(checked, [*spans, *more]), skipped))
+    results = ranks.share((find_mismatches(checked, [*spans, *more]), skipped))
     damaged = [record for differing, _ in results for record in differing]
     if damaged:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in damaged)

@@ -22,9 +22,9 @@ from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.read_shares import Segment
 from ucp.live.parts import LoadItem
-from ucp.transfer.gather import STRETCH, Gatherer, Reader
+from ucp.transfer.gather import MAX_READ, Gatherer, Reader
 from ucp.transfer.plan.tasks import BLOCK
-from ucp.transfer.plan.tiles import is_crosswise, source_order
+from ucp.transfer.plan.tiles import find_source_order, needs_tiles
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ _MOST_WIDENED = 4
 """Times the bytes that a rank holds, at most, that it receives where whole rows are read."""
 _SPAN = 4 << 20
 """Bytes that a thread reads at a time; adjacent ranges of a file are read by one call."""
-THREAD_NBYTES = 2 * STRETCH
+THREAD_NBYTES = 2 * MAX_READ
 """Bytes that a thread may need for itself: a strided or cast range, before and after."""
 
 
@@ -63,13 +63,13 @@ class ReadItem:
 def plan_solo_read(number: int, item: LoadItem) -> ReadItem:
     """How one rank alone reads item `number`."""
     read = ReadItem(item=number, slice=item.slice, source=item.source)
-    return _permute(read) if is_crosswise(read.slice, read.source, nbytes=BLOCK) else read
+    return _permute(read) if needs_tiles(read.slice, read.source, nbytes=BLOCK) else read
 
 
 def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
     """How one rank alone reads an item, and how ranks do that exchange what they read."""
     read = ReadItem(item=number, slice=item.slice, source=item.source)
-    if not is_crosswise(read.slice, read.source, nbytes=BLOCK, times=_MOST_COST):
+    if not needs_tiles(read.slice, read.source, nbytes=BLOCK, times=_MOST_COST):
         return read, read
     solo = plan_solo_read(number, item)
     full = full_slice(read.slice.param, read.slice.state, read.source, dtype=read.slice.dtype)
@@ -80,7 +80,7 @@ def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
 
 def _permute(read: ReadItem) -> ReadItem:
     """The same with the dims in the order of the source, if that differs and every fragment is a plain range."""
-    order = source_order(read.source)
+    order = find_source_order(read.source)
     if order == tuple(sorted(order)) or not read.slice.is_whole:
         return read
 

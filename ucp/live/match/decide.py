@@ -1,4 +1,4 @@
-"""Decide a load: match what is live on this rank with a checkpoint. No tensor is read or written."""
+"""Decide a load: match what is live on this rank with a checkpoint. Only counts and hyper-parameters are read."""
 
 from __future__ import annotations
 
@@ -7,26 +7,38 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
+from typing import TYPE_CHECKING
 
 import xxhash
 
+from ucp.contract.optimizer import OptimizerPlan
 from ucp.core.gaps import check_doubts
-from ucp.core.index import DoubtKind, Index, Kind, ParamGroup
+from ucp.core.index import STEP, DoubtKind, Index, Kind, ParamGroup
 from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import LoadError, listed
 from ucp.io.elements import viewed
 from ucp.io.files import open_source
 from ucp.live.adapters import LiveRun
-from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
-from ucp.live.match.states import match_states, note_rounded
-from ucp.live.match.tensors import filter_fitting, find_unexpected, match_tensors, plan_weights
+from ucp.live.match.items import (
+    Findings,
+    filter_fitting,
+    find_unexpected,
+    match_states,
+    match_tensors,
+    note_rounded,
+    plan_weights,
+)
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
 from ucp.source.moments import ZeroMoments, before_first_step, check_moments
+from ucp.transfer.probe import Prober
 
-_LONG = 1000
-"""Characters of an argument that ranks tell each other."""
+if TYPE_CHECKING:
+    import torch
+
+_MOST_CHARACTERS = 1000
+"""Characters of an argument that ranks compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,7 @@ class LoadOptions:
     zero_moments: ZeroMoments = ZeroMoments.ERROR
     """What to do with moments that are all zero."""
     accept: frozenset[DoubtKind] = frozenset()
-    """Doubts of the checkpoint to be passed over."""
+    """Doubts of the checkpoint that the user accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +66,7 @@ class Matching:
     present: frozenset[str]
     """Atoms that the model has by name."""
     matched: Mapping[str, str]
-    """Tensor of the model to its atom, where that fits."""
+    """Tensor of the model to its atom, if that fits."""
     groups: tuple[LiveGroup, ...]
     """Groups of the optimizer, by the names of atoms."""
     findings: Findings
@@ -79,115 +91,133 @@ class Decision:
     """The checkpoint."""
     run: LiveRun
     """What to load into."""
-    wants: tuple[LoadItem, ...]
-    """What to bring, in the order of the model."""
+    items: tuple[LoadItem, ...]
+    """What to load, in the order of the model."""
     fresh: tuple[str, ...] = ()
-    """Parameters to be left without a state."""
+    """Parameters that get no state."""
     hyper: tuple[Mapping[str, object], ...] = ()
     """Hyper-parameters to set in each group of the optimizer."""
     findings: Findings = field(default_factory=Findings)
     """What did not fit, and what is worth knowing."""
+    landing: Sequence[torch.Tensor] = ()
+    """Memory for each of `items`."""
 
 
 def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | None = None) -> Matching:
     """The tensors of this rank by names and shapes.
 
-    `dtype`: type of the floating weights, where it was said. Raises SourceError for a doubtful checkpoint, LoadError
-    for weights of another type.
+    `dtype`: type of the floating weights, if the user passed it. Raises SourceError for a doubtful checkpoint,
+    LoadError for weights of another type.
     """
     accepted = options.accept | ({DoubtKind.MOMENT_SHAPES} if run.optimizer is None else frozenset())
     check_doubts(index, accepted)
     if run.optimizer is not None:
         check_moments(before_first_step(index), options.zero_moments)
-    findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
-    named = match_tensors(run.model.tensors, index, rename=options.rename, findings=findings)
-    matched = filter_fitting(run.model.tensors, named, index, findings)
-    other = [
-        f"{own.name}: {own.dtype}"
-        for own in run.model.tensors
-        if own.name in matched and index.atoms[matched[own.name]].kind is not Kind.BUFFER
-        if dtype is not None and own.dtype.is_floating and own.dtype is not dtype
-    ]
-    if other:
-        raise LoadError(
-            f"expected floating weights of {dtype}, as dtype says; got\n{listed(other)}\n"
-            f"bring the model to it before (model.to(torch.{dtype})), or leave dtype out"
-        )
-    groups = () if run.optimizer is None else run.optimizer.groups()
-    own_groups = (replace(own, params=tuple(matched[name] for name in own.params if name in matched)) for own in groups)
-    present = frozenset(named.values())
-    return Matching(index=index, run=run, present=present, matched=matched, groups=tuple(own_groups), findings=findings)
-
-
-def used_anywhere(matching: Matching, ranks: Ranks) -> Used:
-    """Atoms that any rank loads. Collective: a bit for every atom is shared."""
-    number = {name: at for at, name in enumerate(matching.index.atoms)}
-    stepped = {name for group in matching.groups for name in group.params}
-    used = []
-    for of_ranks in zip(*ranks.share((_bits(matching.present, number), _bits(stepped, number))), strict=True):
-        every = reduce(or_, (int.from_bytes(own, "little") for own in of_ranks)).to_bytes(
-            len(number) // 8 + 1, "little"
-        )
-        used.append(frozenset(name for name, at in number.items() if every[at // 8] >> at % 8 & 1))
-    return Used(present=used[0], stepped=used[1])
-
-
-def _bits(names: Collection[str], number: Mapping[str, int]) -> bytes:
-    bits = bytearray(len(number) // 8 + 1)
-    for name in names:
-        bits[number[name] // 8] |= 1 << number[name] % 8
-    return bytes(bits)
-
-
-def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
-    """What this rank loads. Writes nothing. Raises LoadError with everything that does not fit."""
-    index, run, matched, findings = matching.index, matching.run, matching.matched, matching.findings
     tensors = run.model.tensors
-    find_unexpected(tensors, used.present, index, findings)
-    brought = [own for own in tensors if own.name not in run.model.derived]
-    wants = plan_weights(brought, matched, index, findings=findings)
-    fresh: list[str] = []
-    hyper: list[dict[str, object]] = []
-    if run.optimizer is not None:
-        hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
-        parts = {own.name: own.part for own in tensors}
-        params = [_placed(own, parts, run) for own in run.optimizer.params(hyper)]
-        states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
-        note_rounded(wants, params, findings)
-        wants += states
-    if options.strict:
-        findings.check(index.path)
-    if not matched and tensors:
-        raise findings.make_no_match_error(index.path)
-    return Decision(
+    findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
+    by_name = match_tensors(tensors, index, rename=options.rename, findings=findings)
+    matched = filter_fitting(tensors, by_name, index, findings)
+    differing = [
+        f"{tensor.name}: {tensor.dtype}"
+        for tensor in tensors
+        if tensor.name in matched and index.atoms[matched[tensor.name]].kind is not Kind.BUFFER
+        if dtype is not None and tensor.dtype.is_floating and tensor.dtype is not dtype
+    ]
+    if differing:
+        raise LoadError(
+            f"expected floating weights of {dtype}, as dtype says; got\n{listed(differing)}\n"
+            f"convert the model before (model.to(torch.{dtype})), or leave dtype out"
+        )
+    groups = [] if run.optimizer is None else run.optimizer.groups()
+    params_of = [tuple(matched[name] for name in group.params if name in matched) for group in groups]
+    return Matching(
         index=index,
         run=run,
-        wants=tuple(wants),
-        fresh=tuple(fresh),
-        hyper=tuple(hyper),
+        present=frozenset(by_name.values()),
+        matched=matched,
+        groups=tuple(replace(group, params=params) for group, params in zip(groups, params_of, strict=True)),
         findings=findings,
     )
 
 
-def _placed(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
-    """What an optimizer of local tensors, or of ranges of them as ZeRO cuts them, steps of the whole model."""
+def find_used_atoms(matching: Matching, ranks: Ranks) -> Used:
+    """Atoms that any rank loads. Collective: a bit for every atom is shared."""
+    numbers = {name: number for number, name in enumerate(matching.index.atoms)}
+    nbytes = len(numbers) // 8 + 1
+
+    def to_bits(names: Collection[str]) -> bytes:
+        bits = bytearray(nbytes)
+        for name in names:
+            bits[numbers[name] // 8] |= 1 << numbers[name] % 8
+        return bytes(bits)
+
+    stepped = {name for group in matching.groups for name in group.params}
+    used = []
+    for bits_of_ranks in zip(*ranks.share((to_bits(matching.present), to_bits(stepped))), strict=True):
+        union = reduce(or_, (int.from_bytes(bits, "little") for bits in bits_of_ranks)).to_bytes(nbytes, "little")
+        used.append(frozenset(name for name, number in numbers.items() if union[number // 8] >> number % 8 & 1))
+    return Used(present=used[0], stepped=used[1])
+
+
+def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
+    """What this rank loads. Writes nothing.
+
+    Raises LoadError with everything that does not fit, UnsupportedError for a step that float32 does not hold.
+    """
+    index, run, matched, findings = matching.index, matching.run, matching.matched, matching.findings
+    tensors = run.model.tensors
+    find_unexpected(tensors, used.present, index, findings)
+    loaded = [tensor for tensor in tensors if tensor.name not in run.model.derived]
+    items = plan_weights(loaded, matched, index, findings=findings)
+    fresh: list[str] = []
+    hyper: list[dict[str, object]] = []
+    if run.optimizer is not None:
+        hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
+        parts = {tensor.name: tensor.part for tensor in tensors}
+        params = [_globalize(param, parts, run) for param in run.optimizer.params(hyper)]
+        states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
+        note_rounded(items, params, findings)
+        _check_steps(states, params, index)
+        items += states
+    if options.strict:
+        findings.check(index.path)
+    if not matched and tensors:
+        raise findings.make_no_match_error(index.path)
+    return Decision(index=index, run=run, items=tuple(items), fresh=tuple(fresh), hyper=tuple(hyper), findings=findings)
+
+
+def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
+    """A parameter of an optimizer of local tensors, or of ranges of them as ZeRO cuts them, in the whole model."""
     if run.has_global_parts or param.name not in parts:
         return param
-    held = parts[param.name]
-    apart = {state: held.narrow_to(own) for state, own in param.apart.items()}
-    return replace(param, part=param.part and held.narrow_to(param.part), apart=apart)
+    part = parts[param.name]
+    apart = {state: part.narrow_to(state_part) for state, state_part in param.apart.items()}
+    return replace(param, part=param.part and part.narrow_to(param.part), apart=apart)
 
 
-def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> None:
+def _check_steps(states: Sequence[LoadItem], params: Sequence[LiveParam], index: Index) -> None:
+    """Raise UnsupportedError for a step that an optimizer would round, as it keeps it in float32."""
+    in_float32 = {param.name for param in params if (param.keeps or {}).get(STEP) is DType.FLOAT32}
+    steps = [item for item in states if item.state == STEP and item.name in in_float32]
+    names = [item.slice.param for item in steps if item.source.dtype is not DType.FLOAT32]
+    if names:
+        with Prober() as prober:
+            counts = OptimizerPlan(replace(index, atoms={name: index.atoms[name] for name in names}), prober)
+        for name in names:
+            counts.check_float32(name, STEP, remedy="Load without optimizer=")
+
+
+def check_agreement(ranks: Ranks, index: Index, arguments: Mapping[str, object]) -> None:
     """Raise LoadError, on all ranks, when they read other checkpoints or were called with other arguments."""
     files = [(os.path.relpath(file.path, index.path), file.nbytes) for file in index.files]
-    read = f"{index.path}, step {index.step}, files {xxhash.xxh3_64_hexdigest(repr(files).encode())}"
-    told = ranks.share({"checkpoint": read, **{name: repr(value)[:_LONG] for name, value in asked.items()}})
+    identity = f"{index.path}, step {index.step}, files {xxhash.xxh3_64_hexdigest(repr(files).encode())}"
+    texts = {name: repr(value)[:_MOST_CHARACTERS] for name, value in arguments.items()}
+    of_ranks = ranks.share({"checkpoint": identity, **texts})
     differing = [
-        f"{name} of rank {rank}: {own[name]}, of rank 0: {told[0][name]}"
-        for name in told[0]
-        for rank, own in enumerate(told)
-        if own[name] != told[0][name]
+        f"{name} of rank {rank}: {texts[name]}, of rank 0: {of_ranks[0][name]}"
+        for name in of_ranks[0]
+        for rank, texts in enumerate(of_ranks)
+        if texts[name] != of_ranks[0][name]
     ]
     if differing:
         raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{listed(differing)}")
@@ -196,7 +226,7 @@ def check_agreement(ranks: Ranks, index: Index, asked: Mapping[str, object]) -> 
 def _plain_groups(index: Index) -> Sequence[ParamGroup]:
     """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
 
-    def plain(value: object) -> object:
+    def to_plain(value: object) -> object:
         if not isinstance(value, InlineTensor | TensorRef) or value.numel != 1:
             return value
         if isinstance(value, InlineTensor):
@@ -204,4 +234,6 @@ def _plain_groups(index: Index) -> Sequence[ParamGroup]:
         with open_source(value.path) as file:
             return viewed(memoryview(file.read(value.offset, value.nbytes)), value.dtype)[0].item()
 
-    return [replace(group, hyper={key: plain(value) for key, value in group.hyper.items()}) for group in index.groups]
+    return [
+        replace(group, hyper={key: to_plain(value) for key, value in group.hyper.items()}) for group in index.groups
+    ]

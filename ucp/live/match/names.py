@@ -1,9 +1,9 @@
 """The checkpoint under the names of the live model: as the user says, or as all names of all ranks show.
 
-1. Rules of the user's own, and a style that the user names, are taken as they are said.
-2. Else, where names or shapes of some rank are not those of the checkpoint, every rank says which styles of the chosen
-   family have all of its own, and which give them its shapes. One that holds for all ranks is taken; between two none
-   is. Where the names agree, only shapes speak for another style.
+1. Rules of the user's own, and a style that the user names, are applied.
+2. Otherwise, if names or shapes of some rank are not those of the checkpoint, every rank finds the naming styles of the
+   family that have all of its names, and those that also give its shapes. A style that holds for all ranks is taken;
+   between two, none is. If the names agree, only shapes can show another style.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ucp.contract.model import parse_values, recorded_arguments
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
-from ucp.contract.registry import choose_family
+from ucp.contract.registry import choose_family, library
 from ucp.core.index import WEIGHT, Index
-from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError
+from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError, nearest
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
 from ucp.families.recipes import TensorRecipe
@@ -29,18 +29,15 @@ from ucp.live.run.ranks import Ranks, run_together
 from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
 from ucp.source.read import index_of
 
-if TYPE_CHECKING:
-    from ucp.live.run.request import LoadRequest
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameOptions:
     """What the user says of names."""
 
     naming: Naming = field(default_factory=Naming)
-    """Style to bring the checkpoint to, or rules of the user's own."""
+    """Style to translate the checkpoint to, or rules of the user's own."""
     rename: Callable[[str], str] | None = None
-    """From a name in the model to the name in the checkpoint, once that is under other names."""
+    """From a name in the model to the name in the checkpoint, after `naming` is applied."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Sizes of the model that nothing records."""
     source: SourceOptions = field(default_factory=SourceOptions)
@@ -60,120 +57,134 @@ class NameOptions:
         names = index.shapes
         return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
 
-    def checkpoint_names(self, own: LiveTensor) -> tuple[str, ...]:
+    def checkpoint_names(self, tensor: LiveTensor) -> tuple[str, ...]:
         """Names in the checkpoint that a tensor may have."""
-        return own.names if self.rename is None else tuple(map(self.rename, own.names))
+        return tensor.names if self.rename is None else tuple(map(self.rename, tensor.names))
 
 
 def rename_to_model(
-    index: Index, tensors: Sequence[LiveTensor], asked: NameOptions, ranks: Ranks
+    index: Index, tensors: Sequence[LiveTensor], options: NameOptions, ranks: Ranks
 ) -> tuple[Index, tuple[str, ...]]:
-    """The checkpoint under the names of the model, and what may cure it where it is not. Collective.
+    """The checkpoint under the names of the model, and hints if it cannot be brought to them. Collective.
 
     Raises FamilyError, UnsupportedError, UsageError.
     """
-    index = run_together(ranks, lambda: _rename_as_asked(index, asked))
-    held = [own for own in tensors if 0 not in own.part.local_shape]
+    index = run_together(ranks, lambda: _rename_as_asked(index, options))
+    tensors = [tensor for tensor in tensors if 0 not in tensor.part.local_shape]
 
-    def fit() -> tuple[bool, bool]:
+    def compare() -> tuple[bool, bool]:
         """Whether the checkpoint has the names of this rank, and whether it has its shapes under them."""
-        if not all(_is_in(asked.checkpoint_names(own), index.shapes, index.aliases) for own in held):
-            return False, False
-        shapes = index.shapes
-        known = {**{alias: shapes[name] for alias, name in index.aliases.items() if name in shapes}, **shapes}
-        return True, all(_is_shaped(own, asked, known) for own in held)
+        stored = index.shapes
+        shapes = {**{alias: stored[name] for alias, name in index.aliases.items() if name in stored}, **stored}
+        names = {*stored, *index.aliases}
+        has_names = all(_is_in(names, options.checkpoint_names(tensor)) for tensor in tensors)
+        return has_names, has_names and all(_has_shape(tensor, options, shapes) for tensor in tensors)
 
-    fits = run_together(ranks, fit)
-    same_names, same_shapes = (all(each) for each in zip(*ranks.share(fits), strict=True))
-    if asked.naming != Naming() or same_shapes:
+    has_names, has_shapes = (all(of_ranks) for of_ranks in zip(*ranks.share(run_together(ranks, compare)), strict=True))
+    if options.naming != Naming() or has_shapes:
         return index, ()
-    found = run_together(ranks, lambda: _styles(index, held, asked))
-    ways = found.agreed(ranks, by_shape=same_names)
-    if found.family is None or len(ways) != 1:
-        return index, found.hints(ways)
-    family = found.family
-    return run_together(ranks, lambda: under_style(index, family, ways[0])), ()
+    styles = run_together(ranks, lambda: _find_styles(index, tensors, options))
+    agreed = styles.find_agreed(ranks, by_shape=has_names)
+    family = styles.family
+    if family is None or len(agreed) != 1:
+        return index, styles.describe(agreed)
+    return run_together(ranks, lambda: under_style(index, family, agreed[0])), ()
 
 
-def _rename_as_asked(index: Index, asked: NameOptions) -> Index:
-    if asked.naming.rules is not None:
-        index = by_rules(index, asked.naming.rules)
-    if not asked.naming.style:
+def _rename_as_asked(index: Index, options: NameOptions) -> Index:
+    naming = options.naming
+    if naming.rules is not None:
+        index = by_rules(index, naming.rules)
+    if not naming.style:
         return index
-    family = asked.choose_family(index)
-    check_styles(family, asked.naming)
-    return under_style(index, family, asked.naming.style, asked.naming.source)
+    try:
+        family = options.choose_family(index)
+    except UnknownFamilyError:  # a misspelt style is the first thing to mend
+        styles = dict.fromkeys((CANONICAL, *(style for family in library().concrete() for style in family.styles)))
+        for style in filter(None, (naming.style, naming.source)):
+            if style not in styles:
+                near = nearest(style, styles)
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise UsageError(
+                    f"expected one of the naming styles {', '.join(styles)}; got {style!r}{hint}"
+                ) from None
+        raise
+    check_styles(family, naming)
+    return under_style(index, family, naming.style, naming.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Styles:
-    """Styles that have all names of this rank."""
+    """Naming styles that have all names of this rank."""
 
     family: Family | None = None
     """The family that they are of."""
-    named: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
     """Style to the tensors of the checkpoint in it."""
-    shaped: frozenset[str] = frozenset()
+    with_shapes: frozenset[str] = frozenset()
     """Styles in which they have the shapes of this rank."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Style with such names to why the checkpoint cannot be brought to it."""
-    undecided: str = ""
+    why_no_source: str = ""
     """Why the style of the checkpoint itself is not known."""
 
-    def agreed(self, ranks: Ranks, *, by_shape: bool) -> list[str]:
-        """Styles that hold for all ranks, one of those that come to the same; all that stay. Collective.
+    def find_agreed(self, ranks: Ranks, *, by_shape: bool) -> list[str]:
+        """Styles that hold for all ranks, one of those with equal results; preferably with their shapes. Collective.
 
         `by_shape`: only those in which the shapes are those of all ranks.
         """
-        told = ranks.share((frozenset(self.named), self.shaped))
-        named, shaped = (reduce(frozenset.intersection, each) for each in zip(*told, strict=True))
-        ways: list[str] = []
-        for style in (own for own in self.named if own in (shaped if by_shape else shaped or named)):
-            if not any(self.named[style] == self.named[own] for own in ways):
-                ways.append(style)
-        return ways
+        of_ranks = ranks.share((frozenset(self.tensors), self.with_shapes))
+        with_names, with_shapes = (reduce(frozenset.intersection, styles) for styles in zip(*of_ranks, strict=True))
+        agreed: list[str] = []
+        for style in (style for style in self.tensors if style in (with_shapes or (() if by_shape else with_names))):
+            if not any(self.tensors[style] == self.tensors[other] for other in agreed):
+                agreed.append(style)
+        return agreed
 
-    def hints(self, ways: Sequence[str]) -> tuple[str, ...]:
-        """How to say the style, where `ways` are not one, or why it cannot be had; nothing where neither would help."""
-        if ways:
-            names = " or ".join(f"names={way!r}" for way in ways)
+    def describe(self, agreed: Sequence[str]) -> tuple[str, ...]:
+        """How to choose between `agreed` styles, or why there is none; nothing if neither would help."""
+        if agreed:
+            names = " or ".join(f"names={style!r}" for style in agreed)
             return (f"several naming styles have the names of the model, for other tensors: pass {names}",)
-        if self.undecided:
-            return (self.undecided,)
+        if self.why_no_source:
+            return (self.why_no_source,)
         return tuple(
             f"the names of the model are those of the style {style}, to which the checkpoint cannot be brought: {why}"
             for style, why in islice(self.failures.items(), 1)
         )
 
 
-def _styles(index: Index, tensors: Sequence[LiveTensor], asked: NameOptions) -> _Styles:
+def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptions) -> _Styles:
     try:
-        family = asked.choose_family(index)
+        family = options.choose_family(index)
     except UnknownFamilyError:
         return _Styles()
-    named: dict[str, Mapping[str, TensorRecipe]] = {}
+    translated: dict[str, Mapping[str, TensorRecipe]] = {}
     failures: dict[str, str] = {}
     try:
         source = find_source_style(family, index.shapes)
     except FamilyError as error:
-        return _Styles(family=family, undecided=str(error))
+        return _Styles(family=family, why_no_source=str(error))
     for style in (CANONICAL, *family.styles):
-        if not all(_is_read(family, asked.checkpoint_names(own), style) for own in tensors):
+        if not all(_is_read(family, options.checkpoint_names(tensor), style) for tensor in tensors):
             continue
         try:
             _, made = restyled(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue
-        if all(_is_in(asked.checkpoint_names(own), made) for own in tensors):
-            named[style] = made
-    shapes = {style: {name: each.shape for name, each in made.items()} for style, made in named.items()}
-    shaped = (style for style, each in shapes.items() if all(_is_shaped(own, asked, each) for own in tensors))
-    return _Styles(family=family, named=named, shaped=frozenset(shaped), failures=failures)
+        if all(_is_in(made, options.checkpoint_names(tensor)) for tensor in tensors):
+            translated[style] = made
+    with_shapes = set()
+    for style, by_name in translated.items():
+        shapes = {name: made.shape for name, made in by_name.items()}
+        if all(_has_shape(tensor, options, shapes) for tensor in tensors):
+            with_shapes.add(style)
+    return _Styles(family=family, tensors=translated, with_shapes=frozenset(with_shapes), failures=failures)
 
 
-def _is_in(names: Sequence[str], held: Collection[str], aliases: Collection[str] = ()) -> bool:
-    return any(name in held or name in aliases for name in names)
+def _is_in(stored: Collection[str], names: Sequence[str]) -> bool:
+    return any(name in stored for name in names)
 
 
 def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
@@ -183,46 +194,42 @@ def _is_read(family: Family, names: Sequence[str], style: str) -> bool:
         return False
 
 
-def _is_shaped(own: LiveTensor, asked: NameOptions, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    shape = next(shapes[name] for name in asked.checkpoint_names(own) if name in shapes)
+def _has_shape(tensor: LiveTensor, options: NameOptions, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    shape = next(shapes[name] for name in options.checkpoint_names(tensor) if name in shapes)
     try:
-        own.part.to_slice(own.name, WEIGHT, shape, own.dtype)
+        tensor.part.to_slice(tensor.name, WEIGHT, shape, tensor.dtype)
     except ValueError:
         return False
     return True
 
 
-def reorder_to_optimizer(index: Index, run: LiveRun, asked: LoadRequest, ranks: Ranks) -> Index:
-    """`index`, with the states of its optimizer named by the order of the live one, where they need it and it fits.
+def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOptions, ranks: Ranks) -> Index:
+    """`index`, with optimizer states named by the order of the live optimizer, if they need it and it fits. Collective.
 
-    Collective. Raises LoadError where both that order and the one inferred fit, and differ.
+    Raises LoadError if both that order and the inferred one fit, and differ.
     """
-    if not index.is_numbered or asked.names.source.param_order is not None or run.optimizer is None:
+    if not index.is_numbered or options.source.param_order is not None or run.optimizer is None:
         return index
-    rename = asked.options.rename or str
+    rename = options.rename or str
     order: ParamOrder = tuple(tuple(map(rename, group.params)) for group in run.optimizer.groups())
     if any(other != order for other in ranks.share(order)):
-        return index  # ranks step parameters of their own: no number means the same on all
+        return index  # ranks step different parameters: a number means different ones
 
     def read() -> Index | None:
         try:
-            return index_of(asked.path, source=replace(asked.names.source.without_family(), param_order=order))
+            return index_of(path, source=replace(options.source.without_family(), param_order=order))
         except UsageError:  # it does not fit
             return None
 
-    live = run_together(ranks, read)
-    if live is None or index.unnamed is not None:
-        return live or index
-    if [group.params for group in live.groups] == [group.params for group in index.groups]:
-        return index
-    name, other = next(
-        pair
-        for ours, theirs in zip(index.groups, live.groups, strict=True)
-        for pair in zip(ours.params, theirs.params, strict=True)
-        if pair[0] != pair[1]
-    )
-    raise LoadError(
-        f"{index.path}: the optimizer numbers its parameters, and two orders fit: that of the model, in which the "
-        f"states of one are of {name}, and that of the optimizer that is loaded into, in which they are of {other}. "
-        "Say which holds: param_order=[[names of each group], ...]"
-    )
+    reordered = run_together(ranks, read)
+    if reordered is None or index.unnamed is not None:
+        return reordered or index
+    for current, other in zip(index.groups, reordered.groups, strict=True):
+        for name, other_name in zip(current.params, other.params, strict=True):
+            if name != other_name:
+                raise LoadError(
+                    f"{index.path}: the optimizer numbers its parameters, and two orders fit: by that of the model, "
+                    f"the same states belong to {name}; by that of the optimizer that is loaded into, to {other_name}. "
+                    "Say which is right: param_order=[[names of each group], ...]"
+                )
+    return index

@@ -1,6 +1,6 @@
-"""The state of a learning rate scheduler in a checkpoint, for a live scheduler of the same class.
+"""The state of a learning rate scheduler or scaler in a checkpoint, for a live one of the same class.
 
-A state does not say which class it is of: it is of the class whose own state has the same entries.
+A saved state does not name its class: it belongs to the class whose state has the same entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ucp.contract.run_extras import (
 )
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
-from ucp.live.match.findings import Findings
+from ucp.live.match.items import Findings
 from ucp.live.resume.values import list_inert_classes
 
 
@@ -36,35 +36,34 @@ class Stateful(Protocol):
         """Take a state."""
 
 
-_COMPANION = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
-"""Files of the Trainer, accelerate and Lightning, the last of which holds it under a name.
+_SCHEDULER_FILE = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
+"""Files of the Trainer, accelerate and Lightning, whose meta.pt holds the state under a key.
 
 Examples: companion/scheduler.pt, companion/scheduler_1.bin, companion/meta.pt.
 """
-_CALLED = (LR_SCHEDULER, "lr_schedulers", "scheduler")
-"""Names of extras that are taken for schedulers, whatever entries they have: of classes that frameworks do not have."""
-_PART = "_schedulers"
-"""Entry of a scheduler that is made of others."""
+_SCHEDULER_EXTRAS = (LR_SCHEDULER, "lr_schedulers", "scheduler")
+"""Names of extras that are schedulers, whatever their entries: of classes that frameworks do not have."""
+_INNER = "_schedulers"
+"""Entry of a scheduler that consists of others."""
 
 
 def find_scheduler_state(
     index: Index, scheduler: object, read: Callable[[Extra], object], findings: Findings, *, key: str | None = None
 ) -> SchedulerState | None:
-    """The state in the checkpoint that fits the scheduler; None, with a problem, where none or several do.
+    """The state in the checkpoint that fits the scheduler; None, with a problem, if none or several do.
 
     `key`: the one that the user chose. Raises UsageError for what is no scheduler.
     """
     if not isinstance(scheduler, Stateful):
         raise UsageError(f"expected a scheduler with state_dict and load_state_dict; got {type(scheduler).__name__}")
     live = scheduler.state_dict()
-    saved = {own.key: own for own in _saved_states(index, read)}
+    saved = {state.key: state for state in _read_states(index, read)}
     if key is not None:
-        saved = {own: state for own, state in saved.items() if own == key.replace("/", ".")}
-    reasons = {name: "; ".join(_misfits(live, own.state)) for name, own in saved.items()}
+        saved = {name: state for name, state in saved.items() if name == key.replace("/", ".")}
+    reasons = {name: "; ".join(_find_misfits(live, state.state)) for name, state in saved.items()}
     fitting = {repr(saved[name].state): name for name, reason in reasons.items() if not reason}
     if len(fitting) == 1:
-        (name,) = fitting.values()
-        return saved[name]
+        return saved[fitting.popitem()[1]]
     names = dict.fromkeys(extra.name for extra in index.extras)
     why = f"the checkpoint holds the state of none{f' under {key}' if key else ''}"
     why += f"; it holds {', '.join(names) or 'no extras'}"
@@ -76,16 +75,17 @@ def find_scheduler_state(
     return None
 
 
-def _saved_states(index: Index, read: Callable[[Extra], object]) -> Iterator[SchedulerState]:
-    """Every state of a scheduler in the checkpoint and in the files beside it, with its tensors read."""
+def _read_states(index: Index, read: Callable[[Extra], object]) -> Iterator[SchedulerState]:
+    """Every state of a scheduler in the checkpoint and in its companion files, with its tensors read."""
     known = find_schedulers(index)
-    for own in known:
-        state = read(Extra(name=own.key, value=own.state))
-        yield replace(own, state=cast("dict[str, object]", state))
-    seen = {own.extra for own in known}
-    called = {*_CALLED, run_extras(index).scheduler}
+    for saved in known:
+        state = read(Extra(name=saved.key, value=saved.state))
+        yield replace(saved, state=cast("dict[str, object]", state))
+    seen = {saved.extra for saved in known}
+    names = {*_SCHEDULER_EXTRAS, run_extras(index).scheduler}
     for extra in index.extras:
-        if extra.rank is None and extra.name not in seen and (extra.name in called or _COMPANION.fullmatch(extra.name)):
+        is_scheduler = extra.name in names or _SCHEDULER_FILE.fullmatch(extra.name)
+        if extra.rank is None and extra.name not in seen and is_scheduler:
             value = read(extra)
             states = list(find_schedulers_in(extra.name, value))
             if not states and isinstance(value, dict) and all(isinstance(entry, str) for entry in value):
@@ -93,29 +93,30 @@ def _saved_states(index: Index, read: Callable[[Extra], object]) -> Iterator[Sch
             yield from states
 
 
-def _misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> Iterator[str]:
-    """Why a state is none of the scheduler whose own state is `live`."""
-    if _entries(live) != _entries(saved):
-        yield f"it kept {', '.join(_entries(saved)) or 'nothing'}; this one keeps {', '.join(_entries(live))}"
+def _find_misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> Iterator[str]:
+    """Why `saved` is not a state of the scheduler whose state is `live`."""
+    if _list_entries(live) != _list_entries(saved):
+        kept = ", ".join(_list_entries(saved)) or "nothing"
+        yield f"it kept {kept}; this one keeps {', '.join(_list_entries(live))}"
         return
-    for key, own in live.items():
-        other = saved.get(key, own)
-        if isinstance(own, list) and isinstance(other, list) and len(own) != len(other):
-            yield f"{key} is of {len(other)} groups, and the optimizer has {len(own)}"
-        elif key == _PART and isinstance(own, list) and isinstance(other, list):
-            for one, two in zip(own, other, strict=True):
-                yield from _misfits(one, two)
+    for key, value in live.items():
+        other = saved.get(key, value)
+        if isinstance(value, list) and isinstance(other, list) and len(value) != len(other):
+            yield f"{key} is of {len(other)} groups, and the optimizer has {len(value)}"
+        elif key == _INNER and isinstance(value, list) and isinstance(other, list):
+            for inner, saved_inner in zip(value, other, strict=True):
+                yield from _find_misfits(inner, saved_inner)
     classes = list_inert_classes(dict(saved))
     if classes:
-        yield f"it holds objects of {', '.join(classes)}, which are not made"
+        yield f"it holds objects of {', '.join(classes)}, which are not created"
 
 
-def _entries(state: Iterable[str]) -> list[str]:
-    """Entries that tell classes apart: those of torch's own bookkeeping come and go with its releases."""
-    return sorted(key for key in state if key == _PART or not (key.startswith("_") or key == "verbose"))
+def _list_entries(state: Iterable[str]) -> list[str]:
+    """Entries that tell classes apart: those of torch's bookkeeping come and go with its releases."""
+    return sorted(key for key in state if key == _INNER or not (key.startswith("_") or key == "verbose"))
 
 
-_FIELDS = {
+_SCALE_FIELDS = {
     "scale": "scale",
     "growth_factor": "growth_factor",
     "backoff_factor": "backoff_factor",
@@ -123,7 +124,7 @@ _FIELDS = {
     "_growth_tracker": "growth_tracker",
     "growth_tracker": "growth_tracker",
 }
-"""Entry of the state of a scaler (torch's, Megatron's) to the number that it is."""
+"""Entry of the state of a scaler (torch's, Megatron's) to the field of `LossScale`."""
 _SCALER_FILE = "companion/scaler.pt"
 """File of the Trainer and of accelerate."""
 
@@ -131,7 +132,7 @@ _SCALER_FILE = "companion/scaler.pt"
 def make_scaler_state(
     index: Index, scaler: object, read: Callable[[Extra], object], findings: Findings
 ) -> tuple[str, dict[str, object]] | None:
-    """The extra that holds the scale, and the state to give to the scaler; None where there is nothing to give.
+    """The extra that holds the loss scale, and the state to give to the scaler; None if there is nothing to give.
 
     Raises UsageError for what is no scaler.
     """
@@ -141,26 +142,28 @@ def make_scaler_state(
     if not live:
         findings.notes.append("the scaler is not enabled: nothing is restored into it")
         return None
-    found = run_extras(index).scale(index) or _in_companion(index, read)
-    if found is None:
-        findings.problems.append("scaler: the checkpoint holds no scale of the loss that adapts itself")
+    saved = run_extras(index).scale(index) or _read_scaler_file(index, read)
+    if saved is None:
+        findings.problems.append("scaler: the checkpoint holds no dynamic loss scale")
         return None
     import torch
 
-    told: dict[str, object] = {}
-    for key, own in ((key, own) for key, own in _FIELDS.items() if key in live):
-        value = read(Extra(name="scale", value=getattr(found, own)))  # a number, out of the tensor that it may be in
+    restored: dict[str, object] = {}
+    for key, name in _SCALE_FIELDS.items():
+        if key not in live:
+            continue
+        value = read(Extra(name="scale", value=getattr(saved, name)))  # a number, or a tensor that holds it
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         if isinstance(number, int | float):
-            mine = live[key]
-            told[key] = torch.full_like(mine, number) if isinstance(mine, torch.Tensor) else number
-    kept = [key for key in live if key not in told]
-    if kept:
-        findings.notes.append(f"the scaler keeps its own {', '.join(kept)}, which the checkpoint does not say")
-    return found.found_in, {**live, **told}
+            current = live[key]
+            restored[key] = torch.full_like(current, number) if isinstance(current, torch.Tensor) else number
+    absent = [key for key in live if key not in restored]
+    if absent:
+        findings.notes.append(f"the scaler keeps its {', '.join(absent)}, which the checkpoint does not have")
+    return saved.found_in, {**live, **restored}
 
 
-def _in_companion(index: Index, read: Callable[[Extra], object]) -> LossScale | None:
+def _read_scaler_file(index: Index, read: Callable[[Extra], object]) -> LossScale | None:
     for extra in index.extras:
         state = read(extra) if extra.name == _SCALER_FILE else None
         if isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys():

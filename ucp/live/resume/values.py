@@ -1,4 +1,4 @@
-"""Values of a checkpoint as a run takes them: tensors read, arrays and counters made of the recipes of their pickles.
+"""Values of a checkpoint as a run uses them: tensors read, arrays and counters built from their pickled recipes.
 
 Nothing is unpickled: an object of another class stays the inert recipe that it is.
 """
@@ -25,30 +25,46 @@ if TYPE_CHECKING:
 
     ReadTensor = Callable[[TensorRef | InlineTensor], torch.Tensor]
 
-_SAVED_BY_TORCH = frozenset({".pt", ".pth", ".bin", ".pkl"})
+_TORCH_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl"})
 """Suffixes of companion files that torch.save wrote (scheduler.pt, rng_state_3.pth, random_states_3.pkl)."""
-_PLAIN = (dict, list, tuple)
-"""Types of values whose parts are made; sets and objects are taken as they are."""
+_CONTAINERS = (dict, list, tuple)
+"""Types whose items are built too; sets and objects stay as they are."""
 _NUMBERS = re.compile(r"[iuf][1248]|b1")
 """Types of numpy's arrays. Examples: u4, f8, b1."""
 
 
 def load_extra(extra: Extra, read: ReadTensor) -> object:
-    """The value of an extra; of a companion file what it says, where torch or JSON wrote it, else its bytes."""
-    return _made(_saved_in(extra), read)
+    """The value of an extra; of a companion file its content, if torch or JSON wrote it, else its bytes.
+
+    What the value shares, or holds in itself, is built once.
+    """
+    objects: dict[int, object] = {}
+
+    def build(leaf: object) -> object:
+        if not isinstance(leaf, TensorRef | InlineTensor | Stub) or id(leaf) in objects:
+            return objects.get(id(leaf), leaf)
+        if isinstance(leaf, Stub):
+            objects[id(leaf)] = leaf  # one that holds itself
+            objects[id(leaf)] = _build_object(leaf, lambda item: rebuild(item, build, _CONTAINERS, with_keys=False))
+        else:
+            objects[id(leaf)] = read(leaf)
+        return objects[id(leaf)]
+
+    return rebuild(_read_companion(extra), build, _CONTAINERS, with_keys=False)
 
 
 def list_inert_classes(value: object) -> list[str]:
-    """Classes of the objects in a value that nobody has made."""
-    return sorted({str(own.made_by) for own in walk([value], _PLAIN) if isinstance(own, Stub)})
+    """Classes of the objects in a value that stay inert."""
+    return sorted({str(item.made_by) for item in walk([value], _CONTAINERS) if isinstance(item, Stub)})
 
 
-def _saved_in(extra: Extra) -> object:
+def _read_companion(extra: Extra) -> object:
+    """The content of a companion file; of another extra its value."""
     ref = extra.value
     if not extra.is_sidecar or not isinstance(ref, TensorRef) or ref.codec:
         return ref
     suffix = PurePath(extra.name).suffix
-    if suffix in _SAVED_BY_TORCH:
+    if suffix in _TORCH_SUFFIXES:
         return read_archive(ref.path, start=ref.offset, nbytes=ref.nbytes).root
     if suffix != ".json":
         return ref
@@ -60,41 +76,25 @@ def _saved_in(extra: Extra) -> object:
         raise MalformedError(f"expected JSON in {ref.path}; {error}. The file is damaged: copy it again") from error
 
 
-def _made(value: object, read: ReadTensor) -> object:
-    """`value` with tensors read and plain objects made, each once: what shares it, or is in itself, stays so."""
-    objects: dict[int, object] = {}
-
-    def make(leaf: object) -> object:
-        if not isinstance(leaf, TensorRef | InlineTensor | Stub) or id(leaf) in objects:
-            return objects.get(id(leaf), leaf)
-        if isinstance(leaf, Stub):
-            objects[id(leaf)] = leaf  # one that is in itself
-            objects[id(leaf)] = _built(leaf, lambda own: rebuild(own, make, _PLAIN, with_keys=False))
-        else:
-            objects[id(leaf)] = read(leaf)
-        return objects[id(leaf)]
-
-    return rebuild(value, make, _PLAIN, with_keys=False)
-
-
-def _built(stub: Stub, inner: Callable[[object], object]) -> object:
+def _build_object(stub: Stub, build_item: Callable[[object], object]) -> object:
+    """A counter, an ordered dict or an array of numbers; the recipe of anything else."""
     match (str(stub.made_by), stub.args, stub.state):
         case ("collections.Counter", (dict() as counts,), None):
             return Counter(counts)
         case ("collections.OrderedDict", (), None):
-            return OrderedDict((key, inner(own)) for key, own in stub.entries)
+            return OrderedDict((key, build_item(item)) for key, item in stub.entries)
         case ("numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct", _, tuple()):
-            return _array(stub)
+            return _build_array(stub)
     return stub
 
 
-def _array(stub: Stub) -> object:
-    """An array of numpy; the recipe where it is none of plain numbers."""
+def _build_array(stub: Stub) -> object:
+    """An array of numpy; the recipe if its elements are not plain numbers."""
     import numpy as np
 
     match stub.state:
         case (_, tuple() as shape, Stub(args=(str() as kind, *_), state=(_, "<" | "|", *_)), bool() as f, bytes() as b):
-            if _NUMBERS.fullmatch(kind) and all(isinstance(own, int) for own in shape):
+            if _NUMBERS.fullmatch(kind) and all(isinstance(length, int) for length in shape):
                 flat = np.frombuffer(b, dtype=np.dtype(f"<{kind}")).copy()
                 return flat.reshape(shape, order="F" if f else "C") if flat.size == prod(shape) else stub
     return stub

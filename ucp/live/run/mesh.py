@@ -1,18 +1,18 @@
-"""Where ranks stand among all: their coordinates on the axes of the run.
+"""Coordinates of ranks on the axes of the run.
 
 Ranks are numbered as Megatron and DeepSpeed number them (megatron-core 0.16.1, parallel_state.py, order
 tp-cp-ep-dp-pp): tensor-parallel ranks are neighbours, then context and data-parallel ones, then pipeline stages. The
 ranks of a stage are numbered a second time for experts: expert-tensor-parallel ranks are neighbours, then
-expert-parallel ones, and `edp` counts the copies. A run with another order says it with a torch DeviceMesh.
+expert-parallel ones, and `edp` counts the replicas. For a run with another order, pass a torch DeviceMesh.
 
->>> mesh = RunMesh.of(Topology(dp=2, tp=2, pp=2, ep=2, etp=1), rank=5)
+>>> mesh = RunMesh.from_topology(Topology(dp=2, tp=2, pp=2, ep=2, etp=1), rank=5)
 >>> mesh.coords["pp"], mesh.coords["dp"], mesh.coords["tp"], mesh.coords["ep"], mesh.coords["edp"]
 (1, 0, 1, 1, 0)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
@@ -23,25 +23,25 @@ from ucp.errors import TopologyError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALIKE = {"fsdp": "dp_shard"}
+_SYNONYMS = {"fsdp": "dp_shard"}
 """Other names for a dim of a DeviceMesh."""
-_KNOWN = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "pp", "ep", "etp", "cp")
+_DIMS = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "pp", "ep", "etp", "cp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMesh:
-    """The axes of a run, and the places of its ranks on them."""
+    """The axes of a run, and the coordinates of its ranks on them."""
 
     topology: Topology | None = None
-    """Degrees that the user gave; None where the model alone says what is cut."""
+    """Degrees that the user gave; None if the model alone says how it is cut."""
     coords: Mapping[str, int] = field(default_factory=dict)
-    """Axis to this rank's place on it; empty where no topology was given."""
+    """Axis to this rank's coordinate on it; empty if no topology was given."""
     grid: tuple[Mapping[str, int], ...] = ()
-    """Places of all ranks, where a DeviceMesh says them; empty for the order above."""
+    """Coordinates of all ranks, from a DeviceMesh; empty for the order above."""
 
     @classmethod
     def from_topology(cls, topology: Topology | None, *, rank: int) -> RunMesh:
-        """The place of `rank` in a run of that topology. Raises TopologyError where experts do not divide the ranks."""
+        """The coordinates of `rank` in a run of that topology. Raises TopologyError if experts do not divide ranks."""
         if topology is None:
             return cls()
         stage, experts = topology.ranks // topology.pp, topology.ep * topology.expert_tp
@@ -50,43 +50,47 @@ class RunMesh:
                 f"expected ep x etp to divide the {stage} ranks of a stage (dp x cp x tp); got {topology}: "
                 f"{topology.ep} x {topology.expert_tp}"
             )
-        return cls(topology=topology, coords=_place(topology, rank))
+        return cls(topology=topology, coords=_find_coords(topology, rank))
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, rank: int, count: int) -> RunMesh:
-        """The places that a DeviceMesh over all `count` ranks says. Raises UsageError for a dim that is not known."""
-        names = _names(mesh)
-        members = [int(own) for own in mesh.mesh.flatten().tolist()]
+        """The coordinates on a DeviceMesh over all `count` ranks. Raises UsageError for an unknown dim."""
+        dims = mesh.mesh_dim_names or ()
+        axes = [_SYNONYMS.get(dim, dim) for dim in dims]
+        if any(dim not in _DIMS for dim in dims) or not axes or len(set(axes)) < len(axes):
+            got = ", ".join(dims) or "none"
+            raise UsageError(f"expected a DeviceMesh with dims named from {', '.join(_DIMS)}, each once; got {got}")
+        members = [int(member) for member in mesh.mesh.flatten().tolist()]
         if sorted(members) != list(range(count)):
             raise UsageError(
                 f"expected a DeviceMesh of all {count} ranks of the process group; got one of "
                 f"{len(members)}: {members[:16]}. Pass the whole mesh, not a slice of it"
             )
-        degrees = dict(zip(names, (int(own) for own in mesh.mesh.shape), strict=True))
+        degrees = dict(zip(axes, (int(length) for length in mesh.mesh.shape), strict=True))
         grid: list[Mapping[str, int]] = [{}] * count
-        for at, member in enumerate(members):
-            grid[member] = _joint(degrees, at)
-        return cls(topology=_topology(degrees), coords=grid[rank], grid=tuple(grid))
+        for position, member in enumerate(members):
+            grid[member] = _unravel(degrees, position)
+        return cls(topology=_make_topology(degrees), coords=grid[rank], grid=tuple(grid))
 
     def coords_of(self, rank: int) -> Mapping[str, int]:
-        """The place of any rank."""
+        """The coordinates of any rank."""
         if self.topology is None:
             return {}
-        return self.grid[rank] if self.grid else _place(self.topology, rank)
+        return self.grid[rank] if self.grid else _find_coords(self.topology, rank)
 
     def degree(self, axis: str) -> int:
-        """Ranks along `tp`, `pp`, `ep` or `etp`; 1 where no topology was given."""
+        """Ranks along `tp`, `pp`, `ep` or `etp`; 1 if no topology was given."""
         if self.topology is None:
             return 1
         return self.topology.expert_tp if axis == "etp" else int(getattr(self.topology, axis))
 
 
-def is_device_mesh(asked: object) -> TypeGuard[DeviceMesh]:
-    """Whether a topology is said by a DeviceMesh of torch; imports none."""
-    return hasattr(asked, "mesh_dim_names") and hasattr(asked, "get_coordinate")
+def is_device_mesh(topology: object) -> TypeGuard[DeviceMesh]:
+    """Whether a topology is given as a DeviceMesh of torch; does not import torch."""
+    return hasattr(topology, "mesh_dim_names") and hasattr(topology, "get_coordinate")
 
 
-def _place(topology: Topology, rank: int) -> Mapping[str, int]:
+def _find_coords(topology: Topology, rank: int) -> Mapping[str, int]:
     stage, within = divmod(rank, topology.ranks // topology.pp)
     rest, tp = divmod(within, topology.tp)
     dp, cp = divmod(rest, topology.cp)
@@ -97,41 +101,31 @@ def _place(topology: Topology, rank: int) -> Mapping[str, int]:
     return {"pp": stage, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "edp": edp, **split}
 
 
-def _names(mesh: DeviceMesh) -> list[str]:
-    given = mesh.mesh_dim_names or ()
-    names = [_ALIKE.get(name, name) for name in given]
-    odd = [name for name in given if name not in _KNOWN]
-    if odd or not names or len(set(names)) < len(names):
-        said = ", ".join(given) or "none"
-        raise UsageError(f"expected a DeviceMesh with dims named from {', '.join(_KNOWN)}, each once; got {said}")
-    return names
+def _make_topology(degrees: Mapping[str, int]) -> Topology:
+    dense = prod(degree for axis, degree in degrees.items() if axis not in ("tp", "pp", "cp"))
+    known = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep", "etp") if axis in degrees}
+    is_shared = any(axis in degrees for axis in ("dp", "ep", "etp"))
+    split = {} if is_shared else {axis: degrees[axis] for axis in ("dp_replicate", "dp_shard") if axis in degrees}
+    return Topology(dp=dense, **known, **split)
 
 
-def _topology(degrees: Mapping[str, int]) -> Topology:
-    dense = prod(own for name, own in degrees.items() if name not in ("tp", "pp", "cp"))
-    said = {name: degrees[name] for name in ("tp", "pp", "cp", "ep", "etp") if name in degrees}
-    shared = any(name in degrees for name in ("dp", "ep", "etp"))
-    split = {} if shared else {name: degrees[name] for name in ("dp_replicate", "dp_shard") if name in degrees}
-    return Topology(dp=dense, **said, **split)
+def _unravel(degrees: Mapping[str, int], position: int) -> Mapping[str, int]:
+    """Coordinates on the axes of the run at `position` of a mesh in row-major order; dims may join in one axis."""
+    coords: dict[str, int] = {}
+    for axis in reversed(list(degrees)):
+        position, coords[axis] = divmod(position, degrees[axis])
 
-
-def _joint(degrees: dict[str, int], at: int) -> Mapping[str, int]:
-    """Axes of the run at place `at` of a mesh in row-major order; several dims of a mesh may make one axis."""
-    own: dict[str, int] = {}
-    for name in reversed(degrees):
-        at, own[name] = divmod(at, degrees[name])
-
-    def joined(taken: Sequence[str]) -> int:
-        number = 0
-        for name in taken:
-            number = number * degrees[name] + own[name]
-        return number
+    def join(axes: Iterable[str]) -> int:
+        joined = 0
+        for axis in axes:
+            joined = joined * degrees[axis] + coords[axis]
+        return joined
 
     cuts_expert = {"pp", "ep", "etp" if "etp" in degrees else "tp"}
     return {
-        **{axis: own.get(axis, 0) for axis in ("pp", "tp", "cp", "ep")},
-        "etp": own.get("etp", own.get("tp", 0)),
-        "dp": joined([name for name in degrees if name not in ("pp", "tp", "cp")]),
-        "edp": joined([name for name in degrees if name not in cuts_expert]),
-        **{axis: own[axis] for axis in ("dp_replicate", "dp_shard") if axis in own},
+        **{axis: coords.get(axis, 0) for axis in ("pp", "tp", "cp", "ep")},
+        "etp": coords.get("etp", coords.get("tp", 0)),
+        "dp": join(axis for axis in degrees if axis not in ("pp", "tp", "cp")),
+        "edp": join(axis for axis in degrees if axis not in cuts_expert),
+        **{axis: coords[axis] for axis in ("dp_replicate", "dp_shard") if axis in coords},
     }

@@ -1,14 +1,13 @@
-"""The ranks that load together: they exchange values and parts, and fail as one.
+"""The ranks that load together: they exchange values and parts of tensors, and fail as one.
 
-`Ranks` is the port; `Alone` and `Group` (torch.distributed) are what there is. Whatever happens on one rank, all take
-the same steps, so that none waits for another that has failed. One that has died is noticed by torch.
+`Ranks` is the port; `SingleRank` and `ProcessGroupRanks` (torch.distributed) implement it. Whatever happens on one
+rank, all take the same steps, so that none waits for another that has failed. If a process dies, torch notices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import ucp.errors
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class PeerLostError(LoadError):
-    """An exchange broke off: nothing more can be agreed on."""
+    """An exchange was interrupted: the ranks can no longer agree on anything."""
 
 
 @runtime_checkable
@@ -31,9 +30,9 @@ class Ranks(Protocol):
     """Ranks that load together."""
 
     rank: int
-    """Which of them this is."""
+    """Number of this rank."""
     count: int
-    """How many they are."""
+    """Number of ranks."""
     device: torch.device
     """Where the parts to gather must lie."""
 
@@ -41,10 +40,10 @@ class Ranks(Protocol):
         """The small values of all ranks, in their order."""
 
     def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """What every rank has for this one; `parts`: numbers (uint64) for each, in their order."""
+        """What every rank sends to this one; `parts`: numbers (uint64) for each, in their order."""
 
-    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
-        """Put the parts [bytes], equally long, of all `members` into `whole` [members, bytes]; only they call it."""
+    def gather(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
+        """Put the parts [bytes], equally long, of all `members` into `gathered` [members, bytes]; only they call it."""
 
 
 class SingleRank:
@@ -58,25 +57,25 @@ class SingleRank:
         self.device = torch.device("cpu")
 
     def share(self, value: T) -> list[T]:
-        """Its own value."""
+        """The value of this process."""
         return [value]
 
     def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Its own numbers."""
+        """The numbers of this process."""
         return list(parts)
 
-    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
-        """Its own part."""
+    def gather(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
+        """The part of this process."""
         del members
-        whole[0] = part
+        gathered[0] = part
 
 
 class ProcessGroupRanks:
     """The ranks of a process group of torch.distributed.
 
-    Some of them exchange without a group of their own: one that only its members make (`use_local_synchronization`)
-    is named after how many groups a process has (torch 2.13), which differs between pipeline stages, so that they would
-    wait for ever; and one that all make costs every rank a rendezvous for each set.
+    Sets of ranks exchange without process groups of their own. A group that only its members make
+    (`use_local_synchronization`) is named after how many groups a process has (torch 2.13), which differs between
+    pipeline stages, so that they would wait for ever; one that all make costs every rank a rendezvous for each set.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
@@ -93,7 +92,7 @@ class ProcessGroupRanks:
         from torch import distributed
 
         values: list[T] = [value] * self.count
-        with _broken_off(range(self.count)):
+        with _translate_lost_peer(range(self.count)):
             distributed.all_gather_object(values, value, group=self._group)
         return values
 
@@ -104,48 +103,48 @@ class ProcessGroupRanks:
 
         sizes = np.array([len(part) for part in parts])
         ones = [1] * self.count
-        got = self._all_to_all(torch.from_numpy(sizes), ones, ones).tolist()
+        received_sizes = self._all_to_all(torch.from_numpy(sizes), ones, ones).tolist()
         numbers = torch.from_numpy(np.concatenate(parts).astype(np.uint64).view(np.int64))
-        told = self._all_to_all(numbers, sizes.tolist(), got).numpy().view(np.uint64)
-        return np.split(told, np.cumsum(got)[:-1])
+        received = self._all_to_all(numbers, sizes.tolist(), received_sizes).numpy().view(np.uint64)
+        return np.split(received, np.cumsum(received_sizes)[:-1])
 
-    def gather(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
-        """All parts into one tensor; between some ranks, every part to every other of them."""
+    def gather(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
+        """All parts into one tensor; among some ranks, every part to every other of them."""
         from torch import distributed
 
-        with _broken_off(members):
+        with _translate_lost_peer(members):
             if len(members) < self.count:
-                self._send_round(part, whole, members)
+                self._send_to_members(part, gathered, members)
             elif self._into_one:
-                _gather_into_one(whole.view(-1), part, self._group)
+                _gather_into_one(gathered.view(-1), part, self._group)
             else:
-                distributed.all_gather(list(whole.unbind(0)), part, group=self._group)
+                distributed.all_gather(list(gathered.unbind(0)), part, group=self._group)
 
-    def _send_round(self, part: torch.Tensor, whole: torch.Tensor, members: Sequence[int]) -> None:
+    def _send_to_members(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
         from torch import distributed
 
-        sent = []
-        for row, member in zip(whole.unbind(0), members, strict=True):
+        operations = []
+        for row, member in zip(gathered.unbind(0), members, strict=True):
             if member == self.rank:
                 row.copy_(part)
                 continue
             peer = member if self._group is None else distributed.get_global_rank(self._group, member)
-            sent.append(distributed.P2POp(distributed.isend, part, peer, self._group))
-            sent.append(distributed.P2POp(distributed.irecv, row, peer, self._group))
-        for work in distributed.batch_isend_irecv(sent):
+            operations.append(distributed.P2POp(distributed.isend, part, peer, self._group))
+            operations.append(distributed.P2POp(distributed.irecv, row, peer, self._group))
+        for work in distributed.batch_isend_irecv(operations):
             work.wait()
 
-    def _all_to_all(self, values: torch.Tensor, sizes: list[int], got: list[int]) -> torch.Tensor:
+    def _all_to_all(self, values: torch.Tensor, sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
         from torch import distributed
 
-        own = values.to(self.device)
-        told = own.new_empty(sum(got))
-        with _broken_off(range(self.count)):
-            distributed.all_to_all_single(told, own, got, sizes, group=self._group)
-        return told.cpu()
+        sent = values.to(self.device)
+        received = sent.new_empty(sum(received_sizes))
+        with _translate_lost_peer(range(self.count)):
+            distributed.all_to_all_single(received, sent, received_sizes, sizes, group=self._group)
+        return received.cpu()
 
     def _can_gather_into_one(self) -> bool:
-        """Whether the backend can; all ranks run the same one, so all find the same."""
+        """Whether the backend can; the same on all ranks, as they use one backend."""
         import torch
 
         part = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -157,28 +156,28 @@ class ProcessGroupRanks:
 
 
 @contextmanager
-def _broken_off(members: Sequence[int]) -> Iterator[None]:
-    """Say what has happened where torch finds a peer gone, or waited for it in vain."""
+def _translate_lost_peer(members: Sequence[int]) -> Iterator[None]:
+    """Explain torch's error when a peer has ended, or did not answer in time."""
     try:
         yield
     except RuntimeError as error:
         raise PeerLostError(
-            f"expected an answer of {_named(members)}; a process of them has ended, or did not come within the timeout "
-            "of its process group (init_process_group(timeout=...)): every rank has to call load_into. Look at what "
-            f"the first process to end says, and start the job again. torch says: {error}"
+            f"expected an answer of {_format_ranks(members)}; a process of them has ended, or did not come within the "
+            "timeout of its process group (init_process_group(timeout=...)): every rank has to call load_into. Look at "
+            f"the error of the first process that ended, and start the job again. torch says: {error}"
         ) from error
 
 
-def _gather_into_one(whole: torch.Tensor, part: torch.Tensor, group: ProcessGroup | None) -> None:
+def _gather_into_one(gathered: torch.Tensor, part: torch.Tensor, group: ProcessGroup | None) -> None:
     from torch import distributed
 
     # renamed in torch 2.13, where the old name warns
     name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-    getattr(distributed, name)(whole, part, group=group)
+    getattr(distributed, name)(gathered, part, group=group)
 
 
-def find_ranks(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
-    """The ranks of `group`, or of the default group if there is one. `live`: device of the model."""
+def find_ranks(group: ProcessGroup | Ranks | None, device: torch.device) -> Ranks:
+    """The ranks of `group`, or of the default group if there is one. `device`: of the model."""
     import torch
     from torch import distributed
 
@@ -192,21 +191,11 @@ def find_ranks(group: ProcessGroup | Ranks | None, live: torch.device) -> Ranks:
     if count == 1:
         return SingleRank()
     backends = distributed.get_backend_config(group)
-    if "nccl" in backends and live.type == "cuda":
-        return ProcessGroupRanks(group, live)
+    if "nccl" in backends and device.type == "cuda":
+        return ProcessGroupRanks(group, device)
     if "cpu" in backends or "gloo" in backends:
         return ProcessGroupRanks(group, torch.device("cpu"))
     return ProcessGroupRanks(group, torch.device("cuda", torch.cuda.current_device()))
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error, as other ranks are told of it."""
-
-    kind: str
-    """Class in `ucp.errors`."""
-    text: str
-    """Message."""
 
 
 def run_together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -215,40 +204,42 @@ def run_together(ranks: Ranks, work: Callable[[], T]) -> T:
     Raises
     ------
     UcpError
-        Of the class that was raised, where all failing ranks agree, else LoadError.
+        Of the class that was raised, if all failing ranks agree, else LoadError.
     """
     failure: Exception | None = None
     try:
         result = work()
     except PeerLostError:
         raise
-    except Exception as error:  # noqa: BLE001  # every rank must hear of it before it is raised
+    except Exception as error:  # noqa: BLE001  # every rank must learn of it before it is raised
         failure = error
-    told = ranks.share(None if failure is None else _told(failure))
-    failed = {rank: one for rank, one in enumerate(told) if one is not None}
+    failures = ranks.share(None if failure is None else _to_message(failure))
+    failed = {rank: message for rank, message in enumerate(failures) if message is not None}
     if failed:
         if failure is not None and ranks.count == 1:
             raise failure
-        raise _common(failed, ranks.count) from failure
+        raise _merge_failures(failed, ranks.count) from failure
     return result
 
 
-def _told(error: Exception) -> _Failure:
+def _to_message(error: Exception) -> tuple[str, str]:
+    """Class in `ucp.errors` and text, as other ranks receive them."""
     if isinstance(error, UcpError) and type(error).__name__ in ucp.errors.__all__:
-        return _Failure(type(error).__name__, str(error))
-    return _Failure(LoadError.__name__, f"{type(error).__name__}: {error}")
+        return type(error).__name__, str(error)
+    return LoadError.__name__, f"{type(error).__name__}: {error}"
 
 
-def _common(failed: dict[int, _Failure], count: int) -> UcpError:
-    kinds = {one.kind for one in failed.values()}
-    kind: type[UcpError] = getattr(ucp.errors, kinds.pop()) if len(kinds) == 1 else LoadError
-    texts = dict.fromkeys(one.text for one in failed.values())
-    if len(texts) == 1 and len(failed) == count:
-        return kind(*texts)
-    lines = [f"{_named([r for r, one in failed.items() if one.text == text])} of {count}: {text}" for text in texts]
-    return kind("\n".join(lines))
+def _merge_failures(failed: dict[int, tuple[str, str]], count: int) -> UcpError:
+    kinds = {kind for kind, _ in failed.values()}
+    error_class: type[UcpError] = getattr(ucp.errors, kinds.pop()) if len(kinds) == 1 else LoadError
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (_, text) in failed.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1 and len(failed) == count:
+        return error_class(*ranks_of)
+    return error_class("\n".join(f"{_format_ranks(ranks)} of {count}: {text}" for text, ranks in ranks_of.items()))
 
 
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"

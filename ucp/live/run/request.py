@@ -1,4 +1,4 @@
-"""What a user asks of a load, in the forms that Python has for it, checked once and kept as one value."""
+"""The arguments of a load, checked once and kept as one value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ucp.conversion.values import (
 )
 from ucp.core.tensor import DType
 from ucp.errors import UsageError, counted
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
@@ -50,21 +50,21 @@ class LoadRequest:
     path: Path
     """The checkpoint."""
     mesh: RunMesh = field(default_factory=RunMesh)
-    """Where this rank stands in the layout of the run."""
+    """Coordinates of this rank and all others."""
     options: LoadOptions = field(default_factory=LoadOptions)
-    """What has to fit."""
+    """What must fit."""
     names: NameOptions = field(default_factory=NameOptions)
-    """Under which names."""
+    """Which names the model has."""
     dtype: DType | None = None
     """Type of the floating weights of the model."""
     rank_extras: RankPolicy = RankPolicy.DROP
     """What to do with what each rank of the saved run kept for itself."""
     carry: CarryOptions = field(default_factory=CarryOptions)
-    """How to bring the bytes."""
+    """How to read and exchange bytes."""
     experts: Experts | None = None
-    """Who holds which experts."""
+    """Which ranks hold which experts."""
     scheduler: str | None = None
-    """Key of the scheduler's state in the checkpoint, where the user chose one."""
+    """Key of the scheduler's state in the checkpoint, if the user chose one."""
 
     @classmethod
     def parse(
@@ -84,15 +84,15 @@ class LoadRequest:
         experts: Experts | None = None,
         **shared: Unpack[LoadArguments],
     ) -> LoadRequest:
-        """What a rank of a run of so many is asked; `shared`: as for a conversion. Raises UsageError."""
+        """The arguments of rank `rank` of `ranks`; `shared`: as for a conversion. Raises UsageError."""
         import torch
 
         if torch.is_inference_mode_enabled():
             raise UsageError(
-                "expected a call outside torch.inference_mode: states that are made in it cannot be stepped"
+                "expected a call outside torch.inference_mode: an optimizer cannot step states that are made in it"
             )
         mesh, path = _find_checkpoint(topology, checkpoint, rank, ranks)
-        function = _Rename(rename) if callable(rename) else None
+        function = _checked(rename) if callable(rename) else None
         rules = None if rename is None or callable(rename) else path_of("rename, or a function")(rename)
         options = make_options(**shared)
         settings = dict(options.settings)
@@ -109,7 +109,7 @@ class LoadRequest:
             names=NameOptions(
                 naming=Naming.parse(options.names, rules), rename=function, settings=settings, source=options.source
             ),
-            dtype=None if dtype is None else _dtype(dtype),
+            dtype=None if dtype is None else _parse_dtype(dtype),
             rank_extras=choice_of(RankPolicy, "rank_extras as one")(rank_extras),
             carry=CarryOptions(
                 exchange=choice_of(Exchange, "exchange as one")(exchange),
@@ -122,18 +122,18 @@ class LoadRequest:
 
     @property
     def agreed(self) -> dict[str, object]:
-        """What has to be the same on all ranks, by the names of arguments."""
-        known, options = self.names, self.options
+        """What must be the same on all ranks, by the names of arguments."""
+        names, options = self.names, self.options
         return {
             "topology": self.mesh.topology,
             "strict": options.strict,
             "zero_moments": options.zero_moments,
             "accept": sorted(options.accept),
-            "names": known.naming,
+            "names": names.naming,
             "rename": None if options.rename is None else "a function",
-            "settings": known.settings,
+            "settings": names.settings,
             "settings: scheduler": self.scheduler,
-            "family, patterns, shapes_from, param_order": known.source,
+            "family, patterns, shapes_from, param_order": names.source,
             "dtype": self.dtype,
             "rank_extras": self.rank_extras,
             "exchange": self.carry.exchange,
@@ -143,27 +143,25 @@ class LoadRequest:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Rename:
-    """The user's function from name to name, whose failures are told as such."""
+def _checked(function: Callable[[str], str]) -> Callable[[str], str]:
+    """The user's function from name to name; what it raises, or returns beside names, becomes a UsageError."""
 
-    function: Callable[[str], str]
-    """It."""
-
-    def __call__(self, name: str) -> str:
+    def rename(name: str) -> str:
         try:
-            renamed = self.function(name)
+            renamed = function(name)
         except Exception as error:
             raise UsageError(f"rename({name!r}) failed: {type(error).__name__}: {error}") from error
         if not isinstance(renamed, str):
             raise UsageError(f"expected rename({name!r}) to give a name; got {renamed!r}")
         return renamed
 
+    return rename
+
 
 def _find_checkpoint(
     topology: TopologyLike | DeviceMesh | type_path | None, checkpoint: type_path | None, rank: int, ranks: int
 ) -> tuple[RunMesh, Path]:
-    """The mesh and the path, which may stand in its place. Raises UsageError."""
+    """The mesh and the path, which may be passed in place of the topology. Raises UsageError."""
     if _is_path(topology):
         if checkpoint is not None:
             raise UsageError(
@@ -174,40 +172,40 @@ def _find_checkpoint(
     if is_device_mesh(topology):
         mesh = RunMesh.from_device_mesh(topology, rank=rank, count=ranks)
     else:
-        wanted = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
-        if wanted is not None and wanted.ranks != ranks:
+        layout = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
+        if layout is not None and layout.ranks != ranks:
+            remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
             raise UsageError(
                 f"expected a topology of {counted(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those along ep "
-                f"are among them); got {wanted}, of {wanted.ranks}. "
-                + ("Initialise torch.distributed first, or leave it out" if ranks == 1 else "Mend it, or leave it out")
+                f"are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
             )
-        mesh = RunMesh.from_topology(wanted, rank=rank)
+        mesh = RunMesh.from_topology(layout, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return mesh, path_of("checkpoint", given)(path)
+    return mesh, path_of("checkpoint", parse_path)(path)
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:
-    """Whether what stands for a topology is a path."""
+    """Whether what was passed as a topology is a path."""
     is_text = isinstance(topology, str) and "=" not in topology.partition("/")[0]
     return isinstance(topology, PathLike) or is_text or (isinstance(topology, str) and os.path.exists(topology))
 
 
-def _dtype(asked: DtypeLike) -> DType:
-    dtype = dtype_of(asked)
+def _parse_dtype(name: DtypeLike) -> DType:
+    dtype = dtype_of(name)
     if dtype is None:
         known = ", ".join(member.value for member in DType if member.is_floating)
-        raise UsageError(f"expected dtype of {known}; got {asked!r}")
+        raise UsageError(f"expected dtype of {known}; got {name!r}")
     return dtype
 
 
 _SECONDS = 2.0
-"""Between two lines."""
+"""Seconds between two lines of progress."""
 
 
 def choose_observer(progress: object, *, rank: int) -> Observer | None:
-    """Who is told of the progress on this rank. Raises UsageError for what cannot be told."""
+    """The observer of this rank, if any. Raises UsageError for what is no observer."""
     if isinstance(progress, bool):
         return Lines(sys.stderr) if progress and rank == 0 else None
     if not isinstance(progress, Observer):
@@ -216,34 +214,26 @@ def choose_observer(progress: object, *, rank: int) -> Observer | None:
 
 
 class Lines:
-    """An observer that writes a line now and then."""
+    """An observer that writes a line every few seconds."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._title = ""
-        self._total = self._done = 0
-        self._began = self._told = time.monotonic()
 
     def begin(self, *, title: str, nbytes: int) -> None:
         """A stage starts."""
         self._title, self._total, self._done = title, nbytes, 0
-        self._began = self._told = time.monotonic()
+        self._began = self._written = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """`nbytes` more bytes are done."""
         self._done += nbytes
-        now = time.monotonic()
-        if now - self._told >= _SECONDS:
-            self._told = now
-            self._tell(now)
+        if time.monotonic() - self._written >= _SECONDS:
+            self.end()
 
     def end(self) -> None:
-        """The stage is over."""
-        self._tell(time.monotonic())
-
-    def _tell(self, now: float) -> None:
-        seconds = max(now - self._began, 1e-6)
-        share = 100 * self._done / self._total if self._total else 100
-        rate = self._done / seconds / 1e6
-        self._out.write(f"{self._title}: {share:.0f} % of {self._total:,} bytes, {rate:,.0f} MB/s\n")
+        """Write how much is done, and how fast."""
+        self._written = time.monotonic()
+        percent = 100 * self._done / self._total if self._total else 100
+        rate = self._done / max(self._written - self._began, 1e-6) / 1e6
+        self._out.write(f"{self._title}: {percent:.0f} % of {self._total:,} bytes, {rate:,.0f} MB/s\n")
         self._out.flush()

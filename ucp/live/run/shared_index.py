@@ -1,11 +1,8 @@
-"""One rank reads the index of a checkpoint, and the others get it from that rank.
+"""Rank 0 reads the index of a checkpoint, and sends it to the others.
 
-Reading takes several times as long as unpacking what was read, and a shared file system would serve the same small
-files to every rank.
-
-1. rank 0 reads the index and packs it;
-2. each rank gets a part of the packed index, and all gather the parts: no rank sends more than the index twice;
-3. a rank that does not see the same files at the same path reads for itself.
+Reading takes several times as long as unpacking, and a shared file system would serve the same small files to every
+rank. The packed index is sent in equal parts, one to each rank, which all ranks then gather: no rank sends more than
+twice its size. A rank that does not see the same files at the same path reads for itself.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ import zstandard
 
 from ucp.core.index import Index
 from ucp.io.folder import is_url
-from ucp.io.identity import size_and_time
+from ucp.io.provenance import size_and_time
 from ucp.live.run.ranks import Ranks, run_together
 
 
 def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
-    """The index that `read` gives for `path`, read by rank 0 for all ranks that see the same files. Collective.
+    """The index that `read` returns for `path`, read by rank 0 for all ranks that see the same files. Collective.
 
     Raises what `read` raises, on all ranks.
     """
@@ -39,35 +36,30 @@ def read_once(ranks: Ranks, path: Path, read: Callable[[], Index]) -> Index:
     packed = b"" if index is None else zstandard.compress(pickle.dumps((str(path), index), protocol=5), 1)
     received = _broadcast(ranks, packed)
 
-    def result() -> Index:
+    def choose() -> Index:
         if failure is not None:
             raise failure
         return index or _unpack(received, path) or read()
 
-    return run_together(ranks, result)
+    return run_together(ranks, choose)
 
 
 def _unpack(packed: bytes, path: Path) -> Index | None:
-    """The index of rank 0; None where it has none, or this rank sees other files."""
+    """The index of rank 0; None if it has none, or this rank sees files of other sizes or times."""
     if not packed:
         return None
     rank_0_path, index = pickle.loads(zstandard.decompress(packed))  # noqa: S301  # of a process of the same job
     assert isinstance(index, Index)
-    return index if rank_0_path == str(path) and _sees_files_of(index) else None
-
-
-def _sees_files_of(index: Index) -> bool:
-    """Whether files of disks are there with the sizes and times that the index lists; objects of stores are alike."""
+    files = [file for file in index.files if not is_url(file.path)]  # every rank sees the same objects
     try:
-        return all(
-            is_url(file.path) or size_and_time(file.path) == (file.nbytes, file.mtime_ns) for file in index.files
-        )
+        sees_same = all(size_and_time(file.path) == (file.nbytes, file.mtime_ns) for file in files)
     except OSError:
-        return False
+        return None
+    return index if sees_same and rank_0_path == str(path) else None
 
 
 def _broadcast(ranks: Ranks, data: bytes) -> bytes:
-    """The bytes of rank 0, on every rank; they are taken round in equal parts, as `Ranks.gather` does."""
+    """The bytes of rank 0, on every rank."""
     import numpy as np
     import torch
 

@@ -12,9 +12,9 @@ from ucp.core.slices import Locator
 from ucp.core.target import Placement, Slice, TargetPlan, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
-from ucp.transfer.plan.task_list import nbytes_of, task_list
+from ucp.transfer.plan.task_list import count_bytes, list_tasks
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
-from ucp.transfer.plan.tiles import is_crosswise
+from ucp.transfer.plan.tiles import needs_tiles
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
 """Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
@@ -32,7 +32,7 @@ class Job:
     """The work; those of all shares together write every placement once."""
     checking: frozenset[int]
     """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
-    crosswise: frozenset[int] = frozenset()
+    tiled: frozenset[int] = frozenset()
     """Placements (and raw copies, counted on) that are filled in the order of the source, as `tiles` says."""
     fsync: bool = True
     """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
@@ -40,7 +40,7 @@ class Job:
     @property
     def nbytes(self) -> int:
         """Bytes the tasks write."""
-        return nbytes_of(self.tasks)
+        return count_bytes(self.tasks)
 
 
 def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:
@@ -49,30 +49,32 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
     Raises CoverError, MissingStateError or UsageError when source and target do not fit.
     """
     check_target(index, target)
-    crosswise = _crosswise(index, target)
-    tasks = task_list(target, crosswise, block=BLOCK, limit=TASK)
+    tiled = _find_tiled(index, target)
+    tasks = list_tasks(target, tiled, block=BLOCK, limit=TASK)
     if share is not None:
-        tasks = tasks.of(share)
-    checking = checking_placements(target.placements)
-    return Job(index=index, target=target, tasks=tasks, checking=checking, crosswise=crosswise)
+        tasks = tasks.select_share(share)
+    checking = choose_checking(target.placements)
+    return Job(index=index, target=target, tasks=tasks, checking=checking, tiled=tiled)
 
 
-def _crosswise(index: Index, target: TargetPlan) -> frozenset[int]:
+def _find_tiled(index: Index, target: TargetPlan) -> frozenset[int]:
     """Placements and raw copies whose blocks are spread over the source."""
-    found = set()
+    numbers = set()
     known: dict[object, bool] = {}
     for number, placement in enumerate(target.placements):
-        own = placement.slice
-        if is_crosswise(own, index.atoms[own.param].states[own.state], nbytes=BLOCK, known=known):
-            found.add(number)
+        tensor_slice = placement.slice
+        if needs_tiles(
+            tensor_slice, index.atoms[tensor_slice.param].states[tensor_slice.state], nbytes=BLOCK, cache=known
+        ):
+            numbers.add(number)
     for number, raw in enumerate(target.raw, len(target.placements)):
-        own, locator = raw_slice(raw.src)
-        if is_crosswise(own, locator.state, nbytes=BLOCK):
-            found.add(number)
-    return frozenset(found)
+        tensor_slice, locator = locate_raw(raw.src)
+        if needs_tiles(tensor_slice, locator.state, nbytes=BLOCK):
+            numbers.add(number)
+    return frozenset(numbers)
 
 
-def raw_slice(ref: TensorRef) -> tuple[Slice, Locator]:
+def locate_raw(ref: TensorRef) -> tuple[Slice, Locator]:
     """A tensor of an extra as a slice, and where its pieces are found."""
     state = StateIndex.from_tensor(ref)
     return full_slice("extra", "", state), Locator(state)
@@ -83,14 +85,14 @@ def check_target(index: Index, target: TargetPlan) -> None:
     slices = (placement.slice for placement in target.placements)
     missing = [s for s in slices if s.param not in index.atoms or s.state not in index.atoms[s.param].states]
     if missing:
-        names = sorted({f"{own.param}/{own.state}" for own in missing})
-        raise MissingStateError(f"the target needs states that {index.path} does not hold:\n{listed(names)}")
+        names = sorted({f"{s.param}/{s.state}" for s in missing})
+        raise MissingStateError(f"the target needs states that {index.path} does not have:\n{listed(names)}")
     for placement in target.placements:
-        own = placement.slice
-        source = index.atoms[own.param].states[own.state]
-        is_number = source.dtype.is_floating or (source.numel == 1 and index.atoms[own.param].is_count(own.state))
-        if own.dtype is not source.dtype and not (own.dtype.is_floating and is_number):
-            raise UsageError(f"{own.param}/{own.state} is {source.dtype}: it cannot be cast to {own.dtype}")
+        param, state, dtype = placement.slice.param, placement.slice.state, placement.slice.dtype
+        source = index.atoms[param].states[state]
+        is_number = source.dtype.is_floating or (source.numel == 1 and index.atoms[param].is_count(state))
+        if dtype is not source.dtype and not (dtype.is_floating and is_number):
+            raise UsageError(f"{param}/{state} is {source.dtype}: it cannot be cast to {dtype}")
     _check_disjoint(target)
 
 
@@ -106,28 +108,28 @@ def _check_disjoint(target: TargetPlan) -> None:
         before = (path, offset + nbytes)
 
 
-def checking_placements(placements: Sequence[Placement]) -> frozenset[int]:
+def choose_checking(placements: Sequence[Placement]) -> frozenset[int]:
     """Placements that between them hold every element of a state at most once: those that check the copies."""
     chosen: set[int] = set()
     claimed: dict[tuple[str, str], _Claims] = {}
     for number, placement in enumerate(placements):
-        own = placement.slice
-        if _claim(claimed.setdefault((own.param, own.state), {}), own):
+        tensor_slice = placement.slice
+        if _claim(claimed.setdefault((tensor_slice.param, tensor_slice.state), {}), tensor_slice):
             chosen.add(number)
     return frozenset(chosen)
 
 
-def _claim(claims: _Claims, own: Slice) -> bool:
+def _claim(claims: _Claims, tensor_slice: Slice) -> bool:
     """Whether nothing of a slice was spoken for before; from now on it is."""
-    ranges = claims.get(own.pairs)
+    ranges = claims.get(tensor_slice.pairs)
     if ranges is None:
-        if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in own.pairs):
+        if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in tensor_slice.pairs):
             return False
-        ranges = claims[own.pairs] = []
-    if own.start == own.stop:
+        ranges = claims[tensor_slice.pairs] = []
+    if tensor_slice.start == tensor_slice.stop:
         return True
-    at = bisect_right(ranges, (own.start, own.stop))
-    if (at and own.start < ranges[at - 1][1]) or (at < len(ranges) and ranges[at][0] < own.stop):
+    at = bisect_right(ranges, (tensor_slice.start, tensor_slice.stop))
+    if (at and tensor_slice.start < ranges[at - 1][1]) or (at < len(ranges) and ranges[at][0] < tensor_slice.stop):
         return False
-    ranges.insert(at, (own.start, own.stop))
+    ranges.insert(at, (tensor_slice.start, tensor_slice.stop))
     return True

@@ -55,9 +55,9 @@ class Round:
         return sum(self.room.values())
 
 
-def room_for(job: Job, files: Sequence[OutputFile], *, free: int, place: str) -> Room:
+def plan_room(job: Job, files: Sequence[OutputFile], *, free: int, place: str) -> Room:
     """The room that rounds take of `free` bytes at `place`. Raises DestinationError where a file does not fit."""
-    sizes = _sizes(job, files)
+    sizes = _measure_files(job, files)
     largest = max(sizes, key=lambda path: sizes[path], default="")
     least, total = sizes.get(largest, 0), sum(sizes.values())
     if least > free:
@@ -67,11 +67,11 @@ def room_for(job: Job, files: Sequence[OutputFile], *, free: int, place: str) ->
             "more ranks, or another layout"
         )
     limit = max(least, ROUND)
-    number_of = {file.path: number for number, alike in enumerate(_dealt(files, sizes, limit)) for file in alike}
+    number_of = {file.path: number for number, group in enumerate(_group_files(files, sizes, limit)) for file in group}
     is_cut = any(  # a state that is read once for several files would be read once for each of several rounds
         len({number_of[fill.path] for fill in task.fills}) > 1
         for task in job.tasks
-        if task.fills[0].sections[0].placement in job.crosswise
+        if task.fills[0].sections[0].placement in job.tiled
     )
     if is_cut:
         limit = max(least, min(total, free // 2))
@@ -92,7 +92,7 @@ class _RoundTasks(LazyTasks):
     """Of each round from -1 (finished files) on, and of the end of all: the first of its tasks."""
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], number_of: Mapping[str, int], rounds: int) -> _RoundTasks:
+    def split(cls, tasks: Sequence[Task], number_of: Mapping[str, int], rounds: int) -> _RoundTasks:
         """Go through `tasks`, and keep no more of each than its position."""
         positions = [array("q") for _ in range(rounds + 1)]
         for position, task in enumerate(tasks):
@@ -101,7 +101,7 @@ class _RoundTasks(LazyTasks):
         begins = array("q", accumulate(map(len, positions), initial=0))
         return cls(tasks, number_of, array("q", chain.from_iterable(positions)), begins)
 
-    def of_round(self, number: int) -> Sequence[Task]:
+    def select_round(self, number: int) -> Sequence[Task]:
         """The tasks of a round."""
         return pick_tasks(self, range(self.begins[number + 1], self.begins[number + 2]))
 
@@ -116,43 +116,45 @@ class _RoundTasks(LazyTasks):
         return Task(number=position, fills=tuple(fills), nbytes=sum(fill.nbytes for fill in fills))
 
 
-def in_rounds(
+def split_rounds(
     job: Job, files: Sequence[OutputFile], *, limit: int, finished: Collection[str] = ()
 ) -> tuple[Job, tuple[Round, ...]]:
     """`job` with its tasks cut and ordered by rounds of `files` that take at most `limit` bytes; the rounds.
 
     Tasks of files that are `finished` come first, and are of no round.
     """
-    sizes = _sizes(job, files)
-    dealt = _dealt([file for file in files if file.path not in finished], sizes, limit)
-    number_of = {file.path: number for number, alike in enumerate(dealt) for file in alike}
-    tasks = _RoundTasks.of(job.tasks, number_of, len(dealt))
+    sizes = _measure_files(job, files)
+    groups = _group_files([file for file in files if file.path not in finished], sizes, limit)
+    number_of = {file.path: number for number, group in enumerate(groups) for file in group}
+    tasks = _RoundTasks.split(job.tasks, number_of, len(groups))
     rounds = tuple(
-        Round(files=tuple(alike), room={file.path: sizes[file.path] for file in alike}, tasks=tasks.of_round(number))
-        for number, alike in enumerate(dealt)
+        Round(
+            files=tuple(alike), room={file.path: sizes[file.path] for file in alike}, tasks=tasks.select_round(number)
+        )
+        for number, alike in enumerate(groups)
     )
     return replace(job, tasks=tasks), rounds
 
 
-def _dealt(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) -> list[list[OutputFile]]:
+def _group_files(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) -> list[list[OutputFile]]:
     """Neighbours together, up to `limit` bytes."""
-    dealt: list[list[OutputFile]] = []
+    groups: list[list[OutputFile]] = []
     room = 0
     for file in files:
-        if not dealt or sizes[file.path] > room:
-            dealt.append([])
+        if not groups or sizes[file.path] > room:
+            groups.append([])
             room = limit
-        dealt[-1].append(file)
+        groups[-1].append(file)
         room -= sizes[file.path]
-    return dealt
+    return groups
 
 
-def _sizes(job: Job, files: Sequence[OutputFile]) -> dict[str, int]:
+def _measure_files(job: Job, files: Sequence[OutputFile]) -> dict[str, int]:
     """Room that each file takes while it grows; encoded ones may come out a little longer than what they hold."""
     packed: dict[str, int] = defaultdict(int)
     if job.target.compress:
         for task in job.tasks:
             for fill in task.fills:
-                rows = sum(own.nbytes for own in fill.sections if own.placement in job.crosswise)
+                rows = sum(section.nbytes for section in fill.sections if section.placement in job.tiled)
                 packed[fill.path] += fill.nbytes + rows + fill.nbytes // 256 + BLOCK // 64
     return {file.path: max(file.nbytes, packed.get(file.path, 0)) for file in files}

@@ -52,7 +52,7 @@ class TaskList(LazyTasks):
     """What they write."""
     block: int
     """Bytes of a block."""
-    whole: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
+    single: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
     """Of each of the first: output files, and the placements that it writes to each."""
     bundled: array[int]
     """Placements (and raw copies, counted on) that the bundles write, in order."""
@@ -70,12 +70,12 @@ class TaskList(LazyTasks):
         """Bytes that they write."""
         return self.starts[self.listed.stop] - self.starts[self.listed.start]
 
-    def of(self, share: Share) -> TaskList:
+    def select_share(self, share: Share) -> TaskList:
         """Those of a share of all."""
 
         def part(number: int) -> int:
             low, high = self.starts[number : number + 2]
-            return Share.at(low, high, total=self.starts[-1], parts=share.parts)
+            return Share.find_part(low, high, total=self.starts[-1], parts=share.parts)
 
         every = range(len(self.starts) - 1)
         low = bisect_left(every, share.number, key=part)
@@ -87,40 +87,40 @@ class TaskList(LazyTasks):
     def task_at(self, position: int) -> Task:
         """Make one."""
         number = self.listed[position]
-        if number < len(self.whole):
+        if number < len(self.single):
             fills = [
                 Fill(
                     path=path,
                     sections=tuple(
                         section
-                        for own in placements
-                        for section in _sections(extent_of(self.target, own), own, self.block)
+                        for placement in placements
+                        for section in _cut_blocks(find_output(self.target, placement), placement, self.block)
                     ),
                 )
-                for path, placements in self.whole[number]
+                for path, placements in self.single[number]
             ]
         else:
-            fills = [*self._bundle(number - len(self.whole))]
+            fills = [*self._bundle(number - len(self.single))]
         return Task(number=number, fills=tuple(fills), nbytes=self.starts[number + 1] - self.starts[number])
 
     def _bundle(self, number: int) -> Iterator[Fill]:
         first, last = self.begins[number : number + 2]
         begin, end = self.blocks[number : number + 2]
-        for path, each in groupby(range(first, last + bool(end)), key=lambda at: self._extent(at).path):
+        for path, positions in groupby(range(first, last + bool(end)), key=lambda at: self._output(at).path):
             sections = (
-                _sections(
-                    self._extent(at),
+                _cut_blocks(
+                    self._output(at),
                     self.bundled[at],
                     self.block,
                     begin if at == first else 0,
                     end if at == last else None,
                 )
-                for at in each
+                for at in positions
             )
-            yield from _fills(path, chain.from_iterable(sections), self.block)
+            yield from _join_fills(path, chain.from_iterable(sections), self.block)
 
-    def _extent(self, at: int) -> Extent:
-        return extent_of(self.target, self.bundled[at])
+    def _output(self, at: int) -> OutputRange:
+        return find_output(self.target, self.bundled[at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,39 +145,39 @@ def pick_tasks(tasks: Sequence[Task], positions: Iterable[int]) -> Sequence[Task
     return _PickedTasks(tasks, array("q", positions))
 
 
-def nbytes_of(tasks: Iterable[Task]) -> int:
+def count_bytes(tasks: Iterable[Task]) -> int:
     """Bytes that tasks write."""
     return tasks.nbytes if isinstance(tasks, TaskList) else sum(task.nbytes for task in tasks)
 
 
-def task_list(target: TargetPlan, crosswise: Collection[int], *, block: int, limit: int) -> TaskList:
+def list_tasks(target: TargetPlan, tiled: Collection[int], *, block: int, limit: int) -> TaskList:
     """All tasks that fill a target. `crosswise`: placements whose blocks are spread over the source.
 
     `block`: bytes of a block, a multiple of every itemsize. `limit`: bytes of a bundle.
     """
-    files = _by_path(target)
+    files = _group_by_path(target)
     packs = {placement.path for placement in target.placements} if target.compress else frozenset()
     plain = [(path, numbers) for path, numbers in files if path not in packs]
     spread: dict[object, list[tuple[str, tuple[int, ...]]]] = {}
     for path, numbers in plain:
         for number in numbers:
-            if number in crosswise:  # what is read at once is a state in the type it is written in
-                own = target.placements[number].slice if number < len(target.placements) else None
-                key = number if own is None else (own.param, own.state, own.dtype)
+            if number in tiled:  # what is read at once is a state in the type it is written in
+                tensor_slice = target.placements[number].slice if number < len(target.placements) else None
+                key = number if tensor_slice is None else (tensor_slice.param, tensor_slice.state, tensor_slice.dtype)
                 spread.setdefault(key, []).append((path, (number,)))
-    whole = [tuple(writes) for writes in spread.values()]
-    whole += [((path, tuple(numbers)),) for path, numbers in files if path in packs]
-    cut = _Cut(target, block=block, limit=limit)
-    for writes in whole:
-        cut.whole(number for _, numbers in writes for number in numbers)
+    single = [tuple(writes) for writes in spread.values()]
+    single += [((path, tuple(numbers)),) for path, numbers in files if path in packs]
+    cut = _TaskCutter(target, block=block, limit=limit)
+    for writes in single:
+        cut.add_single(number for _, numbers in writes for number in numbers)
     for _, numbers in plain:
         for number in numbers:
-            if number not in crosswise:
+            if number not in tiled:
                 cut.add(number)
-    return cut.tasks(tuple(whole))
+    return cut.finish(tuple(single))
 
 
-class _Cut:
+class _TaskCutter:
     """Where bundles begin, found by counting: of millions of blocks none is made.
 
     A whole block is a fill of its own, as none can be joined to it; what is left of a placement, and small ones, are
@@ -193,36 +193,36 @@ class _Cut:
         """Bytes of all tasks so far."""
         self._room = -1
         """Bytes that the last bundle can still take; below 0 where there is none yet."""
-        self._fill: _Growing | None = None
+        self._fill: _OpenFill | None = None
 
-    def whole(self, numbers: Iterable[int]) -> None:
+    def add_single(self, numbers: Iterable[int]) -> None:
         """A task that writes these placements and nothing else; all such tasks come first."""
         self._starts.append(self._nbytes)
-        self._nbytes += sum(extent_of(self._target, number).nbytes for number in numbers)
+        self._nbytes += sum(find_output(self._target, number).nbytes for number in numbers)
 
     def add(self, number: int) -> None:
         """The next placement."""
-        own, at = extent_of(self._target, number), len(self._bundled)
+        output, position = find_output(self._target, number), len(self._bundled)
         self._bundled.append(number)
-        if self._fill is not None and self._fill.joins(own, self._block):
-            self._fill = self._fill._replace(nbytes=self._fill.nbytes + own.nbytes)
+        if self._fill is not None and self._fill.accepts(output, self._block):
+            self._fill = self._fill._replace(nbytes=self._fill.nbytes + output.nbytes)
             return
         self._close()
-        full, rest = divmod(own.nbytes, self._block)
-        self._add_full(at, full)
+        full, rest = divmod(output.nbytes, self._block)
+        self._add_full(position, full)
         if rest:
-            self._fill = _Growing(own.path, own.offset + full * self._block, rest, at, full)
+            self._fill = _OpenFill(output.path, output.offset + full * self._block, rest, position, full)
 
     def _add_full(self, at: int, blocks: int) -> None:
         done = min(blocks, max(self._room, 0) // self._block)
         self._room -= done * self._block
         self._nbytes += done * self._block
         while done < blocks:
-            taken = min(blocks - done, max(1, self._limit // self._block))
+            count = min(blocks - done, max(1, self._limit // self._block))
             self._begin(at, done)
-            self._room -= taken * self._block
-            self._nbytes += taken * self._block
-            done += taken
+            self._room -= count * self._block
+            self._nbytes += count * self._block
+            done += count
 
     def _begin(self, at: int, block: int) -> None:
         self._begins.append(at)
@@ -236,18 +236,18 @@ class _Cut:
         if fill is None:
             return
         if fill.nbytes > self._room:
-            self._begin(fill.at, fill.block)
+            self._begin(fill.position, fill.block)
         self._room -= fill.nbytes
         self._nbytes += fill.nbytes
 
-    def tasks(self, whole: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]) -> TaskList:
+    def finish(self, single: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]) -> TaskList:
         """The list of all tasks. `whole`: see there."""
         self._close()
         self._begin(len(self._bundled), 0)
         return TaskList(
             target=self._target,
             block=self._block,
-            whole=whole,
+            single=single,
             bundled=self._bundled,
             begins=self._begins,
             blocks=self._blocks,
@@ -256,7 +256,7 @@ class _Cut:
         )
 
 
-class _Growing(NamedTuple):
+class _OpenFill(NamedTuple):
     """A fill that may grow."""
 
     path: str
@@ -265,18 +265,18 @@ class _Growing(NamedTuple):
     """Its first byte there."""
     nbytes: int
     """Its bytes so far."""
-    at: int
+    position: int
     """Position of the placement that it begins with."""
     block: int
     """Block of that placement."""
 
-    def joins(self, own: Extent, block: int) -> bool:
+    def accepts(self, output: OutputRange, block: int) -> bool:
         """Whether a placement is joined to it."""
-        follows = self.path == own.path and self.offset + self.nbytes == own.offset
-        return follows and self.nbytes + own.nbytes <= block
+        follows = self.path == output.path and self.offset + self.nbytes == output.offset
+        return follows and self.nbytes + output.nbytes <= block
 
 
-def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
+def _group_by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
     """Numbers of what is written to each output file, in the order of the files and of the bytes in them.
 
     Of placements, and of raw copies, counted on; what is empty is left out.
@@ -289,7 +289,7 @@ def _by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
     return [(target.files[position].path, [number for _, _, number in own]) for position, own in by_file]
 
 
-class Extent(NamedTuple):
+class OutputRange(NamedTuple):
     """Where a placement, or a raw copy, goes."""
 
     path: str
@@ -309,26 +309,30 @@ class Extent(NamedTuple):
         return (self.stop - self.start) * self.itemsize
 
 
-def extent_of(target: TargetPlan, number: int) -> Extent:
+def find_output(target: TargetPlan, number: int) -> OutputRange:
     """Where placement `number` goes; counted on from placements, raw copies."""
     if number < len(target.placements):
         placement = target.placements[number]
-        own = placement.slice
-        return Extent(placement.path, placement.offset, own.start, own.stop, own.dtype.itemsize)
+        tensor_slice = placement.slice
+        return OutputRange(
+            placement.path, placement.offset, tensor_slice.start, tensor_slice.stop, tensor_slice.dtype.itemsize
+        )
     raw = target.raw[number - len(target.placements)]
-    return Extent(raw.path, raw.offset, 0, raw.src.numel, raw.src.dtype.itemsize)
+    return OutputRange(raw.path, raw.offset, 0, raw.src.numel, raw.src.dtype.itemsize)
 
 
-def _sections(own: Extent, placement: int, block: int, first: int = 0, last: int | None = None) -> Iterator[Section]:
+def _cut_blocks(
+    output: OutputRange, placement: int, block: int, first: int = 0, last: int | None = None
+) -> Iterator[Section]:
     """Blocks `first` to `last` of a placement."""
-    step = max(1, block // own.itemsize)
-    stop = own.stop if last is None else min(own.stop, own.start + last * step)
-    for low, high in block_ranges(own.start + first * step, stop, step):
-        offset = own.offset + (low - own.start) * own.itemsize
-        yield Section(placement=placement, start=low, stop=high, offset=offset, nbytes=(high - low) * own.itemsize)
+    step = max(1, block // output.itemsize)
+    stop = output.stop if last is None else min(output.stop, output.start + last * step)
+    for low, high in block_ranges(output.start + first * step, stop, step):
+        offset = output.offset + (low - output.start) * output.itemsize
+        yield Section(placement=placement, start=low, stop=high, offset=offset, nbytes=(high - low) * output.itemsize)
 
 
-def _fills(path: str, sections: Iterable[Section], block: int) -> Iterator[Fill]:
+def _join_fills(path: str, sections: Iterable[Section], block: int) -> Iterator[Fill]:
     run: list[Section] = []
     for section in sections:
         joins = bool(run) and run[-1].offset + run[-1].nbytes == section.offset

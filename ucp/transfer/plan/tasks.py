@@ -122,30 +122,30 @@ class Share:
         return begins < other.number * self.parts and (other.number - 1) * self.parts < ends
 
     @staticmethod
-    def at(start: int, stop: int, *, total: int, parts: int) -> int:
+    def find_part(start: int, stop: int, *, total: int, parts: int) -> int:
         """Number of the part that a task is of: where the middle of its bytes, start:stop of all, lies."""
         return 1 + (start + stop) * parts // (2 * total)
 
 
 def fit_workers(
-    memory: int, *, workers: int, threads: int, lane: int = BLOCK + SCRATCH, beside: int = 0
+    memory: int, *, workers: int, threads: int, thread_bytes: int = BLOCK + SCRATCH, reserved: int = 0
 ) -> tuple[int, int]:
     """Workers and threads in each that fit `memory` bytes, at most as many as asked for. `lane`: bytes of one thread.
 
     `beside`: bytes for others. Raises MemoryBudgetError when not even one thread fits.
     """
-    lanes = (memory - beside) // lane
-    if lanes < 1:
-        need = "the need of one thread" + (f" and of uploads, {amount(beside)}" if beside else "")
+    most_threads = (memory - reserved) // thread_bytes
+    if most_threads < 1:
+        need = "the need of one thread" + (f" and of uploads, {format_amount(reserved)}" if reserved else "")
         raise MemoryBudgetError(
-            f"expected a memory budget of at least {amount(lane + beside)}, {need}; got {amount(memory)}. "
-            "Raise --memory"
+            f"expected a memory budget of at least {format_amount(thread_bytes + reserved)}, {need}; got "
+            f"{format_amount(memory)}. Raise --memory"
         )
-    workers = min(workers, lanes)
-    return workers, min(threads, lanes // workers)
+    workers = min(workers, most_threads)
+    return workers, min(threads, most_threads // workers)
 
 
-def amount(nbytes: int) -> str:
+def format_amount(nbytes: int) -> str:
     """Bytes in the largest unit that they are a whole number of.
 
     >>> amount(32 << 20), amount(1 << 10), amount(2_000_000), amount(1023)
@@ -160,16 +160,16 @@ def amount(nbytes: int) -> str:
 
 def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
     """Neighbours together, in order, up to `limit` bytes; an item above it stands alone."""
-    own: list[S] = []
+    group: list[S] = []
     room = limit
     for item in items:
-        if own and item.nbytes > room:
-            yield own
-            own, room = [], limit
-        own.append(item)
+        if group and item.nbytes > room:
+            yield group
+            group, room = [], limit
+        group.append(item)
         room -= item.nbytes
-    if own:
-        yield own
+    if group:
+        yield group
 
 
 def interleave(items: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:

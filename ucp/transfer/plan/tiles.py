@@ -37,58 +37,72 @@ from ucp.core.slices import (
 from ucp.core.target import Slice
 from ucp.core.tensor import GAP, TensorRef, contiguous_strides
 
-LEAST = 1 << 20
+MIN_TILED = 1 << 20
 """Bytes of a state below which it may as well be read several times."""
 
-CALL = 32 << 10
+CALL_BYTES = 32 << 10
 """Bytes that could be read in the time that a read of its own for a short run costs."""
 
 
-def is_crosswise(
-    own: Slice, state: StateIndex, *, nbytes: int, times: float = 2, known: dict[object, bool] | None = None
+def needs_tiles(
+    tensor_slice: Slice, state: StateIndex, *, nbytes: int, times: float = 2, cache: dict[object, bool] | None = None
 ) -> bool:
     """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
     So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
     of states that are there as long as it is.
     """
-    is_stretch = len(own.pairs) == 1 and own.pairs[0].global_box.is_flat_in(state.global_shape)  # as nearly all are
-    if state.nbytes < LEAST or own.start == own.stop or (is_stretch and _is_plain(state, known)):
+    is_range = len(tensor_slice.pairs) == 1 and tensor_slice.pairs[0].global_box.is_flat_in(
+        state.global_shape
+    )  # as nearly all are
+    if state.nbytes < MIN_TILED or tensor_slice.start == tensor_slice.stop or (is_range and _is_plain(state, cache)):
         return False
-    if known is None:
-        return _is_costly(own, state, nbytes, times)
-    held = tuple(
+    if cache is None:
+        return _is_costly(tensor_slice, state, nbytes, times)
+    fragments = tuple(
         (piece.box, piece.replica, piece.term, ref.dtype, ref.strides, isinstance(ref, TensorRef) and bool(ref.codec))
         for piece, ref in ((piece, piece.ref) for piece in state.fragments)
     )  # all that the cost depends on: how things lie, not where
-    lie = own.pairs, own.local_shape, own.start, own.stop, own.dtype, state.global_shape, state.overlap, held
-    alike = lie, nbytes, times
-    if alike not in known:
-        known[alike] = _is_costly(own, state, nbytes, times)
-    return known[alike]
+    layout = (
+        tensor_slice.pairs,
+        tensor_slice.local_shape,
+        tensor_slice.start,
+        tensor_slice.stop,
+        tensor_slice.dtype,
+        state.global_shape,
+        state.overlap,
+        fragments,
+    )
+    key = layout, nbytes, times
+    if key not in cache:
+        cache[key] = _is_costly(tensor_slice, state, nbytes, times)
+    return cache[key]
 
 
-def _is_costly(own: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
+def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
     """`is_crosswise`, found by resolving one block."""
-    stop = min(own.stop, own.start + nbytes // own.dtype.itemsize)
+    stop = min(tensor_slice.stop, tensor_slice.start + nbytes // tensor_slice.dtype.itemsize)
     source = Locator(state)
     return any(
         _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
-        for pieces in (resolve(own, source, own.start, stop), *resolve_replicas(own, source, own.start, stop))
+        for pieces in (
+            resolve(tensor_slice, source, tensor_slice.start, stop),
+            *resolve_replicas(tensor_slice, source, tensor_slice.start, stop),
+        )
     )
 
 
-def _is_plain(state: StateIndex, known: dict[object, bool] | None) -> bool:
+def _is_plain(state: StateIndex, cache: dict[object, bool] | None) -> bool:
     """Whether all pieces are stretches of the row-major order, as nearly all are; asked for by every slice of it."""
-    found = None if known is None else known.get(id(state))
-    if found is None:
-        found = all(
+    is_plain = None if cache is None else cache.get(id(state))
+    if is_plain is None:
+        is_plain = all(
             isinstance(ref, TensorRef) and ref.is_contiguous and not ref.codec and box.is_flat_in(state.global_shape)
             for ref, box in ((fragment.ref, fragment.box) for fragment in state.fragments)
         )
-        if known is not None:
-            known[id(state)] = found
-    return found
+        if cache is not None:
+            cache[id(state)] = is_plain
+    return is_plain
 
 
 def _cost(pieces: Sequence[Piece]) -> int:
@@ -97,34 +111,36 @@ def _cost(pieces: Sequence[Piece]) -> int:
     for piece in map(in_file_order, pieces):
         lead, nbytes = runs_of(piece)
         is_decoded = isinstance(piece.ref, TensorRef) and piece.ref.codec
-        cost += prod(piece.sizes[:lead]) * (nbytes + CALL) if lead and not is_decoded else piece.extent
+        cost += prod(piece.sizes[:lead]) * (nbytes + CALL_BYTES) if lead and not is_decoded else piece.extent
     return cost
 
 
-def tiles(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
+def split_tiles(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
     """The whole of which `own` is a slice, in boxes of at most `nbytes` bytes, in the order of the source."""
-    shape, order = state.global_shape, source_order(state)
-    tile = _tile_shape(shape, order, numel=nbytes // own.dtype.itemsize, gap=GAP // own.dtype.itemsize)
+    shape, order = state.global_shape, find_source_order(state)
+    tile = _tile_shape(
+        shape, order, numel=nbytes // tensor_slice.dtype.itemsize, gap=GAP // tensor_slice.dtype.itemsize
+    )
     for starts in product(*(range(0, shape[dim], tile[dim]) for dim in order)):
-        at = dict(zip(order, starts, strict=True))
-        offsets = tuple(at[dim] for dim in range(len(shape)))
-        box = Box(offsets, tuple(min(n, whole - o) for n, whole, o in zip(tile, shape, offsets, strict=True)))
+        start_by_dim = dict(zip(order, starts, strict=True))
+        offsets = tuple(start_by_dim[dim] for dim in range(len(shape)))
+        box = Box(offsets, tuple(min(n, length - o) for n, length, o in zip(tile, shape, offsets, strict=True)))
         pairs = (RegionPair(box, Box.full(box.sizes)),)
-        yield replace(own, pairs=pairs, local_shape=box.sizes, start=0, stop=box.numel)
+        yield replace(tensor_slice, pairs=pairs, local_shape=box.sizes, start=0, stop=box.numel)
 
 
-def blocks(own: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
+def split_blocks(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
     """`own`, which is a whole state, in parts of at most `nbytes` bytes, such that all of them read the source once."""
-    if 0 < own.nbytes <= nbytes:
-        yield own
-    elif is_crosswise(own, state, nbytes=nbytes):
-        yield from tiles(own, state, nbytes=nbytes)
+    if 0 < tensor_slice.nbytes <= nbytes:
+        yield tensor_slice
+    elif needs_tiles(tensor_slice, state, nbytes=nbytes):
+        yield from split_tiles(tensor_slice, state, nbytes=nbytes)
     else:
-        for low, high in block_ranges(own.start, own.stop, nbytes // own.dtype.itemsize):
-            yield replace(own, start=low, stop=high)
+        for low, high in block_ranges(tensor_slice.start, tensor_slice.stop, nbytes // tensor_slice.dtype.itemsize):
+            yield replace(tensor_slice, start=low, stop=high)
 
 
-def source_order(state: StateIndex) -> tuple[int, ...]:
+def find_source_order(state: StateIndex) -> tuple[int, ...]:
     """Dims from the outermost in the files of the source to the innermost; those of a piece that is not row-major."""
     usual = tuple(range(len(state.global_shape)))
     for fragment in state.fragments:
@@ -146,7 +162,7 @@ def _tile_shape(shape: tuple[int, ...], order: tuple[int, ...], *, numel: int, g
     tile = [1] * len(shape)
     sides = [order, tuple(range(len(shape)))]
     while sides:
-        side = min(sides, key=lambda dims: _run(tile, shape, dims))
+        side = min(sides, key=lambda dims: _run_length(tile, shape, dims))
         dim = next((dim for dim in reversed(side) if tile[dim] < shape[dim]), None)
         if dim is None:
             break
@@ -160,7 +176,7 @@ def _tile_shape(shape: tuple[int, ...], order: tuple[int, ...], *, numel: int, g
     return tuple(tile)
 
 
-def _run(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
+def _run_length(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
     """Elements of a tile that follow one another where dims lie in that order."""
     run = 1
     for dim in reversed(dims):
@@ -170,9 +186,9 @@ def _run(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
     return run
 
 
-def within(own: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
+def resolve_in_tile(tensor_slice: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Copies from the bytes of a tile to those of a slice: what of the tile it holds. `shape`: that of the whole."""
     box = tile.pairs[0].global_box
     ref = TensorRef(path="", offset=0, dtype=tile.dtype, shape=box.sizes, strides=contiguous_strides(box.sizes))
-    held = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
-    return pieces_within(own, Locator(held), 0, own.start, own.stop)
+    tile_state = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
+    return pieces_within(tensor_slice, Locator(tile_state), 0, tensor_slice.start, tensor_slice.stop)

@@ -23,7 +23,7 @@ from ucp.core.index import Index
 from ucp.errors import UnsupportedError, UsageError, listed
 from ucp.io.pickle.values import Stub
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
-from ucp.live.match.findings import Findings
+from ucp.live.match.items import Findings
 from ucp.live.model.module import dtype_of
 from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh

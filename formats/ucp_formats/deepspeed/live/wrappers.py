@@ -15,7 +15,7 @@ from ucp.live.match.groups import LiveGroup
 from ucp.live.optimizer.flat_optimizer import FlatOptimizer, Slot
 from ucp.live.optimizer.torch_optimizer import TorchOptimizer
 from ucp.live.parts import LivePart
-from ucp_formats.deepspeed.experts import Numbered, is_expert, renumbered
+from ucp_formats.deepspeed.experts import ExpertNumbers, global_name, is_expert
 from ucp_formats.deepspeed.live.buffers import (
     MOMENTUM,
     Buffer,
@@ -56,7 +56,7 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
     state = module.state_dict(keep_vars=True)
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     named += [(name, own) for name, own in module.named_buffers(remove_duplicate=False) if name in state]
-    counts = Numbered.of(name for name, _ in named).counts
+    counts = ExpertNumbers.of(name for name, _ in named).counts
     names: dict[torch.Tensor, list[str]] = {}
     tensor: Any  # with what DeepSpeed hangs on it
     for local_name, tensor in named:
@@ -64,7 +64,7 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
         if is_expert(name):  # numbered on each rank from 0, in a checkpoint over all ranks
             local = next(count for start, count in counts.items() if name.startswith(start))
             rank = distributed.get_rank(expert_groups[tensor.group_name])
-            name = renumbered(name, rank=rank, local=local)
+            name = global_name(name, rank=rank, experts_per_rank=local)
         names.setdefault(tensor, []).append(name)
     odd = [name for name in state if name.endswith("_extra_state")]
     notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()

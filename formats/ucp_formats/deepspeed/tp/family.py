@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucp.families.naming import ParsedName
 
 
-def arguments_of(saved: object) -> dict[str, object]:
+def script_arguments(saved: object) -> dict[str, object]:
     """Arguments of the training script: `args`, which Megatron-DeepSpeed saves with the client state."""
     state = saved.state if isinstance(saved, Stub) else saved
     return {str(key): value for key, value in state.items()} if isinstance(state, dict) else {}

@@ -1,8 +1,7 @@
-"""The files of one model-parallel rank: model states and optimizer states, in the shape of the ZeRO stage.
+"""Plans the files of one model-parallel rank: model states and optimizer states, in the form of the ZeRO stage.
 
-The experts of a layer are dealt out in stretches: expert-parallel rank `e` has those with the numbers `e * n` to
-`e * n + n - 1`. Their optimizer groups are cut over the data-parallel ranks that hold the same experts, and name an
-expert by its number on the rank (`experts`, for reading, says the same).
+Optimizer groups of experts are partitioned over the data-parallel ranks that hold the same experts, and number them on
+each rank (see `experts`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ucp.core.index import WEIGHT
 from ucp.errors import UnsupportedError
 from ucp.io.torch_file.draft import Drafted
 from ucp_formats.deepspeed.config import Precision
-from ucp_formats.deepspeed.experts import Numbered, holders
+from ucp_formats.deepspeed.experts import ExpertNumbers, expert_holders, is_expert
 from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES
 from ucp_formats.deepspeed.write.model_states import (
@@ -39,43 +38,43 @@ from ucp_formats.deepspeed.write.optimizer.states import (
     Share,
     Wrapper,
     chunked_state,
-    members,
+    group_members,
     optimizer_state,
     shared_state,
-    split,
+    split_groups,
     wrapper,
 )
-from ucp_formats.deepspeed.write.rank_views import narrowed
+from ucp_formats.deepspeed.write.rank_views import narrow_index
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 
 
 class RankFiles:
-    """Decides the files of one rank; `facts`: with its own parameters and shapes.
+    """Plans the files of one rank; `facts`: with its parameters and local shapes.
 
-    `numbered`, `ep`: experts, and the ranks they are dealt out to. `is_stage`: whether it is a stage of a pipeline,
-    whose modules are in files of layers.
+    `experts`, `ep`: experts, and the number of ranks that they are spread over. `is_stage`: whether it is a stage of a
+    pipeline, whose modules are in files of layers.
     """
 
-    def __init__(self, facts: RunFacts, numbered: Numbered, ep: int, *, is_stage: bool) -> None:
+    def __init__(self, facts: RunFacts, experts: ExpertNumbers, ep: int, *, is_stage: bool) -> None:
         self.facts = facts
         self.groups = optimizer_groups(facts)
-        self.numbered = numbered
+        self.experts = experts
         self.ep = ep
         self.is_stage = is_stage
 
-    def drafted(self) -> tuple[list[Drafted], tuple[str, ...]]:
-        """The files, and what is to be said of them."""
+    def draft_files(self) -> tuple[list[Drafted], tuple[str, ...]]:
+        """The files, and notes on them."""
         facts, groups = self.facts, self.groups
         if facts.stage == 0:
             files, notes = self._unsharded()
         else:
             check_flat(groups)
             notes = tuple(group_notes(groups, flat=True))
-            if facts.stage < 3 and (left := sum(not group.params for group in groups)):
+            if facts.stage < 3 and (count := sum(not group.params for group in groups)):
                 groups = tuple(group for group in groups if group.params)
-                notes = (*notes, f"{left} parameter groups without a trained parameter are left out")
+                notes = (*notes, f"{count} parameter groups without a trained parameter are left out")
             files = list(self._stage3() if facts.stage == 3 else self._stages12(groups))
-        for (layer, expert), names in self.numbered.by_file(facts.index.atoms).items():
+        for (layer, expert), names in self.experts.params_by_file(facts.index.atoms).items():
             name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
             draft = facts.draft(f"{tag(facts.index)}/{name}")
             dtypes = {name: facts.module_dtype(facts.index.atoms[name]) for name in names}
@@ -83,14 +82,14 @@ class RankFiles:
         return files, notes
 
     def _module(self, draft: AtomDraft) -> Module | None:
-        """The module without experts, which have files of their own; None for a stage of a pipeline."""
+        """The module without experts, which are in separate files; None for a stage of a pipeline."""
         index = self.facts.index
-        atoms = {name: atom for name, atom in index.atoms.items() if self.numbered.owner(name, 1) is None}
-        return None if self.is_stage else module_tensors(draft, replace(self.facts, index=narrowed(index, atoms)))
+        atoms = {name: atom for name, atom in index.atoms.items() if not is_expert(name)}
+        return None if self.is_stage else module_tensors(draft, replace(self.facts, index=narrow_index(index, atoms)))
 
-    def _of_expert_rank(self, group: Group, rank: int) -> Group:
+    def _select_experts(self, group: Group, rank: int) -> Group:
         """A group with the experts of one expert-parallel rank only."""
-        owners = {atom.name: self.numbered.owner(atom.name, self.ep) for atom in group.params}
+        owners = {atom.name: self.experts.owner(atom.name, self.ep) for atom in group.params}
         experts = [name for name, owner in owners.items() if owner is not None]
         if self.facts.stage and 0 < len(experts) < len(owners):
             other = next(name for name, owner in owners.items() if owner is None)
@@ -100,21 +99,21 @@ class RankFiles:
                 "(--topology with zero=0)"
             )
         hyper = dict(group.hyper)
-        if self.numbered.counts and hyper.get("moe") is True:
+        if self.experts.counts and hyper.get("moe") is True:
             hyper.setdefault("name", f"ep_size_{self.ep}")
         return replace(group, params=tuple(a for a in group.params if owners[a.name] in (None, rank)), hyper=hyper)
 
     def _unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
         facts, index = self.facts, self.facts.index
         draft = facts.draft(self._path("model", 0))
-        own: dict[str, object] = {"module": self._module(draft)}
+        values: dict[str, object] = {"module": self._module(draft)}
         if not self.groups:
             unstepped = facts.extras.get(UNSTEPPED)
             note = f"the source {without_groups(index)}: load the files with load_module_only=True"
             if unstepped is not None:
-                own["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
+                values["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
                 note = "the optimizer had not stepped; its groups are written as they were, by numbers of parameters"
-            return [draft.finish(model_state(draft, facts, 0, own))], (note,)
+            return [draft.finish(model_state(draft, facts, 0, values))], (note,)
         kind = wrapper(facts, self.groups)
         notes = list(group_notes(self.groups, flat=kind is Wrapper.FUSED))
         if kind is Wrapper.FUSED:
@@ -125,84 +124,87 @@ class RankFiles:
         elif index.topology.zero != 0 and frozen_shapes(index):
             notes.insert(
                 0,
-                "an optimizer of stage 0 counts its parameters: frozen ones are taken not to be among them, trained "
-                "ones without elements to be",
+                "an optimizer of stage 0 numbers its parameters: ucp assumes that frozen ones are not among them, and "
+                "trained ones without elements are",
             )
         files = []
         for rank in range(self.ep):
-            atoms = {n: atom for n, atom in index.atoms.items() if self.numbered.owner(n, self.ep) in (None, rank)}
-            view = replace(facts, index=narrowed(index, atoms))
-            counted = members(view, [self._of_expert_rank(group, rank) for group in self.groups], kind)
-            recorded = shapes(view.index, [[atom.name for atom in atoms] for _, atoms in counted])
+            atoms = {n: atom for n, atom in index.atoms.items() if self.experts.owner(n, self.ep) in (None, rank)}
+            view = replace(facts, index=narrow_index(index, atoms))
+            members = group_members(view, [self._select_experts(group, rank) for group in self.groups], kind)
+            param_shapes = shapes(view.index, [[atom.name for atom in atoms] for _, atoms in members])
             if rank == 0:
-                own |= {"optimizer": optimizer_state(draft, view, counted, kind), "param_shapes": recorded}
-                files.append(draft.finish(model_state(draft, facts, 0, own)))
-            if self.numbered.counts:
+                values |= {"optimizer": optimizer_state(draft, view, members, kind), "param_shapes": param_shapes}
+                files.append(draft.finish(model_state(draft, facts, 0, values)))
+            if self.experts.counts:
                 draft = view.draft(f"{tag(index)}/expp_rank_{rank}_mp_rank_{facts.mp:02d}_optim_states.pt")
-                state = optimizer_state(draft, view, counted, kind)
-                files.append(draft.finish({"optimizer": state, "param_shapes": recorded}))
+                state = optimizer_state(draft, view, members, kind)
+                files.append(draft.finish({"optimizer": state, "param_shapes": param_shapes}))
         return files, tuple(notes)
 
     def _stages12(self, groups: Sequence[Group]) -> Iterator[Drafted]:
         facts = self.facts
         shares = self._shares(groups)
         draft = facts.draft(self._path("model", 0))
-        own: dict[str, object] = {
+        values: dict[str, object] = {
             "module": self._module(draft),
             "param_shapes": shapes(facts.index, [share.buffer.layout.names for share in shares[0]]),
             "shared_params": dict(facts.index.aliases),
         }
         if facts.stage == 2 and has_frozen(facts.index):
-            own["frozen_param_shapes"] = frozen_shapes(facts.index)
-            own["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
-        yield draft.finish(model_state(draft, facts, 0, own))
+            values["frozen_param_shapes"] = frozen_shapes(facts.index)
+            values["frozen_param_fragments"] = frozen_fragments(draft, facts, 0)
+        yield draft.finish(model_state(draft, facts, 0, values))
         for rank in range(facts.ranks):
             draft = facts.draft(self._path("optim", rank))
             yield draft.finish(self._optim(draft, shared_state(draft, facts, shares[rank], rank)))
 
     def _shares(self, groups: Sequence[Group]) -> dict[int, list[Share]]:
-        """What each data-parallel rank has of every group: groups of experts are cut over those that hold the same."""
-        contiguous = self.facts.config.raw.get("use_data_before_expert_parallelism") is True
+        """The share of each data-parallel rank in every group."""
+        count, contiguous = self.facts.ranks, self.facts.config.groups_experts
         shares: dict[int, list[Share]] = {}
-        for ep_rank, ranks in enumerate(holders(ranks=self.facts.ranks, ep=self.ep, contiguous=contiguous)):
+        for ep_rank, ranks in enumerate(expert_holders(ranks=count, ep=self.ep, contiguous=contiguous)):
             buffers = []
             for group in groups:
-                own = self._of_expert_rank(group, ep_rank)
-                of_experts = any(self.numbered.owner(atom.name, self.ep) is not None for atom in own.params)
-                buffer = GroupBuffer.of(self.facts, own, ranks=len(ranks) if of_experts else self.facts.ranks)
-                renamed = {atom.name: self.numbered.local(atom.name, self.ep) for atom in own.params}
-                buffers.append((buffer, renamed, of_experts))
-            for place, rank in enumerate(ranks):
-                shares[rank] = [Share(own, place if apart else rank, renamed) for own, renamed, apart in buffers]
+                selected = self._select_experts(group, ep_rank)
+                has_experts = any(is_expert(atom.name) for atom in selected.params)
+                buffer = GroupBuffer.of(self.facts, selected, ranks=len(ranks) if has_experts else count)
+                local_names = {atom.name: self.experts.local_name(atom.name, self.ep) for atom in selected.params}
+                buffers.append((buffer, local_names, has_experts))
+            for at, rank in enumerate(ranks):
+                shares[rank] = [
+                    Share(buffer, at if has_experts else rank, local_names)
+                    for buffer, local_names, has_experts in buffers
+                ]
         return shares
 
     def _stage3(self) -> Iterator[Drafted]:
         facts = self.facts
-        cut = list(zip(self.groups, split(facts, self.groups), strict=True))
+        groups = list(zip(self.groups, split_groups(facts, self.groups), strict=True))
         for rank in range(facts.ranks):
             draft = facts.draft(self._path("model", rank))
-            own: dict[str, object] = {
+            values: dict[str, object] = {
                 "module": placeholders(draft, facts, rank),
-                "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in cut for sub in subs]),
+                "param_shapes": shapes(facts.index, [tuple(sub.chunks.numels) for _, subs in groups for sub in subs]),
                 "shared_params": dict(facts.index.aliases) if rank == 0 else {},
             }
             if has_frozen(facts.index):
-                own["frozen_param_shapes"] = frozen_shapes(facts.index)
-                own["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
+                values["frozen_param_shapes"] = frozen_shapes(facts.index)
+                values["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
             elif empty := frozen_shapes(facts.index):
                 # DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty
                 # placeholder only, and its loader asks for every frozen parameter as soon as it finds some
-                own[EMPTY_SHAPES] = empty
-            yield draft.finish(model_state(draft, facts, rank, own))
+                values[EMPTY_SHAPES] = empty
+            yield draft.finish(model_state(draft, facts, rank, values))
             draft = facts.draft(self._path("optim", rank))
-            yield draft.finish(self._optim(draft, chunked_state(draft, facts, cut, rank)))
+            yield draft.finish(self._optim(draft, chunked_state(draft, facts, groups, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
         config = draft.carried(self.facts.config.staged(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 
     def _path(self, kind: str, rank: int) -> str:
-        """Path of the file of `rank` with states of the "model" or the "optim"izer."""
+        """Path of the "model" or "optim" states file of `rank`."""
         name = f"mp_rank_{self.facts.mp:02d}_{kind}_states.pt"
         if kind == "optim" or self.facts.stage == 3:
             name = f"zero_pp_rank_{rank}_{name}"

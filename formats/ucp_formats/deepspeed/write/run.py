@@ -105,8 +105,11 @@ class AtomDraft(FileDraft):
             part = self._part(param, lies, rank)
             pairs = _pairs(part)
             for own in part.flat or ():
-                box = own.pair.global_box
-                (at,), (first,), (numel,) = own.pair.local.offsets, box.offsets, box.sizes
+                (at,), (first,), (numel,) = (
+                    own.pair.local.offsets,
+                    own.pair.global_box.offsets,
+                    own.pair.global_box.sizes,
+                )
                 found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
         return found
 
@@ -265,10 +268,10 @@ def _tensor_rules(
     record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
     if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
         return record, ()
-    from ucp_formats.deepspeed.tp.family import FamilyRules, arguments_of  # few runs need one
+    from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments  # few runs need one
 
     saved = extras.get("args") or extras.client_state().get("args")
-    family = FamilyRules(said, arguments_of(saved), index.path)
+    family = FamilyRules(said, script_arguments(saved), index.path)
     wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
         layouts = family.layouts_of(wholes, tp)

@@ -107,9 +107,9 @@ _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
 
 
 def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
-    """Files of all model-parallel ranks, of layers and of experts; what is to be said of them; where parameters lie."""
+    """Files of all model-parallel ranks, of layers and of experts; notes; the axes of each parameter."""
     pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
-    numbered = check_experts(facts, wanted, facts.index.atoms)
+    experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None and said.partitions:
         raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
@@ -124,13 +124,13 @@ def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list
     notes = [*stages.notes]
     stages_from = "--set" if said.partitions else "the stages of the source"
     for view in views:
-        files, remarks = RankFiles(view, numbered, wanted.ep, is_stage=pipeline is not None).drafted()
+        files, rank_notes = RankFiles(view, experts, wanted.ep, is_stage=pipeline is not None).draft_files()
         drafted += files
-        notes += remarks
+        notes += rank_notes
 
     def axes_of(param: str) -> tuple[AxisLayout, ...]:
-        """Axes of the run; what ZeRO and tensor parallelism do not cut, all their ranks hold."""
-        owner = numbered.owner(param, wanted.ep)
+        """Axes of the run; all ranks hold what ZeRO and tensor parallelism do not split."""
+        owner = experts.owner(param, wanted.ep)
         ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
         return (
             *holder_axes(

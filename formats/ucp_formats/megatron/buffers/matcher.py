@@ -101,7 +101,7 @@ class Fingerprints:
         self._by_first: dict[tuple[int, DType, bytes], list[Candidate]] = {}
         for candidate in self.candidates:
             length = min(candidate.numel, _WINDOW)
-            first = prober.joined(candidate.refs, 0, length, dtype=candidate.dtype)
+            first = prober.read_joined(candidate.refs, 0, length, dtype=candidate.dtype)
             self._by_first.setdefault((length, candidate.dtype, first), []).append(candidate)
             if not any(first):
                 self.zeros.add(candidate.name)
@@ -113,7 +113,11 @@ class Fingerprints:
         for length, dtype in self._lengths:
             first = self._read(buffer, start, start + length, dtype)
             candidates = () if first is None else self._by_first.get((length, dtype, first), ())
-            matching += [own for own in candidates if self.is_stored_at(buffer, start, own, compare_first=False)]
+            matching += [
+                candidate
+                for candidate in candidates
+                if self.is_stored_at(buffer, start, candidate, compare_first=False)
+            ]
         return matching
 
     def is_stored_at(
@@ -127,7 +131,7 @@ class Fingerprints:
         windows = ((low, min(low + _WINDOW, numel)) for low in {0, last // 2, last} if low or compare_first)
         return all(
             self._read(buffer, start + low, start + high, dtype)
-            == self._prober.joined(candidate.refs, low, high, dtype=dtype)
+            == self._prober.read_joined(candidate.refs, low, high, dtype=dtype)
             for low, high in windows
         )
 
@@ -207,25 +211,25 @@ class FlatBufferMatcher:
         Raises MalformedError, naming all, when the order does not decide between parameters of identical contents
         either, or when a parameter is in a buffer twice.
         """
-        matches = [match for own in buffers for match in own.matches]
+        matches = [match for buffer in buffers for match in buffer.matches]
         kinds = {match.candidates[0].kind for match in matches if len(match.candidates) == 1}
         names = {candidate.name for candidate in self._candidates if not kinds or candidate.kind in kinds}
         orders = [[name for name in reversed(order) if name in names] for order in self._orders]
-        chosen = iter(resolve_ties([own.matches for own in buffers], orders))
+        chosen = iter(resolve_ties([buffer.matches for buffer in buffers], orders))
         placements = []
-        for own in buffers:
-            params = [next(chosen).name for _ in own.matches]
+        for buffer in buffers:
+            params = [next(chosen).name for _ in buffer.matches]
             duplicates = (
                 sorted({name for name in params if params.count(name) > 1}) if len(set(params)) < len(params) else ()
             )
             if duplicates:
                 raise MalformedError(
-                    f"{own.buffer.where}: expected each parameter once; the contents of {len(duplicates)} are stored "
+                    f"{buffer.buffer.where}: expected each parameter once; {len(duplicates)} are stored "
                     f"twice:\n{listed(duplicates)}"
                 )
-            starts = {name: match.start for name, match in zip(params, own.matches, strict=True)}
-            ties = [name for name, match in zip(params, own.matches, strict=True) if len(match.candidates) > 1]
-            placements.append(BufferPlacement(starts=starts, gaps=own.gaps, ties=[*own.preferred, *ties]))
+            starts = {name: match.start for name, match in zip(params, buffer.matches, strict=True)}
+            ties = [name for name, match in zip(params, buffer.matches, strict=True) if len(match.candidates) > 1]
+            placements.append(BufferPlacement(starts=starts, gaps=buffer.gaps, ties=[*buffer.preferred, *ties]))
         return placements
 
     def find_layouts(self, segments: Sequence[StateBuffer], *, slack: int) -> list[dict[str, BufferPosition]]:
@@ -261,7 +265,9 @@ class FlatBufferMatcher:
         ]
 
     def _find_candidates(self, buffer: StateBuffer, start: int) -> list[Candidate]:
-        return [own for part in self._parts for own in part.find_candidates(buffer, start) if own.numel]
+        return [
+            candidate for part in self._parts for candidate in part.find_candidates(buffer, start) if candidate.numel
+        ]
 
     def _match_at(self, buffer: StateBuffer, starts: list[int]) -> list[ContentMatch]:
         """Parameters at known starts; starts inside a parameter are cuts between ranks."""
@@ -271,7 +277,9 @@ class FlatBufferMatcher:
         for start in starts:
             if start < end:
                 continue
-            candidates = [own for own in self._find_candidates(buffer, start) if start + own.numel in edges]
+            candidates = [
+                candidate for candidate in self._find_candidates(buffer, start) if start + candidate.numel in edges
+            ]
             candidates = _require_one_length(buffer, start, candidates, edges)
             if candidates:
                 matches.append(ContentMatch(where=buffer.where, start=start, candidates=candidates))
@@ -347,13 +355,21 @@ def _assign_in_order(matches: Sequence[ContentMatch], order: Sequence[str]) -> l
     numbers = {name: number for number, name in enumerate(order)}
     decided = Counter(match.candidates[0].name for match in matches if len(match.candidates) == 1)
     bound = [match for match in matches if len(match.candidates) > 1 or decided[match.candidates[0].name] == 1]
-    limits = bounds([sorted(numbers[own.name] for own in match.candidates if own.name in numbers) for match in bound])
+    limits = bounds(
+        [
+            sorted(numbers[candidate.name] for candidate in match.candidates if candidate.name in numbers)
+            for match in bound
+        ]
+    )
     assignments = []
     for assigned in limits or ():
         names = {id(match): order[number] for match, number in zip(bound, assigned, strict=True)}
         assignments.append(
             [
-                next((own for own in match.candidates if own.name == names.get(id(match))), match.candidates[0])
+                next(
+                    (candidate for candidate in match.candidates if candidate.name == names.get(id(match))),
+                    match.candidates[0],
+                )
                 for match in matches
             ]
         )

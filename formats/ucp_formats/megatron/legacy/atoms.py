@@ -1,11 +1,8 @@
-"""What the optimizer files of ranks say, whatever their shape: states of stored tensors, and their groups.
+"""States of all ranks' optimizers, and their union with the model into atoms.
 
-The union: parts of parameters, held by ranks, put together into atoms.
-
-A parameter's rule says how it lies over the tensor-parallel ranks (of the model, or of an expert); which stage, chunk
-and expert-parallel rank has it, its files do. Ranks that differ in nothing else hold copies: those are kept as
-replicas, to be compared. Where the optimizer has a master, that is the atom's weight, and the tensors of the model are
-replicas of it.
+The rule of a parameter gives its layout over tensor-parallel ranks; stage, chunk and expert-parallel rank follow from
+the files that hold it. Ranks that differ only in other coordinates hold copies, which are kept as replicas and
+compared. If the optimizer has a master, it is the atom's weight, and the tensors of the model are replicas of it.
 """
 
 from __future__ import annotations
@@ -20,46 +17,49 @@ from ucp.core.index import AtomIndex, Extra, Kind, LostStates, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, ShardSet, Union, merge_counts, state_from_scalar
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union, merge_counts, state_from_scalar
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
 from ucp_formats.megatron.buffers.state_buffer import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
-from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot
+from ucp_formats.megatron.legacy.model import LegacyModel, RankParam, Slot
 from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, with_source
+
+_FOLDERS = "names of folders"
+"""Source of the layout over stages, chunks and expert-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class RankOptimizer:
     """One optimizer of a rank."""
 
     where: str
-    """Which it is, for messages."""
+    """Its rank and kind, for messages."""
     chain: int | None
     """Its number in a chain; None for the only one."""
     saved: Mapping[object, object]
-    """What the model file says of it."""
-    held: tuple[Held, ...]
-    """Parameters that it may have states of, in registration order, one per stored tensor; buffers left out."""
+    """Its entry in the model file."""
+    params: tuple[RankParam, ...]
+    """Trainable parameters it may have states of, in registration order, one per stored tensor."""
     arguments: Mapping[str, object]
-    """Arguments of the run, which decide on groups; empty where they were not saved."""
+    """Arguments of the run, which determine the groups; empty where they were not saved."""
 
     @property
     def inner(self) -> Mapping[object, object]:
-        """What torch's optimizer saved, where another one wraps it."""
-        found = self.saved.get("optimizer")
-        return found if isinstance(found, dict) else self.saved
+        """State of torch's optimizer, where another optimizer wraps it."""
+        inner = self.saved.get("optimizer")
+        return inner if isinstance(inner, dict) else self.saved
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has its states by number (and is not distributed)."""
+    def is_plain(self) -> bool:
+        """Whether its states are in the model file, by number: it is not distributed."""
         return "state" in self.saved or "state" in self.inner
 
     def groups(self) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
         """Its groups, each with the numbers of its parameters, where it has them. Raises MalformedError."""
-        for own in sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
-            group = mapping(own, f"a group in {self.where}")
+        for entry in sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
+            group = mapping(entry, f"a group in {self.where}")
             hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
             params = sequence(group["params"], f"params of a group in {self.where}") if "params" in group else ()
             yield SavedGroup(chain=None, hyper=hyper), params
@@ -67,139 +67,134 @@ class Optimizer:
 
 @dataclass(slots=True, kw_only=True)
 class LegacyStates:
-    """States by the stored tensor that they belong to."""
+    """Optimizer states by stored tensor."""
 
     tensors: dict[Slot, dict[str, TensorRef]] = field(default_factory=dict)
-    """State name to its elements, of the shape of the stored tensor; the master is `weight`."""
+    """State name to its elements, in the shape of the stored tensor; the master is `weight`."""
     numbers: dict[Slot, dict[str, object]] = field(default_factory=dict)
-    """State name to one number for the whole tensor (`step`)."""
+    """State name to a single number (`step`)."""
     groups: list[SavedGroup] = field(default_factory=list)
-    """Groups, each once, however many ranks have it."""
+    """Distinct groups of all ranks."""
     group_of: dict[Slot, int] = field(default_factory=dict)
     """Number of the group of a stored tensor, where it is known."""
     extras: list[Extra] = field(default_factory=list)
-    """What says nothing of a parameter."""
+    """Optimizer entries that belong to no parameter."""
     notes: list[str] = field(default_factory=list)
-    """What was inferred."""
+    """Inferences, for the user."""
     dropped: list[str] = field(default_factory=list)
-    """What is not carried, with the reason."""
+    """Lines for `Index.dropped`."""
     lost: dict[str, LostStates] = field(default_factory=dict)
-    """Parameters whose group is not known, and why."""
+    """Parameters whose group is unknown, and why."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no state at all."""
-        return not self.tensors and not self.numbers
-
-    def group(self, saved: SavedGroup) -> int:
-        """Number of the group with these hyper-parameters, which is added when it is new."""
-        for number, group in enumerate(self.groups):
-            if group.chain == saved.chain and Checksums(()).is_same(dict(group.hyper), dict(saved.hyper)):
+    def add_group(self, group: SavedGroup) -> int:
+        """Number of the group with these hyper-parameters, which is added if it is new."""
+        for number, other in enumerate(self.groups):
+            if other.chain == group.chain and Checksums(()).is_same(dict(other.hyper), dict(group.hyper)):
                 return number
-        self.groups.append(saved)
+        self.groups.append(group)
         return len(self.groups) - 1
 
 
-def candidate(name: str, held: Held) -> Candidate:
-    """A stored tensor as what may be found by its contents."""
-    whole = Box.full(held.ref.shape)
-    return Candidate(name=name, local_shape=held.ref.shape, pairs=(RegionPair(whole, whole),), refs=(held.ref,))
+def to_candidate(name: str, param: RankParam) -> Candidate:
+    """The stored tensor, to be searched for by its contents."""
+    box = Box.full(param.ref.shape)
+    return Candidate(name=name, local_shape=param.ref.shape, pairs=(RegionPair(box, box),), refs=(param.ref,))
 
 
-_FOLDERS = "names of folders"
-"""Where it is known from which stage, chunk or expert-parallel rank holds a parameter."""
-
-
-def atoms_of(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[str, AtomIndex]:
+def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dict[str, AtomIndex]:
     """Atoms in the order of the model. Raises MissingFileError, FamilyError."""
-    parts: dict[str, list[Held]] = {}
-    for part in model.held:
-        if part.name in model.matches:
-            parts.setdefault(part.name, []).append(part)
-    lacking: list[str] = []
-    layouts = {name: _layout(run, model, own, lacking) for name, own in parts.items()}
-    if lacking:
+    params_by_name: dict[str, list[RankParam]] = {}
+    for param in model.params:
+        if param.name in model.matches:
+            params_by_name.setdefault(param.name, []).append(param)
+    missing: list[str] = []
+    layouts = {name: _find_layout(run, model, params, missing) for name, params in params_by_name.items()}
+    if missing:
         raise MissingFileError(
-            f"{counted(len(lacking), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(lacking)}\n"
+            f"{counted(len(missing), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(missing)}\n"
             "Copy the folders of all ranks from where they were saved"
         )
     union = Union()
     return {
-        name: _atom(run, states, parts[name], layouts[name], union=union, is_buffer=model.matches[name].buffer)
-        for name in model.family.sort_canonical(parts)
+        name: _build_atom(
+            run, states, params_by_name[name], *layouts[name], union=union, is_buffer=model.matches[name].buffer
+        )
+        for name in model.family.sort_canonical(params_by_name)
     }
 
 
-def _atom(
+def _build_atom(
     run: LegacyRun,
     states: LegacyStates,
-    parts: Sequence[Held],
-    lies: tuple[Layout, tuple[int, ...]],
+    params: Sequence[RankParam],
+    layout: Layout,
+    shape: tuple[int, ...],
     *,
     union: Union,
     is_buffer: bool,
 ) -> AtomIndex:
-    """The atom of a parameter; `lies`: its layout and global shape."""
-    layout, shape = lies
+    coords = {param.slot: _coordinates(run, param) for param in params}
 
-    def sharded(refs: Mapping[Slot, TensorRef]) -> ShardedTensor:
-        stored = [part.view.of(refs[part.slot], coords[part.slot]) for part in parts if part.slot in refs]
+    def to_sharded(refs: Mapping[Slot, TensorRef]) -> ShardedTensor:
+        stored = [
+            StoredShard(coords[param.slot], param.view(refs[param.slot])) for param in params if param.slot in refs
+        ]
         dtype = next(iter(refs.values())).dtype
         return ShardedTensor(dtype=dtype, shape=shape, shard_sets=(ShardSet(layout, tuple(stored)),))
 
-    coords = {part.slot: _coordinates(run, part) for part in parts}
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
-    keys = dict.fromkeys(key for own in trained.values() for key in own)
-    kind = Kind.PARAMETER if trained or states.is_empty else Kind.FROZEN
-    counts: dict[str, list[StateIndex]] = {}  # one number: the first rank's, and copies on the others
+    has_states = bool(states.tensors or states.numbers)
+    kind = Kind.PARAMETER if trained or not has_states else Kind.FROZEN
+    counts: dict[str, list[StateIndex]] = {}  # a number: that of the first rank, with copies on the others
     for slot in coords:
         for key, value in states.numbers.get(slot, {}).items():
             if (state := state_from_scalar(value)) is not None:
                 counts.setdefault(key, []).append(state)
-    tensors = {key: sharded({slot: own[key] for slot, own in trained.items() if key in own}) for key in keys}
+    keys = dict.fromkeys(key for refs in trained.values() for key in refs)
+    tensors = {key: to_sharded({slot: refs[key] for slot, refs in trained.items() if key in refs}) for key in keys}
     return union.build_atom(
-        parts[0].name,
+        params[0].name,
         kind=Kind.BUFFER if is_buffer else kind,
         layout=layout,
-        states={**tensors, **{key: merge_counts(own) for key, own in counts.items()}},
-        model=sharded({part.slot: part.ref for part in parts}),
+        states={**tensors, **{key: merge_counts(copies) for key, copies in counts.items()}},
+        model=to_sharded({param.slot: param.ref for param in params}),
     )
 
 
-def _layout(
-    run: LegacyRun, model: LegacyModel, parts: Sequence[Held], lacking: list[str]
+def _find_layout(
+    run: LegacyRun, model: LegacyModel, params: Sequence[RankParam], missing: list[str]
 ) -> tuple[Layout, tuple[int, ...]]:
-    """How a parameter lies over the mesh, and its global shape; what no file holds goes to `lacking`."""
-    match = model.matches[parts[0].name]
+    """Layout over the mesh and global shape of a parameter; ranks without a file for it are added to `missing`."""
+    match = model.matches[params[0].name]
     degrees = {"tp": run.grid.tp, "etp": run.grid.etp}
     axes = {axis: degrees[axis] for axis in match.axes(degrees)}
-    coords = [_coordinates(run, part) for part in parts]
+    coords = [_coordinates(run, param) for param in params]
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for part, at in zip(parts, coords, strict=True):
-        shapes.setdefault(tuple(at[axis] for axis in axes), part.view.shape)
-    everywhere = list(product(*map(range, axes.values())))
-    missing = [at for at in everywhere if at not in shapes]
-    if missing:
-        where = ("tensor-parallel rank " + ", ".join(map(str, at)) for at in missing)
-        lacking.append(f"{match.name}: {'; '.join(where)}")
+    for param, place in zip(params, coords, strict=True):
+        shapes.setdefault(tuple(place[axis] for axis in axes), param.elements.shape)
+    ranks = list(product(*map(range, axes.values())))
+    without_file = [rank for rank in ranks if rank not in shapes]
+    if without_file:
+        lines = ("tensor-parallel rank " + ", ".join(map(str, rank)) for rank in without_file)
+        missing.append(f"{match.name}: {'; '.join(lines)}")
         return Layout(), ()
-    local_shapes = [shapes[at] for at in everywhere]
+    local_shapes = [shapes[rank] for rank in ranks]
     by_rule = match.layout(axes=axes, local_shapes=local_shapes)
     shape = match.global_shape(by_rule, local_shapes)
     is_of_expert = is_expert(match.name)
-    outer = pipeline_axes(run.grid.pp, run.vpp, {(own["pp"], own["vpp"]) for own in coords}, _FOLDERS)
+    outer = pipeline_axes(run.grid.pp, run.vpp, {(place["pp"], place["vpp"]) for place in coords}, _FOLDERS)
     if is_of_expert:
-        outer += holder_axes("ep", run.grid.ep, _FOLDERS, {own["ep"] for own in coords})
+        outer += holder_axes("ep", run.grid.ep, _FOLDERS, {place["ep"] for place in coords})
     degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
-    copies = max(degree, *(1 + own["dp"] for own in coords))
+    copies = max(degree, *(1 + place["dp"] for place in coords))
     outer += holder_axes("dp", copies, f"arguments of {run.ranks[0].name}")
     return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 
-def _coordinates(run: LegacyRun, part: Held) -> dict[str, int]:
-    """Where the rank of a stored tensor stands along every axis; of `dp`, among those that hold the same."""
-    where = run.ranks[part.slot.rank].place
-    of_expert = run.grid.expert_part(where)
-    copy = of_expert.copy if is_expert(part.name) else run.grid.rank(where) // run.grid.tp
-    ranks = {"pp": where.pp, "vpp": part.slot.chunk, "ep": where.ep, "dp": copy}
-    return {**ranks, "tp": where.tp, "etp": of_expert.etp}
+def _coordinates(run: LegacyRun, param: RankParam) -> dict[str, int]:
+    """Coordinates of the rank that holds the parameter; `dp` counts the ranks that hold a copy."""
+    place = run.ranks[param.slot.rank].place
+    part = run.grid.expert_part(place)
+    copy = part.copy if is_expert(param.name) else run.grid.rank(place) // run.grid.tp
+    ranks = {"pp": place.pp, "vpp": param.slot.chunk, "ep": place.ep, "dp": copy}
+    return {**ranks, "tp": place.tp, "etp": part.etp}

@@ -1,16 +1,16 @@
-"""The files of one legacy checkpoint, read and checked to belong together.
+"""The files of one legacy checkpoint, read and checked for consistency.
 
-1. Read the file of every rank's folder; one that cannot be read is a problem, not the end.
-2. What the run was: its arguments, from the first file that was read.
-3. The grid: every rank that must have saved did, and no rank is there that cannot be.
-4. The same run: iteration, version and degrees of parallelism are equal everywhere.
-5. The right places: no file was saved by another rank than its folder says.
-6. Raise all problems together.
+1. Read the files in the folder of every rank.
+2. Take the arguments of the run from the first file that has them.
+3. Check that every rank of the grid has saved, and no other.
+4. Check that iteration, version and parallel degrees are equal in all files.
+5. Check that every file lies in the folder of the rank that saved it.
+6. Raise one error with all problems.
 
-The ranks of one pipeline stage are numbered twice (parallel_state.py, order tp-cp-ep-dp-pp): as `tp + TP * d` for the
-dense layers, and as `etp + ETP * (ep + EP * copy)` for the experts. A rank saves when it is the first of its dense or
-of its expert data-parallel group (checkpointing.py: save_checkpoint), under its tp and ep. So where TP and EP share
-ranks the grid is sparse:
+The ranks of a pipeline stage have two numberings (parallel_state.py, order tp-cp-ep-dp-pp): `tp + TP * d` for dense
+layers, `etp + ETP * (ep + EP * copy)` for experts. A rank saves, under its tp and ep, if it is the first of its dense
+or of its expert data-parallel group (checkpointing.py: save_checkpoint). If tensor and expert parallelism share ranks,
+the grid is sparse:
 
 >>> grid = Grid(tp=2, pp=1, ep=2, etp=1)
 >>> [(place.tp, place.ep) for place in grid.places()]
@@ -18,11 +18,9 @@ ranks the grid is sparse:
 >>> grid.expert_part(GridPlace(tp=1, pp=0, ep=1))
 ExpertPart(etp=0, copy=0)
 
-Every rank saves `rank` and `world_size` among its arguments, which tell whether files lie under their own name. Which
-of the data-parallel ranks wrote a folder differs, so only the tensor-parallel rank, the stage and the expert-parallel
-rank are compared.
+The arguments in each file include `rank` and `world_size`, which show the place in the grid of the rank that saved it:
 
->>> print(placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5))
+>>> print(rank_placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5))
 tp rank 1, stage 1, expert rank 0
 """
 
@@ -31,14 +29,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ucp.contract.ranks import Checksums, Problems
-from ucp.core.index import Extra, SourceFile
+from ucp.contract.ranks import Problems
+from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import names_of_folder
-from ucp.io.identity import source_file
 from ucp.io.pickle.fields import described, mapping
+from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import Archive, read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
 from ucp_formats.megatron.names import (
@@ -52,22 +51,33 @@ from ucp_formats.megatron.names import (
 )
 
 _ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-"""Degrees of an encoder with ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
+"""Degrees of an encoder on ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
+_SAME_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "world_size",
+    "num_layers",
+    "hidden_size",
+    "padded_vocab_size",
+)
+"""Arguments that are equal on all ranks of a run, and often differ between runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPart:
-    """What a rank holds of each of its experts."""
+class ExpertPart(NamedTuple):
+    """The part of each of its experts that a rank holds."""
 
     etp: int
-    """Tensor-parallel rank among those of an expert."""
+    """Expert-tensor-parallel rank."""
     copy: int
-    """How many ranks before it hold the same."""
+    """Number of the copy: ranks before it that hold the same part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Degrees of parallelism that files are named by."""
+    """Degrees of parallelism that appear in the names of files."""
 
     tp: int
     """Tensor-parallel ranks."""
@@ -80,69 +90,70 @@ class Grid:
 
     @classmethod
     def of(cls, arguments: Arguments, folders: tuple[RankFolder, ...]) -> Grid:
-        """The grid that the arguments say; of what they do not say, what the names of the folders show."""
+        """The grid by the arguments; degrees they lack are taken from the names of the folders."""
         tp = arguments.tp or 1 + max(folder.tp for folder in folders)
-        numbers = [folder.numbers for folder in folders]
-        several = [own[0] for own in numbers if own]
-        # experts came with version 3 of the checkpoint, long after the arguments: without these a number is a stage
-        pp = arguments.pp or (1 if arguments.ep else 1 + max(several, default=0))
-        ep = arguments.ep or 1 + max((own[1] for own in numbers if len(own) == 2), default=0)
-        etp = arguments.etp if arguments.num_experts or ep > 1 else None  # without experts it says nothing
+        numbers = [folder.numbers for folder in folders if folder.numbers]
+        # runs without arguments are older than experts: a single number is a stage
+        pp = arguments.pp or (1 if arguments.ep else 1 + max((first for first, *_ in numbers), default=0))
+        ep = arguments.ep or 1 + max((pair[1] for pair in numbers if len(pair) == 2), default=0)
+        etp = arguments.etp if arguments.num_experts or ep > 1 else None  # ignored without experts
         return cls(tp=tp, pp=pp, ep=ep, etp=etp or tp)
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Axis to its degree."""
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
+
+    @property
     def collides(self) -> bool:
-        """Whether two ranks with different parts of experts have the same name, and one overwrote the other."""
-        return len(self._named(self.etp * self.ep)) < self.etp * self.ep
+        """Whether two ranks with different parts of experts have one folder name, so that one overwrote the other."""
+        return len(self._stage_places(self.etp * self.ep)) < self.etp * self.ep
 
     def places(self) -> tuple[GridPlace, ...]:
-        """Every rank that must have saved, by stage."""
-        named = self._named(max(self.tp, self.etp * self.ep if self.ep > 1 else 1))
-        return tuple(GridPlace(tp=tp, pp=pp, ep=ep) for pp in range(self.pp) for tp, ep in named)
+        """Every rank that saves, by stage."""
+        in_stage = self._stage_places(max(self.tp, self.etp * self.ep if self.ep > 1 else 1))
+        return tuple(GridPlace(tp=tp, pp=pp, ep=ep) for pp in range(self.pp) for tp, ep in in_stage)
 
-    def _named(self, ranks: int) -> dict[tuple[int, int], None]:
-        """Tp and ep of so many ranks of a stage."""
+    def _stage_places(self, ranks: int) -> dict[tuple[int, int], None]:
+        """(tp, ep) of the first `ranks` ranks of a stage, without repeats."""
         return dict.fromkeys((rank % self.tp, rank // self.etp % self.ep) for rank in range(ranks))
 
     def contains(self, place: GridPlace) -> bool:
-        """Whether a rank lies in the grid at all."""
+        """Whether the place is inside the grid."""
         return place.tp < self.tp and place.pp < self.pp and place.ep < self.ep
 
     def rank(self, place: GridPlace) -> int:
-        """Number, among those of its stage, of the first rank of that place."""
+        """The first rank at that place, numbered within its stage."""
         ranks = range(place.tp, self.tp * self.etp * self.ep, self.tp)
         return next((rank for rank in ranks if rank // self.etp % self.ep == place.ep), place.tp)
 
     def expert_part(self, place: GridPlace) -> ExpertPart:
-        """What the rank at `place` holds of its experts."""
+        """The part of its experts that the rank at `place` holds."""
         rank = self.rank(place)
         return ExpertPart(etp=rank % self.etp, copy=rank // (self.etp * self.ep))
 
     def __str__(self) -> str:
         """Degrees above one, e.g. "tp=2,pp=4"."""
-        degrees = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
-        if self.etp != self.tp:
-            degrees["etp"] = self.etp
-        shown = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1 or axis == "etp"]
-        return ",".join(shown) or "one rank"
+        degrees = [(axis, n) for axis, n in self.degrees.items() if (n != self.tp if axis == "etp" else n > 1)]
+        return ",".join(f"{axis}={n}" for axis, n in degrees) or "one rank"
 
 
-def placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
-    """Where the ranks of a run are in the grid; None where its arguments do not say it, or contradict one another.
+def rank_placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
+    """Function from a global rank to its place in the grid; None where the arguments do not determine it.
 
-    Ranks are numbered in the order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp under `--use-tp-pp-dp-mapping`
-    (parallel_state.py: initialize_model_parallel).
+    The order of ranks is tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with `--use-tp-pp-dp-mapping` (parallel_state.py:
+    initialize_model_parallel).
     """
     cp, world = arguments.cp or 1, arguments.world or 0
     dense, experts = grid.tp * cp, grid.etp * grid.ep
     per_stage = world // grid.pp
-    inner = arguments.raw.get("use_tp_pp_dp_mapping") is True
-    stride = dense if inner else per_stage
+    is_dp_outermost = arguments.raw.get("use_tp_pp_dp_mapping") is True
+    stride = dense if is_dp_outermost else per_stage
     contradictions = (
         world <= 0 or world % (dense * grid.pp) or per_stage % experts,
         arguments.dp is not None and world != dense * grid.pp * arguments.dp,
-        inner and grid.ep > 1 and experts != dense,
-        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 expert ranks lay above those of context
+        is_dp_outermost and grid.ep > 1 and experts != dense,
+        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 the order of ep and cp was another
         any(arguments.raw.get(key) for key in _ENCODER),
     )
     if any(contradictions):
@@ -150,42 +161,28 @@ def placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | No
     return lambda rank: GridPlace(tp=rank % grid.tp, pp=rank // stride % grid.pp, ep=rank // grid.etp % grid.ep)
 
 
-def misplaced(
-    grid: Grid, folders: tuple[RankFolder, ...], arguments: Arguments, ranks: Mapping[str, object]
+def find_misplaced(
+    grid: Grid, folders: tuple[RankFolder, ...], arguments: Arguments, saved_ranks: Mapping[str, object]
 ) -> Iterator[str]:
-    """Folders whose files another rank wrote. `ranks`: folder to `rank` in the arguments of its file.
+    """A line for every folder whose files another rank saved. `saved_ranks`: folder to the `rank` in its arguments.
 
-    Nothing where the numbering is not known, a rank is not recorded, or all files record the same one: tools that
-    convert a checkpoint in one process write such files.
+    Nothing where the arguments do not determine the grid, a file records no rank, or all record the same one, as tools
+    that convert in one process do.
     """
-    placed = placing(grid, arguments)
-    known = {name: rank for name, rank in ranks.items() if type(rank) is int}
-    is_recorded = len(known) == len(ranks) and all(0 <= rank < (arguments.world or 0) for rank in known.values())
-    if placed is None or not is_recorded or (len(known) > 1 and len(set(known.values())) == 1):
+    place_of = rank_placing(grid, arguments)
+    ranks = {name: rank for name, rank in saved_ranks.items() if type(rank) is int}
+    is_recorded = len(ranks) == len(saved_ranks) and all(0 <= rank < (arguments.world or 0) for rank in ranks.values())
+    if place_of is None or not is_recorded or (len(ranks) > 1 and len(set(ranks.values())) == 1):
         return
     for folder in folders:
-        named = folder.place(pipelined=grid.pp > 1)
-        writer = placed(known[folder.name]) if folder.name in known and grid.contains(named) else named
-        if writer != named:
+        place = folder.place(pipelined=grid.pp > 1)
+        writer = place_of(ranks[folder.name]) if folder.name in ranks and grid.contains(place) else place
+        if writer != place:
             home = rank_folder_name(writer, pipelined=grid.pp > 1, experts=grid.ep > 1)
             yield (
-                f"{folder.name}: expected files of {named}; got those that rank {known[folder.name]} of "
+                f"{folder.name}: expected files of {place}; got those that rank {ranks[folder.name]} of "
                 f"{arguments.world} saved, {writer}: they belong in {home}"
             )
-
-
-_SAME_ARGUMENTS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "world_size",
-    "num_layers",
-    "hidden_size",
-    "padded_vocab_size",
-)
-"""Arguments that all ranks of a run have in common, and two runs easily differ in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,36 +192,31 @@ class SavedRank:
     name: str
     """Name of its folder."""
     place: GridPlace
-    """Where it is in the grid."""
+    """Its place in the grid."""
     arguments: Arguments
-    """Arguments that it saved."""
+    """Arguments in its model file."""
     model: Archive
-    """Its model file."""
+    """Model file."""
     buffers: Archive | None
-    """Its file of the distributed optimizer, where there is one."""
-
-    @property
-    def path(self) -> str:
-        """Its model file, absolute."""
-        return self.model.path
+    """File of the distributed optimizer, if any."""
 
     @property
     def root(self) -> Mapping[object, object]:
-        """What that says."""
+        """Content of the model file."""
         return mapping(self.model.root, self.model.path)
 
     @property
     def chunks(self) -> tuple[tuple[int, object], ...]:
-        """Chunks of the model it holds, by number: one, or those of a virtual pipeline. Empty stages have none."""
+        """Number and state_dict of each chunk: one, several with a virtual pipeline, none on an empty stage."""
         if "model" in self.root:
             return ((0, self.root["model"]),)
-        numbered = [(key[5:], own) for key, own in self.root.items() if isinstance(key, str) and key[:5] == "model"]
-        return tuple(sorted(((int(rest), own) for rest, own in numbered if rest.isdecimal()), key=lambda pair: pair[0]))
+        entries = [(key[5:], chunk) for key, chunk in self.root.items() if isinstance(key, str) and key[:5] == "model"]
+        return tuple(sorted(((int(n), chunk) for n, chunk in entries if n.isdecimal()), key=lambda pair: pair[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyRun:
-    """Files that belong together."""
+    """The files of all ranks."""
 
     folder: Path
     """The iteration folder."""
@@ -233,20 +225,20 @@ class LegacyRun:
     arguments: Arguments
     """Arguments of the run."""
     grid: Grid
-    """Degrees that the files are named by."""
-    strays: tuple[str, ...]
-    """Files in the folders of ranks that are known and not read."""
+    """Degrees in the names of the files."""
+    unread: tuple[str, ...]
+    """Known files in the folders of ranks that are not read."""
 
     @property
     def root(self) -> Mapping[object, object]:
-        """Model file of the first rank."""
+        """Content of the first rank's model file."""
         return self.ranks[0].root
 
     @property
     def version(self) -> float:
-        """Version of the checkpoint: 0 where there is none, as Megatron counts it."""
-        found = self.root.get("checkpoint_version", 0)
-        return float(found) if isinstance(found, int | float) else 0.0
+        """Version of the checkpoint; 0 where none is recorded, as in Megatron."""
+        version = self.root.get("checkpoint_version", 0)
+        return float(version) if isinstance(version, int | float) else 0.0
 
     @property
     def vpp(self) -> int:
@@ -256,80 +248,72 @@ class LegacyRun:
     @property
     def records(self) -> tuple[Record, ...]:
         """Checksums of all storages."""
-        archives = (own for rank in self.ranks for own in (rank.model, rank.buffers) if own is not None)
+        archives = (archive for rank in self.ranks for archive in (rank.model, rank.buffers) if archive is not None)
         return tuple(record for archive in archives for record in archive.records)
+
+    @property
+    def files(self) -> Iterator[SourceFile]:
+        """Identity of every file that was read."""
+        for rank in self.ranks:
+            yield source_file(rank.model.path, f"model of {rank.name}")
+            if rank.buffers is not None:
+                yield source_file(rank.buffers.path, f"distributed optimizer of {rank.name}")
 
 
 def read_run(folder: Path) -> LegacyRun:
-    """Read and check the files of an iteration. Raises one error with all that is missing or of another run."""
+    """Read and check the files of an iteration. Raises one error with all files that are missing or inconsistent."""
     folder = folder.absolute()
     folders = _rank_folders(folder)
+    names = [rank_folder.name for rank_folder in folders]
     problems = Problems()
-    read = {own.name: pair for own in folders if (pair := _read(folder / own.name, problems)) is not None}
-    roots = {name: mapping(model.root, model.path) for name, (model, _) in read.items()}
-    saved: dict[str, Arguments] = {}
+    archives = {name: pair for name in names if (pair := _read_rank(folder / name, problems)) is not None}
+    roots = {name: mapping(model.root, model.path) for name, (model, _) in archives.items()}
+    recorded: dict[str, Arguments] = {}
     for name, root in roots.items():
         try:
-            saved[name] = read_arguments(root.get("args"), name)
+            recorded[name] = read_arguments(root.get("args"), name)
         except MalformedError as error:
             problems.wrong.append(str(error))
-    arguments = next((own for own in saved.values() if own.raw), Arguments(raw={}))
+    arguments = next((args for args in recorded.values() if args.raw), Arguments(raw={}))
     grid = Grid.of(arguments, folders)
-    has_buffers = bool(read) and all(buffers is not None for _, buffers in read.values())
-    _check_grid(grid, folders, (MODEL, DISTRIBUTED_OPTIMIZER) if has_buffers else (MODEL,), problems)
+    has_buffers = bool(archives) and all(buffers is not None for _, buffers in archives.values())
+    places = {name: entry.place(pipelined=grid.pp > 1) for name, entry in zip(names, folders, strict=True)}
+    _check_grid(grid, places, (MODEL, DISTRIBUTED_OPTIMIZER) if has_buffers else (MODEL,), problems)
     if has_buffers:
-        lacking = (f"{own.name}/{DISTRIBUTED_OPTIMIZER}" for own in folders if own.name not in read)
-        problems.missing += [name for name in lacking if not (folder / name).is_file()]
+        expected = (f"{name}/{DISTRIBUTED_OPTIMIZER}" for name in names if name not in archives)
+        problems.missing += [name for name in expected if not (folder / name).is_file()]
     for key in ("iteration", "total_iters", "checkpoint_version"):
         problems.check_agreement(key, {name: root.get(key) for name, root in roots.items()})
     for key in _SAME_ARGUMENTS:
-        problems.check_agreement(key, {name: own.raw.get(key) for name, own in saved.items()})
+        problems.check_agreement(key, {name: args.raw.get(key) for name, args in recorded.items()})
     problems.check_agreement("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
-    if len(saved) == len(roots):
-        numbers = {name: own.raw.get("rank") for name, own in saved.items()}
-        problems.wrong += misplaced(grid, folders, arguments, numbers)
+    if len(recorded) == len(roots):
+        saved_ranks = {name: args.raw.get("rank") for name, args in recorded.items()}
+        problems.wrong += find_misplaced(grid, folders, arguments, saved_ranks)
     problems.raise_any(str(folder), f"Megatron, {grid}")
-    places = {own.name: own.place(pipelined=grid.pp > 1) for own in folders}
     ranks = [
-        SavedRank(name=name, place=places[name], arguments=saved[name], model=own, buffers=apart)
-        for name, (own, apart) in read.items()
+        SavedRank(name=name, place=places[name], arguments=recorded[name], model=model, buffers=buffers)
+        for name, (model, buffers) in archives.items()
     ]
-    return LegacyRun(
-        folder=folder,
-        ranks=tuple(sorted(ranks, key=lambda rank: (rank.place.pp, rank.place.ep, rank.place.tp))),
-        arguments=arguments,
-        grid=grid,
-        strays=tuple(
-            f"{own.name}/{name}"
-            for own in folders
-            for name in sorted(names_of_folder(folder / own.name))
-            if is_side_file(name)
-        ),
-    )
-
-
-def source_files(run: LegacyRun) -> Iterator[SourceFile]:
-    """Identity of every file that was read."""
-    for rank in run.ranks:
-        yield source_file(rank.path, f"model of {rank.name}")
-        if rank.buffers is not None:
-            yield source_file(rank.buffers.path, f"distributed optimizer of {rank.name}")
+    ranks.sort(key=lambda rank: (rank.place.pp, rank.place.ep, rank.place.tp))
+    files = (f"{name}/{file}" for name in names for file in sorted(names_of_folder(folder / name)))
+    unread = tuple(path for path in files if is_side_file(path.rpartition("/")[2]))
+    return LegacyRun(folder=folder, ranks=tuple(ranks), arguments=arguments, grid=grid, unread=unread)
 
 
 def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
-    """Folders of ranks."""
     try:
-        entries = sorted(names_of_folder(folder))
+        names = sorted(names_of_folder(folder))
     except OSError as error:
         raise SourceError(f"cannot list {folder}: {error.strerror}") from error
-    found = tuple(own for own in map(parse_rank_folder, entries) if own is not None)
-    if not found:
+    folders = tuple(filter(None, map(parse_rank_folder, names)))
+    if not folders:
         raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
-    return found
+    return folders
 
 
-def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | None:
-    """The model file of one rank, and that of its buffers, or None and a problem."""
+def _read_rank(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | None:
+    """The model file of one rank and its distributed optimizer; None, and a problem, without a model file."""
     archives: dict[str, Archive] = {}
     for name in (MODEL, DISTRIBUTED_OPTIMIZER):
         try:
@@ -348,60 +332,18 @@ def _read(folder: Path, problems: Problems) -> tuple[Archive, Archive | None] | 
     return None if model is None else (model, archives.get(DISTRIBUTED_OPTIMIZER))
 
 
-def _check_grid(grid: Grid, folders: tuple[RankFolder, ...], files: tuple[str, ...], problems: Problems) -> None:
-    """Check that every rank that must have saved did; each saves `files`."""
+def _check_grid(grid: Grid, places: Mapping[str, GridPlace], files: tuple[str, ...], problems: Problems) -> None:
+    """Check that exactly the ranks of the grid have a folder. `places`: by folder; `files`: those that each saves."""
     if grid.collides:
         problems.unsupported.append(
             f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert have one folder "
             "name, and only one of them is there (--ckpt-format torch cannot save this layout). Save with torch_dist"
         )
-    there = {own.place(pipelined=grid.pp > 1): own.name for own in folders}
+    existing = set(places.values())
     for place in grid.places():
-        if place not in there:
+        if place not in existing:
             name = rank_folder_name(place, pipelined=grid.pp > 1, experts=grid.ep > 1)
             problems.missing += [f"{name}/{file} ({place})" for file in files]
     problems.wrong += [
-        f"extra: {name} lies outside the grid of {grid}" for place, name in there.items() if not grid.contains(place)
-    ]
-
-
-_OF_A_RANK = ("rank", "local_rank")
-"""Arguments that are a rank's own number, and say nothing."""
-_PER_RANK = ("rng_state",)
-"""Kept per rank even where all are equal."""
-
-
-def run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[str]]:
-    """Extras of a run, and what is dropped, each with the reason."""
-    extras: list[Extra] = []
-    for key in dict.fromkeys(key for rank in run.ranks for key in rank.root):
-        name = str(key)
-        if name == "optimizer" or name.rstrip("0123456789") == "model":
-            continue
-        values = {n: rank.root[key] for n, rank in enumerate(run.ranks) if rank.root.get(key) is not None}
-        if name == "args" and values:
-            extras.append(Extra(name=name, value=next(iter(values.values()))))
-        else:
-            extras += ranks_extras(run, name, values, checksums)
-    first = run.ranks[0]
-    raws = (rank.arguments.raw.items() for rank in run.ranks)
-    differing = sorted(
-        {key for raw in raws for key, value in raw if not checksums.is_same(value, first.arguments.raw.get(key))}
-        - {*_OF_A_RANK}
-    )
-    if not differing:
-        return extras, []
-    shown = ", ".join(differing[:8]) + (", ..." if len(differing) > 8 else "")
-    return extras, [f"args of ranks other than {first.name}, which differ in {shown}: the first rank's are kept"]
-
-
-def ranks_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
-    """Extras for what ranks (by number) saved under one name: one, where all that have it agree."""
-    first = next(iter(values.values()), None)
-    if name not in _PER_RANK and all(checksums.is_same(first, own) for own in values.values()):
-        return [Extra(name=name, value=first)] if values else []
-    places = ((own, run.ranks[number].place) for number, own in values.items())
-    return [
-        Extra(name=f"{name}/pp{at.pp}.tp{at.tp}" + (f".ep{at.ep}" if run.grid.ep > 1 else ""), value=own)
-        for own, at in places
+        f"extra: {name} lies outside the grid of {grid}" for name, place in places.items() if not grid.contains(place)
     ]

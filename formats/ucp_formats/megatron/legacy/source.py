@@ -1,14 +1,11 @@
-"""The optimizer of every rank, in whichever form: whole, distributed, or a chain of either.
+"""Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
 
-Where experts are parallel there are two optimizers on every rank, one of dense parameters and one of experts; else
-there is one of all.
-
-Legacy checkpoints of Megatron (`mp_rank_*`), read as an index.
-
-1. Read the files of all ranks and check that they belong together (`files`, `grid`).
+1. Read the files of all ranks and check that they are consistent (`files`).
 2. Read the model: names, layers, experts, rules (`model`).
-3. Read the optimizer: names of states that are recorded without any (`optimizer`).
-4. Put the parts of all ranks together into atoms (`atoms`), the rest into extras (`extras`).
+3. Find the names of optimizer states, which are not recorded (`plain_optimizer`, `distributed_optimizer`).
+4. Union the parts of all ranks into atoms (`atoms`); the remaining entries are extras.
+
+With expert parallelism every rank has a chain of two optimizers, of dense parameters and of experts; else one.
 """
 
 from __future__ import annotations
@@ -26,142 +23,40 @@ from ucp.io.pickle.fields import described, mapping, shown
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import assign_groups, drop_rank_settings, is_by_named_optimizer, is_expert
-from ucp_formats.megatron.legacy.atoms import LegacyStates, Optimizer, atoms_of
-from ucp_formats.megatron.legacy.distributed import Buffer, add_buffers, read_buffers
-from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, ranks_extras, read_run, run_extras, source_files
-from ucp_formats.megatron.legacy.model import Held, LegacyModel, Slot, read_model
-from ucp_formats.megatron.legacy.whole import add_whole_optimizer
+from ucp_formats.megatron.legacy.atoms import LegacyStates, RankOptimizer, build_atoms
+from ucp_formats.megatron.legacy.distributed_optimizer import SavedBuffer, add_buffers, read_buffers
+from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank, read_run
+from ucp_formats.megatron.legacy.model import LegacyModel, RankParam, Slot, read_model
+from ucp_formats.megatron.legacy.plain_optimizer import add_plain_optimizer
 from ucp_formats.megatron.mesh import count_replicas
 from ucp_formats.megatron.modules import with_modules
 from ucp_formats.megatron.names import DISTRIBUTED_OPTIMIZER, MODULES, SavedAs
 
-_KNOWN = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
-
-
-def read_optimizer(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> LegacyStates:
-    """States of all parameters. Raises MalformedError, MissingFileError, UnsupportedError."""
-    states = LegacyStates()
-    trainable = _trainable(model)
-    rest: dict[str, dict[int, object]] = {}
-    arguments = with_modules(run.arguments.raw, model.modules)
-    optimizers = [_members(run, rank, trainable.get(number, []), arguments) for number, rank in enumerate(run.ranks)]
-    lacking = [
-        f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
-        for rank, members in zip(run.ranks, optimizers, strict=True)
-        if rank.buffers is None and any(own.saved and not own.is_whole for own in members)
-    ]
-    if lacking:
-        raise MissingFileError(
-            f"{run.folder} was saved with a distributed optimizer; {counted(len(lacking), 'file')} of it missing:\n"
-            f"{listed(lacking)}\nCopy them from where they were saved"
-        )
-    with Prober() as prober:
-        for number, (rank, members) in enumerate(zip(run.ranks, optimizers, strict=True)):
-            for own, buffers in zip(members, _buffers_of(rank, members), strict=True):
-                if own.is_whole:
-                    add_whole_optimizer(own, states, prober)
-                elif buffers is not None:
-                    experts = own.chain is not None and bool(own.held) and is_expert(own.held[0].name)
-                    dp = count_replicas(run.arguments.topology(), expert=experts)
-                    add_buffers(buffers, own, dp, states, prober)
-                    _add_groups(own, states)
-                prefix = "optimizer/" if own.chain is None else f"optimizer/{own.chain}/"
-                others = {key: value for key, value in own.saved.items() if value is not None}
-                if own.inner is not own.saved:
-                    others |= own.inner
-                for key in [key for key in others if key not in _KNOWN]:  # the loss scale, above all
-                    rest.setdefault(f"{prefix}{key}", {})[number] = others[key]
-    for name, values in rest.items():
-        states.extras += ranks_extras(run, name, values, checksums)
-    states.notes = list(dict.fromkeys(states.notes))
-    states.dropped = list(dict.fromkeys(states.dropped))
-    return states
-
-
-def _trainable(model: LegacyModel) -> dict[int, list[Held]]:
-    """Trainable tensors of every rank, each once, in registration order."""
-    found: dict[Slot, Held] = {}
-    for own in model.held:
-        match = model.matches.get(own.name)
-        if match is not None and not match.buffer:
-            found.setdefault(own.slot, own)
-    by_rank: dict[int, list[Held]] = {}
-    for own in found.values():
-        by_rank.setdefault(own.slot.rank, []).append(own)
-    return by_rank
-
-
-def _members(run: LegacyRun, rank: SavedRank, held: Sequence[Held], arguments: Mapping[str, object]) -> list[Optimizer]:
-    """Optimizers of a rank, which trains `held`; `arguments`: those of the run, with what its keys show."""
-    found = rank.root.get("optimizer")
-    where = f"the optimizer of {rank.name}"
-    if found is None:
-        return []
-    if not isinstance(found, list):
-        return [Optimizer(where=where, chain=None, saved=mapping(found, where), held=tuple(held), arguments=arguments)]
-    members = []
-    for chain, saved in enumerate(found):
-        own = mapping({} if saved is None else saved, where)
-        whole = Optimizer(where=where, chain=chain, saved=own, held=tuple(held), arguments=arguments)
-        groups = own_groups if isinstance(own_groups := whole.inner.get("param_groups"), list) else []
-        flags = [one.get("is_expert_parallel") for one in groups if isinstance(one, dict)]
-        flags = [flag for flag in flags if flag is not None]  # where groups do not say it, experts come last
-        experts = any(flags) if flags else run.grid.ep > 1 and chain == len(found) - 1
-        chosen = tuple(one for one in held if len(found) == 1 or is_expert(one.name) == experts)
-        label = f"{where} ({'experts' if experts else 'dense parameters'})"
-        members.append(replace(whole, where=label, held=chosen))
-    return members
-
-
-def _buffers_of(rank: SavedRank, members: Sequence[Optimizer]) -> list[list[Buffer] | None]:
-    """Buffers of every optimizer of a rank."""
-    if rank.buffers is None:
-        return [None] * len(members)
-    where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
-    buffers = read_buffers(rank.buffers.root, where)
-    if len(buffers) != len(members):
-        raise MalformedError(f"expected buffers of {counted(len(members), 'optimizer')} in {where}; got {len(buffers)}")
-    return buffers
-
-
-def _add_groups(own: Optimizer, states: LegacyStates) -> None:
-    """Deal out the groups of a distributed optimizer, which has no numbers of parameters."""
-    if own.inner.get("param_groups") is None:
-        raise UnsupportedError(f"expected param_groups in {own.where}; got {described(own.saved.get('optimizer'))}")
-    groups = [group for group, _ in own.groups()]
-    placed = {held.name: held for held in own.held if held.slot in states.tensors}
-    dealt = assign_groups(groups, {name: held.ref.shape for name, held in placed.items()}, own.arguments)
-    steps = dict.fromkeys(dealt.lost, dealt.step)
-    for group, params in zip(groups, dealt.groups, strict=True):
-        number = states.group(group)
-        states.group_of |= {placed[name].slot: number for name in params.params}
-        steps |= dict.fromkeys(params.params, group.hyper.get(STEP))
-    states.numbers |= {placed[name].slot: {STEP: step} for name, step in steps.items() if step is not None}
-    states.notes.append(dealt.note)
-    states.dropped += dealt.dropped
-    states.lost |= dealt.lost
+_READ_KEYS = ("optimizer", "fp32_from_fp16_params", "state", "param_groups")
+"""Entries of an optimizer that are states or groups; others, like the loss scale, are extras."""
+_RANK_NUMBERS = {"rank", "local_rank"}
+"""Arguments that differ between ranks by definition."""
+_PER_RANK = "rng_state"
+"""Extra that is kept per rank even if all ranks agree."""
 
 
 def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) -> Index:
-    """Index of the legacy checkpoint at `located`; `name`: of the format.
-
-    `options`: may name the family of the model.
-    """
+    """Index of the legacy checkpoint at `located`. `name`: of the format; `options`: may name the model family."""
     run = read_run(located.root)
     model = read_model(run, options)
     checksums = Checksums(run.records)
-    states = read_optimizer(run, model, checksums)
+    states = _read_optimizers(run, model, checksums)
     _check_states(run, model, states)
-    atoms = atoms_of(run, model, states)
-    shapes = {own: atom.global_shape for own, atom in atoms.items()}
+    atoms = build_atoms(run, model, states)
+    shapes = {atom.name: atom.global_shape for atom in atoms.values()}
     check_recorded(model.family, run.arguments.raw, shapes, str(run.folder), pads_on_load=False)
-    extras, dropped = run_extras(run, checksums)
+    extras, dropped = _run_extras(run, checksums)
     steps = (run.root.get(key) for key in ("iteration", "total_iters"))
     modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
-    strays = (
-        f"{own}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in own else 'where a data loader stands'}, "
+    unread = (
+        f"{path}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in path else 'position of a data loader'}, "
         "which is not read"
-        for own in run.strays
+        for path in run.unread
     )
     return Index(
         path=str(run.folder),
@@ -171,65 +66,205 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
         topology=run.arguments.topology(),
         step=next((step for step in steps if type(step) is int), run.arguments.iteration),
         atoms=atoms,
-        groups=_groups(run, model, states, atoms),
+        groups=_param_groups(run, model, states, atoms),
         aliases={
             tie.name: stored
             for tie in model.family.tied
             if tie.name not in atoms and (stored := model.family.find_tied(tie.name)) in atoms
         },
-        extras=(
-            *extras,
-            *modules,
-            *model.extras,
-            *states.extras,
-        ),
-        files=tuple(source_files(run)),
+        extras=(*extras, *modules, *model.extras, *states.extras),
+        files=tuple(run.files),
         records=run.records,
-        notes=(
-            *located.notes,
-            f"model family {model.family.name}: {'; '.join(model.reasons)}",
-            *states.notes,
-        ),
-        dropped=(*dropped, *states.dropped, *strays),
+        notes=(*located.notes, f"model family {model.family.name}: {'; '.join(model.reasons)}", *states.notes),
+        dropped=(*dropped, *states.dropped, *unread),
         lost=states.lost,
     )
 
 
+def _read_optimizers(run: LegacyRun, model: LegacyModel, checksums: Checksums) -> LegacyStates:
+    """States of all parameters. Raises MalformedError, MissingFileError, UnsupportedError."""
+    states = LegacyStates()
+    trainable = _trainable_params(model)
+    arguments = with_modules(run.arguments.raw, model.modules)
+    chains = [_rank_optimizers(run, rank, trainable.get(n, []), arguments) for n, rank in enumerate(run.ranks)]
+    missing = [
+        f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+        for rank, optimizers in zip(run.ranks, chains, strict=True)
+        if rank.buffers is None and any(optimizer.saved and not optimizer.is_plain for optimizer in optimizers)
+    ]
+    if missing:
+        raise MissingFileError(
+            f"{run.folder} was saved with a distributed optimizer; {counted(len(missing), 'file')} of it missing:\n"
+            f"{listed(missing)}\nCopy them from where they were saved"
+        )
+    extras: dict[str, dict[int, object]] = {}
+    with Prober() as prober:
+        for number, (rank, optimizers) in enumerate(zip(run.ranks, chains, strict=True)):
+            for optimizer, buffers in zip(optimizers, _buffers_of(rank, optimizers), strict=True):
+                if optimizer.is_plain:
+                    add_plain_optimizer(optimizer, states, prober)
+                elif buffers is not None:
+                    params = optimizer.params
+                    experts = optimizer.chain is not None and bool(params) and is_expert(params[0].name)
+                    dp = count_replicas(run.arguments.topology(), expert=experts)
+                    add_buffers(buffers, optimizer, dp, states, prober)
+                    _add_groups(optimizer, states)
+                prefix = "optimizer/" if optimizer.chain is None else f"optimizer/{optimizer.chain}/"
+                others = {key: value for key, value in optimizer.saved.items() if value is not None}
+                if optimizer.inner is not optimizer.saved:
+                    others |= optimizer.inner
+                for key in [key for key in others if key not in _READ_KEYS]:
+                    extras.setdefault(f"{prefix}{key}", {})[number] = others[key]
+    for name, values in extras.items():
+        states.extras += _rank_extras(run, name, values, checksums)
+    states.notes = list(dict.fromkeys(states.notes))
+    states.dropped = list(dict.fromkeys(states.dropped))
+    return states
+
+
+def _trainable_params(model: LegacyModel) -> dict[int, list[RankParam]]:
+    """Trainable tensors of every rank, each once, in registration order."""
+    by_slot: dict[Slot, RankParam] = {}
+    for param in model.params:
+        match = model.matches.get(param.name)
+        if match is not None and not match.buffer:
+            by_slot.setdefault(param.slot, param)
+    by_rank: dict[int, list[RankParam]] = {}
+    for param in by_slot.values():
+        by_rank.setdefault(param.slot.rank, []).append(param)
+    return by_rank
+
+
+def _rank_optimizers(
+    run: LegacyRun, rank: SavedRank, params: Sequence[RankParam], arguments: Mapping[str, object]
+) -> list[RankOptimizer]:
+    """Optimizers of a rank, which trains `params`. `arguments`: of the run, and those that its keys imply."""
+    root = rank.root.get("optimizer")
+    where = f"the optimizer of {rank.name}"
+    if root is None:
+        return []
+    if not isinstance(root, list):
+        saved = mapping(root, where)
+        return [RankOptimizer(where=where, chain=None, saved=saved, params=tuple(params), arguments=arguments)]
+    optimizers = []
+    for chain, entry in enumerate(root):
+        saved = mapping({} if entry is None else entry, where)
+        optimizer = RankOptimizer(where=where, chain=chain, saved=saved, params=tuple(params), arguments=arguments)
+        groups = optimizer.inner.get("param_groups")
+        entries = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+        flags = [flag for group in entries if (flag := group.get("is_expert_parallel")) is not None]
+        experts = any(flags) if flags else run.grid.ep > 1 and chain == len(root) - 1  # without flags, the last one
+        chosen = tuple(param for param in params if len(root) == 1 or is_expert(param.name) == experts)
+        label = f"{where} ({'experts' if experts else 'dense parameters'})"
+        optimizers.append(replace(optimizer, where=label, params=chosen))
+    return optimizers
+
+
+def _buffers_of(rank: SavedRank, optimizers: Sequence[RankOptimizer]) -> list[list[SavedBuffer] | None]:
+    """Buffers of every optimizer of a rank."""
+    if rank.buffers is None:
+        return [None] * len(optimizers)
+    where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
+    buffers = read_buffers(rank.buffers.root, where)
+    if len(buffers) != len(optimizers):
+        expected = counted(len(optimizers), "optimizer")
+        raise MalformedError(f"expected buffers of {expected} in {where}; got {len(buffers)}")
+    return buffers
+
+
+def _add_groups(optimizer: RankOptimizer, states: LegacyStates) -> None:
+    """Assign parameters to the groups of a distributed optimizer, whose groups do not list them."""
+    if optimizer.inner.get("param_groups") is None:
+        got = described(optimizer.saved.get("optimizer"))
+        raise UnsupportedError(f"expected param_groups in {optimizer.where}; got {got}")
+    groups = [group for group, _ in optimizer.groups()]
+    params = {param.name: param for param in optimizer.params if param.slot in states.tensors}
+    assigned = assign_groups(groups, {name: param.ref.shape for name, param in params.items()}, optimizer.arguments)
+    steps = dict.fromkeys(assigned.lost, assigned.step)
+    for group, members in zip(groups, assigned.groups, strict=True):
+        number = states.add_group(group)
+        states.group_of |= {params[name].slot: number for name in members.params}
+        steps |= dict.fromkeys(members.params, group.hyper.get(STEP))
+    states.numbers |= {params[name].slot: {STEP: step} for name, step in steps.items() if step is not None}
+    states.notes.append(assigned.note)
+    states.dropped += assigned.dropped
+    states.lost |= assigned.lost
+
+
 def _check_states(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> None:
-    """Prove that no parameter of a rank lacks a state that others have. Raises MalformedError."""
+    """Check that no parameter of a rank lacks a state that others have. Raises MalformedError."""
     trained = {
-        f"{own.name}, of {run.ranks[own.slot.rank].name}": own for own in model.held if own.slot in states.tensors
+        f"{param.name}, of {run.ranks[param.slot.rank].name}": param
+        for param in model.params
+        if param.slot in states.tensors
     }
+    arguments, wide = run.arguments.raw, DType.FLOAT32.itemsize
     check_gaps(
-        {label: frozenset(states.tensors[own.slot]) for label, own in trained.items()},
-        {label: is_by_named_optimizer(run.arguments.raw, own.name, own.ref.shape) for label, own in trained.items()},
+        {label: frozenset(states.tensors[param.slot]) for label, param in trained.items()},
+        {label: is_by_named_optimizer(arguments, param.name, param.ref.shape) for label, param in trained.items()},
         str(run.folder),
-        without_master={label for label, own in trained.items() if own.ref.dtype.itemsize >= DType.FLOAT32.itemsize},
+        without_master={label for label, param in trained.items() if param.ref.dtype.itemsize >= wide},
     )
 
 
-def _groups(
+def _param_groups(
     run: LegacyRun, model: LegacyModel, states: LegacyStates, atoms: Mapping[str, AtomIndex]
 ) -> tuple[ParamGroup, ...]:
     """Groups with the names of their parameters, in the order of the model."""
     number_of: dict[str, int] = {}
-    for held in model.held:
-        number = states.group_of.get(held.slot)
-        if number is not None and number_of.setdefault(held.name, number) != number:
-            settings, others = (states.groups[at].hyper for at in (number_of[held.name], number))
+    for param in model.params:
+        number = states.group_of.get(param.slot)
+        if number is not None and number_of.setdefault(param.name, number) != number:
+            first, other = (states.groups[n].hyper for n in (number_of[param.name], number))
             same = Checksums(()).is_same
-            keys = sorted(key for key in {**settings, **others} if not same(settings.get(key), others.get(key)))
-            told = ", ".join(f"{key} is {shown(settings.get(key))} and {shown(others.get(key))}" for key in keys)
+            keys = sorted(key for key in {**first, **other} if not same(first.get(key), other.get(key)))
+            differences = (f"{key} is {shown(first.get(key))} and {shown(other.get(key))}" for key in keys)
             raise MalformedError(
-                f"expected the same settings of an optimizer group on all ranks; of {held.name} {told}, on "
-                f"{run.ranks[held.slot.rank].name}. The files are of different steps or runs: copy one checkpoint"
+                f"expected the same optimizer group for {param.name} on all ranks; on "
+                f"{run.ranks[param.slot.rank].name} {', '.join(differences)}. The files are of different steps or "
+                "runs: copy one checkpoint"
             )
     members: list[list[str]] = [[] for _ in states.groups]
     for name in atoms:
         if name in number_of:
             members[number_of[name]].append(name)
-    stepped = {name for name, atom in atoms.items() if STEP in atom.states}
+    stepped_names = {name for name, atom in atoms.items() if STEP in atom.states}
     return tuple(
-        drop_rank_settings(ParamGroup(params=tuple(own), hyper=dict(group.hyper)), stepped)
-        for own, group in zip(members, states.groups, strict=True)
+        drop_rank_settings(ParamGroup(params=tuple(names), hyper=dict(group.hyper)), stepped_names)
+        for names, group in zip(members, states.groups, strict=True)
     )
+
+
+def _run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list[str]]:
+    """Extras of a run, and lines for `Index.dropped`."""
+    extras: list[Extra] = []
+    for key in dict.fromkeys(key for rank in run.ranks for key in rank.root):
+        name = str(key)
+        if name == "optimizer" or name.rstrip("0123456789") == "model":
+            continue
+        values = {n: rank.root[key] for n, rank in enumerate(run.ranks) if rank.root.get(key) is not None}
+        if name == "args" and values:
+            extras.append(Extra(name=name, value=next(iter(values.values()))))
+        else:
+            extras += _rank_extras(run, name, values, checksums)
+    first = run.ranks[0]
+    items = (item for rank in run.ranks for item in rank.arguments.raw.items())
+    differing = {key for key, value in items if not checksums.is_same(value, first.arguments.raw.get(key))}
+    keys = sorted(differing - _RANK_NUMBERS)
+    if not keys:
+        return extras, []
+    text = ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "")
+    return extras, [f"args of ranks other than {first.name}, which differ in {text}: the first rank's are kept"]
+
+
+def _rank_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+    """Extras for the values that ranks (by number) saved under one name: one extra if all are equal."""
+    first = next(iter(values.values()), None)
+    if name != _PER_RANK and all(checksums.is_same(first, value) for value in values.values()):
+        return [Extra(name=name, value=first)] if values else []
+    extras = []
+    for number, value in values.items():
+        place = run.ranks[number].place
+        expert = f".ep{place.ep}" if run.grid.ep > 1 else ""
+        extras.append(Extra(name=f"{name}/pp{place.pp}.tp{place.tp}{expert}", value=value))
+    return extras

@@ -1,12 +1,9 @@
-"""Where the tensors of a module of megatron-core lie in the whole model, as the module itself says.
+"""The tensors of a live megatron-core model, and their layout by the `sharded_state_dict` of its modules.
 
-`sharded_state_dict` is what Megatron saves and loads by: for every tensor a key, the shape of the whole and the offset
-of this rank's part, in pieces where a fused tensor (gate and up, the projections of Mamba) is cut piece by piece.
-
-The model of a rank, one chunk or several, as names and parts of the whole.
-
-Names are those that the readers give to checkpoints of the same modules: the keys that Megatron would save are
-understood by the rules of the family, which is chosen by all ranks run_together, for a stage has but some of the keys.
+Megatron saves and loads by `sharded_state_dict`. It gives every tensor a key, its global shape and the offset of this
+rank's part; a fused tensor (gate and up, the projections of Mamba) is given in several parts. The rules of the family
+translate keys into the names that readers of checkpoints use. All ranks choose the family together, as a stage has only
+some of the keys.
 """
 
 from __future__ import annotations
@@ -34,66 +31,61 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-_NO_TENSOR = "_extra_state"
-"""End of the names of what modules of Transformer Engine keep beside tensors: bytes, and rank-local."""
+_EXTRA_STATE = "_extra_state"
+"""End of the names of rank-local bytes that modules of Transformer Engine keep."""
+_PLACE = "place"
+"""Axis of a layout that covers this rank only."""
+_FULLY_SHARDED = "FullyShardedDataParallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
-    """A parameter or buffer of a module, and its place."""
+class ModuleTensor:
+    """A parameter or buffer of a module, and its place in the global tensor."""
 
-    local_name: str
-    """Name in the module."""
     tensor: torch.Tensor
     """The parameter or buffer itself."""
     shapes: Mapping[str, Shape]
-    """Key to the shape of what is saved under it, stacked dims counted; several keys where it is saved in parts."""
+    """Key to the shape of the tensor saved under it, with stacked dims; several keys if it is saved in parts."""
     stacked: Shape
-    """Which layer, and which expert, it is, as far as its key counts them in leading dims."""
-    global_shape: Shape
-    """Shape of the whole, without these."""
-    pairs: tuple[RegionPair, ...]
-    """What of the whole the rank holds."""
-    is_padded: bool
-    """Whether the rows of the whole are padded, to a number that depends on the run."""
-
-    @property
-    def key(self) -> str:
-        """The first of its keys."""
-        return next(iter(self.shapes))
+    """Its indices in the leading dims that stack layers and experts."""
+    part: LivePart
+    """The part of the global tensor, without these dims, that the rank holds."""
 
 
-def sharded_tensors(module: torch.nn.Module) -> list[Sharded]:
+def _read_module(module: torch.nn.Module) -> list[ModuleTensor]:
     """Parameters and persistent buffers of a MegatronModule.
 
-    Raises LoadError for those without memory, UnsupportedError for what has no one place.
+    Raises LoadError for parameters on the meta device, UnsupportedError for tensors without one place.
     """
-    blank = [name for name, own in module.named_parameters() if own.is_meta]
-    if blank:
+    meta = [name for name, param in module.named_parameters() if param.is_meta]
+    if meta:
         raise LoadError(
-            f"expected parameters that have memory to load into; these are on the meta device:\n{listed(blank)}\n"
+            f"expected parameters that have memory to load into; these are on the meta device:\n{listed(meta)}\n"
             "build the model without init_model_with_meta_device"
         )
-    by_tensor = {id(value.data): value for value in _sharded_values(module)}
-    found, problems, seen = [], [], set()
-    for name, own in module.state_dict(keep_vars=True).items():
-        if name.endswith(_NO_TENSOR) or own is None or id(own) in seen:
+    sharded = {id(value.data): value for value in _sharded_values(module)}
+    tensors: list[ModuleTensor] = []
+    problems: list[str] = []
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name.endswith(_EXTRA_STATE) or tensor is None or id(tensor) in seen:
             continue
-        seen.add(id(own))
+        seen.add(id(tensor))
         try:
-            found.append(_placed(name, own, by_tensor.get(id(own))))
+            tensors.append(_read_tensor(tensor, sharded.get(id(tensor))))
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise UnsupportedError(
-            "expected tensors of megatron-core, each of which is a part of one tensor of the whole model; got "
-            f"others:\n{listed(problems)}\nBuild experts as SequentialMLP or TEGroupedMLP, and give modules of your "
-            "own a sharded_state_dict"
+            "expected tensors of megatron-core, each a part of one global tensor of the model; got others:\n"
+            f"{listed(problems)}\nBuild experts as SequentialMLP or TEGroupedMLP, and give modules of your own a "
+            "sharded_state_dict"
         )
-    return found
+    return tensors
 
 
 def _sharded_values(module: Any) -> Iterator[Any]:
+    """The ShardedTensors and ShardedTensorFactories of a module."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -105,8 +97,8 @@ def _sharded_values(module: Any) -> Iterator[Any]:
     yield from nested_values(sharded)
 
 
-def _placed(name: str, tensor: torch.Tensor, value: Any) -> Sharded:
-    """The place of one tensor. `value`: ShardedTensor or ShardedTensorFactory. Raises ValueError."""
+def _read_tensor(tensor: torch.Tensor, value: Any) -> ModuleTensor:
+    """The part that a tensor is. `value`: ShardedTensor, ShardedTensorFactory or None. Raises ValueError."""
     if value is None:
         raise ValueError("the sharded_state_dict of its module does not have it")
     shapes: dict[str, Shape] = {}
@@ -114,31 +106,40 @@ def _placed(name: str, tensor: torch.Tensor, value: Any) -> Sharded:
     rows = 0
     pairs: list[RegionPair] = []
     stacked: set[Shape] = set()
-    for part in _parts(value, tensor.detach()):
+    for part in _build_parts(value, tensor.detach()):
         lead = part.prepend_axis_num
-        whole, offsets = tuple(part.global_shape[lead:]), tuple(part.global_offset[lead:])
+        global_shape, offsets = tuple(part.global_shape[lead:]), tuple(part.global_offset[lead:])
         if part.key not in shapes:  # parts of a fused tensor follow one another along dim 0
             shapes[part.key], starts[part.key] = tuple(part.global_shape), rows
-            rows += whole[0] if whole else 0
+            rows += global_shape[0] if global_shape else 0
         if starts[part.key]:
             offsets = (starts[part.key] + offsets[0], *offsets[1:])
         stacked.add(tuple(part.global_offset[:lead]))
         sizes = tuple(part.data.shape)
-        pairs.append(RegionPair(Box(offsets, sizes), Box(_inside(tensor, part.data), sizes)))
+        pairs.append(RegionPair(Box(offsets, sizes), Box(_offsets_in(tensor, part.data), sizes)))
     if len(stacked) != 1:
         raise ValueError("it holds several experts in one tensor")
-    return Sharded(
-        local_name=name,
-        tensor=tensor,
-        shapes=shapes,
-        stacked=stacked.pop(),
-        global_shape=(rows, *whole[1:]) if whole else (),
-        pairs=tuple(pairs),
-        is_padded=part.allow_shape_mismatch,
+    live_part = _live_part(
+        tuple(tensor.shape),
+        (rows, *global_shape[1:]) if global_shape else (),
+        tuple(pairs),
+        is_padded=part.allow_shape_mismatch,  # rows are padded to a number that depends on the run
+    )
+    return ModuleTensor(tensor=tensor, shapes=shapes, stacked=stacked.pop(), part=live_part)
+
+
+def _live_part(local_shape: Shape, global_shape: Shape, pairs: tuple[RegionPair, ...], *, is_padded: bool) -> LivePart:
+    full = Box.full(local_shape)
+    if pairs == (RegionPair(full, full),) and global_shape == local_shape and not is_padded:
+        return LivePart.full(local_shape)
+    layout = Layout((AxisLayout(_PLACE, 1, pattern("pieces", held=(pairs,)), "sharded_state_dict of the module"),))
+    coords = {_PLACE: 0}
+    return LivePart(
+        local_shape=local_shape, layout=layout, coords=coords, global_shape=global_shape, is_padded=is_padded
     )
 
 
-def _parts(value: Any, tensor: torch.Tensor) -> Iterator[Any]:
+def _build_parts(value: Any, tensor: torch.Tensor) -> Iterator[Any]:
     """The ShardedTensors that a tensor is saved as."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -149,32 +150,27 @@ def _parts(value: Any, tensor: torch.Tensor) -> Iterator[Any]:
         yield replace(value, data=tensor, dtype=tensor.dtype)
 
 
-def _inside(tensor: torch.Tensor, part: torch.Tensor) -> Shape:
-    """Where a view starts in its tensor. Raises ValueError for one that lies otherwise."""
-    if part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or part.stride() != tensor.stride():
+def _offsets_in(tensor: torch.Tensor, view: torch.Tensor) -> Shape:
+    """Offsets at which `view` starts in `tensor`. Raises ValueError for other memory or strides."""
+    if view.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or view.stride() != tensor.stride():
         raise ValueError("it is saved in another form than it has")
-    left, at = int(part.storage_offset() - tensor.storage_offset()), []
+    remainder, offsets = int(view.storage_offset() - tensor.storage_offset()), []
     for stride in tensor.stride():
-        step, left = divmod(left, stride)
-        at.append(step)
-    return tuple(at)
+        offset, remainder = divmod(remainder, stride)
+        offsets.append(offset)
+    return tuple(offsets)
 
 
-_PLACE = "place"
-"""The axis of a layout that says what this rank holds, and nothing of others."""
-_FULLY_SHARDED = "FullyShardedDataParallel"
-
-
-def unwrapped(chunk: nn.Module) -> nn.Module:
-    """The model itself, out of DistributedDataParallel and Float16Module. Raises UnsupportedError for FSDP."""
+def _unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and Float16Module. Raises UnsupportedError for FSDP."""
     from torch import nn
 
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         if _FULLY_SHARDED in type(chunk).__name__:
             raise UnsupportedError(
                 f"expected a model in DistributedDataParallel of megatron-core, or in no wrapper; got "
-                f"{type(chunk).__name__}, whose shards are not loaded yet. Convert with --to megatron, and load the "
-                "result as Megatron does"
+                f"{type(chunk).__name__}, whose shards cannot be loaded yet. Convert with --to megatron, and load the "
+                "result with Megatron"
             )
         chunk = inner
     return chunk
@@ -182,68 +178,56 @@ def unwrapped(chunk: nn.Module) -> nn.Module:
 
 def describe_chunks(chunks: Sequence[nn.Module], ranks: Ranks) -> LiveModel:
     """All tensors of this rank. Collective."""
-    models = run_together(ranks, lambda: [unwrapped(chunk) for chunk in chunks])
-    found = run_together(ranks, lambda: [own for model in models for own in sharded_tensors(model)])
-    shapes = distinct_shapes({key: shape for one in found for key, shape in one.shapes.items()})
-    every = {key: shape for told in ranks.share(shapes) for key, shape in told.items()}  # a stage has some of the keys
-    names = run_together(ranks, lambda: name_tensors(every, _arguments(models[0]), SourceOptions()))
-    tensors = run_together(ranks, lambda: _live(found, names))
+    models = run_together(ranks, lambda: [_unwrap(chunk) for chunk in chunks])
+    local = run_together(ranks, lambda: [tensor for model in models for tensor in _read_module(model)])
+    local_shapes = distinct_shapes({key: shape for tensor in local for key, shape in tensor.shapes.items()})
+    shapes = {key: shape for rank_shapes in ranks.share(local_shapes) for key, shape in rank_shapes.items()}
+    names = run_together(ranks, lambda: name_tensors(shapes, _model_arguments(models[0]), SourceOptions()))
+    tensors = run_together(ranks, lambda: _name_local(local, names))
+    pairs = list(zip(tensors, local, strict=True))
     return LiveModel(
         tensors=tensors,
-        handles={live.name: own.tensor for live, own in zip(tensors, found, strict=True)},
-        owners={id(own.tensor): live.name for live, own in zip(tensors, found, strict=True)},
+        handles={live.name: entry.tensor for live, entry in pairs},
+        owners={id(entry.tensor): live.name for live, entry in pairs},
         notes=() if names.family else names.notes,
     )
 
 
-def _live(found: Iterable[Sharded], names: DistNames) -> tuple[LiveTensor, ...]:
-    held: Counter[str] = Counter()
+def _name_local(local: Iterable[ModuleTensor], names: DistNames) -> tuple[LiveTensor, ...]:
+    """The tensors under their canonical names; a tied copy in another chunk has a number appended."""
+    copies: Counter[str] = Counter()
     tensors = []
-    for own in found:
-        name = _name(own, names)
-        held[name] += 1
-        again = (f"{name}#{held[name]}",) if held[name] > 1 else ()  # a tied copy in another chunk
-        tensors.append(LiveTensor(names=(*again, name), dtype=dtype_of(own.tensor), part=_part(own)))
+    for entry in local:
+        name = _canonical_name(entry, names)
+        copies[name] += 1
+        numbered = (f"{name}#{copies[name]}",) if copies[name] > 1 else ()
+        tensors.append(LiveTensor(names=(*numbered, name), dtype=dtype_of(entry.tensor), part=entry.part))
     return tuple(tensors)
 
 
-def _arguments(model: Any) -> Mapping[str, object]:
-    """What the run would record of its model, as far as names are chosen by it."""
+def _model_arguments(model: Any) -> Mapping[str, object]:
+    """The arguments of the run that the choice of a family depends on."""
     config = getattr(model, "config", None)
-    told = {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str)}
-    found = {
-        "num_experts": told.get("num_moe_experts"),
+    arguments = {key: value for key, value in vars(config).items() if isinstance(value, bool | int | float | str)}
+    translated = {
+        "num_experts": arguments.get("num_moe_experts"),
         "position_embedding_type": getattr(model, "position_embedding_type", None),
     }
     tied = getattr(model, "share_embeddings_and_output_weights", None)
     if tied is not None:
-        found["untie_embeddings_and_output_weights"] = not tied
-    return told | {key: value for key, value in found.items() if value is not None}
+        translated["untie_embeddings_and_output_weights"] = not tied
+    return arguments | {key: value for key, value in translated.items() if value is not None}
 
 
-def _name(own: Sharded, names: DistNames) -> str:
-    key = names.parse(own.key)
-    if len(key.stacked) != len(own.stacked):
+def _canonical_name(entry: ModuleTensor, names: DistNames) -> str:
+    first_key = next(iter(entry.shapes))
+    key = names.parse(first_key)
+    if len(key.stacked) != len(entry.stacked):
         raise UnsupportedError(
-            f"expected {own.key} to count {' and '.join(key.stacked) or 'nothing'} in leading dims; it has "
-            f"{len(own.stacked)} of them. The layers of the model are not those of megatron-core"
+            f"expected {first_key} to count {' and '.join(key.stacked) or 'nothing'} in leading dims; it has "
+            f"{len(entry.stacked)} of them. The layers of the model are not those of megatron-core"
         )
     name = key.template
-    for what, number in zip(key.stacked, own.stacked, strict=True):
-        name = name.replace(f"{{{what}}}", str(number))
+    for field, number in zip(key.stacked, entry.stacked, strict=True):
+        name = name.replace(f"{{{field}}}", str(number))
     return name
-
-
-def _part(own: Sharded) -> LivePart:
-    local = tuple(own.tensor.shape)
-    whole = Box.full(local)
-    if own.pairs == (RegionPair(whole, whole),) and own.global_shape == local and not own.is_padded:
-        return LivePart.full(local)
-    held = AxisLayout(_PLACE, 1, pattern("pieces", held=(own.pairs,)), "sharded_state_dict of the module")
-    return LivePart(
-        local_shape=local,
-        layout=Layout((held,)),
-        coords={_PLACE: 0},
-        global_shape=own.global_shape,
-        is_padded=own.is_padded,
-    )

@@ -1,14 +1,14 @@
-"""The optimizers of a rank of megatron-core, as what they keep of each parameter.
+"""The live optimizers of a megatron-core rank: the states, masters and ranges they keep of each parameter.
 
 | optimizer | steps | keeps the weight |
 |---|---|---|
-| FP32Optimizer | the parameters | no: it is the model's |
+| FP32Optimizer | the parameters | no: the model has it |
 | Float16OptimizerWithFloat16Params | fp32 masters of 16-bit parameters | in the masters |
-| DistributedOptimizer | this rank's range of each, flattened, as buckets are dealt out | in masters of the ranges |
-| ChainedOptimizer | what its optimizers step: dense parameters, experts | as they do |
+| DistributedOptimizer | this rank's range of each flattened parameter | in masters of the ranges |
+| ChainedOptimizer | the parameters of its optimizers: dense parameters, experts | as they do |
 
-A state is put where the inner optimizer of torch, Apex or Transformer Engine has it. Steps that it counts for a whole
-group (Apex, Transformer Engine) are set there.
+States are put into the inner optimizer of torch, Apex or Transformer Engine. Apex and Transformer Engine count steps
+per group.
 """
 
 from __future__ import annotations
@@ -33,203 +33,206 @@ from ucp.live.run.ranks import Ranks, run_together
 if TYPE_CHECKING:
     import torch
 
-_KNOWN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+_SUPPORTED = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ChainMember:
     """One optimizer of megatron-core."""
 
     outer: Any
     """The MegatronOptimizer."""
     inner: TorchOptimizer
-    """The one it steps with, by the names of the parameters."""
+    """The optimizer it steps with, by the names of the parameters."""
     masters: Mapping[str, torch.Tensor]
     """Parameter to its fp32 master, or this rank's range of it."""
     copied: frozenset[str]
-    """Parameters that are made from masters, on this rank or another of its data-parallel group."""
+    """Parameters copied from masters, on this rank or another of its data-parallel group."""
     parts: Mapping[str, LivePart]
-    """Parameter to the range of it that this rank steps, where that is not all of the rank's."""
-    everyone: tuple[tuple[str, ...], ...]
+    """Parameter to the range of it that this rank steps, where it is sharded."""
+    group_params: tuple[tuple[str, ...], ...]
     """Parameters of each group that any rank of the data-parallel group steps."""
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether it is a DistributedOptimizer."""
+        return hasattr(self.outer, "gbuf_ranges")
+
+    @property
     def counts_in_groups(self) -> bool:
-        """Whether steps are counted for a group, not for every parameter."""
+        """Whether steps are counted per group, not per parameter."""
         return not any(base.__module__.startswith("torch.optim.") for base in type(self.inner.handle).__mro__[:-2])
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> Iterator[LiveParam]:
-        """What it keeps; see `LiveOptimizer`."""
+        """Its parameters; see `LiveOptimizer`."""
         if self.counts_in_groups and not self.inner.handle.state and self.outer.init_state_fn is not None:
             self.outer.init_state_fn(self.inner.handle, self.outer.config)  # as Megatron does before it loads
-        for own in self.inner.params(hyper):
-            keeps = dict(own.keeps or {})
+        for param in self.inner.params(hyper):
+            keeps = dict(param.keeps or {})
             if self.counts_in_groups:
                 keeps[STEP] = None
-            if own.name in self.masters:
-                keeps[WEIGHT] = dtype_of(self.masters[own.name])
-            yield replace(own, keeps=keeps, part=self.parts.get(own.name))
+            if param.name in self.masters:
+                keeps[WEIGHT] = dtype_of(self.masters[param.name])
+            yield replace(param, keeps=keeps, part=self.parts.get(param.name))
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was brought; masters are in place already. Raises LoadError where one group has several steps."""
-        held = ((name, states[name].items()) for name in self.inner.live if name in states)
-        own = {name: {state: value for state, value in brought if state != WEIGHT} for name, brought in held}
+        """Put states; masters are already in place. Raises LoadError if parameters of a group differ in steps."""
+        loaded = {
+            name: {state: value for state, value in states[name].items() if state != WEIGHT}
+            for name in self.inner.live
+            if name in states
+        }
         if self.counts_in_groups:
-            steps = {name: brought.pop(STEP).item() for name, brought in own.items() if STEP in brought}
-            for names, group in zip(self.everyone, self.inner.handle.param_groups, strict=True):
-                counted = {steps[name] for name in names if name in steps}
-                if len(counted) > 1:
+            steps = {name: values.pop(STEP).item() for name, values in loaded.items() if STEP in values}
+            for names, group in zip(self.group_params, self.inner.handle.param_groups, strict=True):
+                group_steps = {steps[name] for name in names if name in steps}
+                if len(group_steps) > 1:
                     raise LoadError(
                         "expected one number of steps for all parameters of a group, which is all that the optimizer "
-                        f"keeps; the checkpoint has {', '.join(map(str, sorted(counted)))}"
+                        f"keeps; the checkpoint has {', '.join(map(str, sorted(group_steps)))}"
                     )
-                if counted:
-                    group[STEP] = int(counted.pop())
-        self.inner.put(own, counts)
+                if group_steps:
+                    group[STEP] = int(group_steps.pop())
+        self.inner.put(loaded, counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLive:
-    """All optimizers of the rank, as one (`LiveOptimizer`)."""
+    """All optimizers of the rank, as one `LiveOptimizer`."""
 
-    members: tuple[Member, ...]
-    """Those that step something."""
+    members: tuple[ChainMember, ...]
+    """Those that step parameters."""
 
     def groups(self) -> list[LiveGroup]:
-        """Groups of all, one optimizer after the other."""
+        """Groups of all members, in order."""
         return [
             replace(group, params=names)
-            for own in self.members
-            for group, names in zip(own.inner.groups(), own.everyone, strict=True)
+            for member in self.members
+            for group, names in zip(member.inner.groups(), member.group_params, strict=True)
         ]
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
-        """What they keep of each parameter."""
-        return [param for own, given in self._dealt(hyper) for param in own.params(given)]
+        """Parameters of all members."""
+        return [param for member, member_hyper in self._split(hyper) for param in member.params(member_hyper)]
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """The master itself; other states as the inner optimizer has them, of the range that it steps."""
-        own = next(own for own in self.members if name in own.inner.live)
+        """The master itself; for another state the memory of the inner optimizer, for the range that it steps."""
+        member = next(member for member in self.members if name in member.inner.live)
         if state == WEIGHT:
-            return own.masters[name]
-        held = shape if counts else tuple(own.inner.live[name].shape)
-        return own.inner.landing(name, state, dtype, held, counts=counts)
+            return member.masters[name]
+        local_shape = shape if counts else tuple(member.inner.live[name].shape)
+        return member.inner.landing(name, state, dtype, local_shape, counts=counts)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Give every optimizer its own."""
-        for own in self.members:
-            own.put(states, counts)
+        """Put the states of every member."""
+        for member in self.members:
+            member.put(states, counts)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters of every group."""
-        for own, given in self._dealt(hyper):
-            own.inner.put_hyper(given)
+        """Set the hyper-parameters of every group."""
+        for member, member_hyper in self._split(hyper):
+            member.inner.put_hyper(member_hyper)
 
-    def _dealt(self, hyper: Sequence[Mapping[str, object]]) -> Iterator[tuple[Member, Sequence[Mapping[str, object]]]]:
+    def _split(
+        self, hyper: Sequence[Mapping[str, object]]
+    ) -> Iterator[tuple[ChainMember, Sequence[Mapping[str, object]]]]:
+        """Hyper-parameters by member."""
         start = 0
-        for own in self.members:
-            yield own, hyper[start : start + len(own.everyone)]
-            start += len(own.everyone)
+        for member in self.members:
+            yield member, hyper[start : start + len(member.group_params)]
+            start += len(member.group_params)
 
 
 def describe_optimizers(optimizer: Any, model: LiveModel, ranks: Ranks) -> MegatronLive:
-    """What the optimizers of this rank keep. Collective. Raises UnsupportedError, LoadError."""
-    found = run_together(ranks, lambda: [_member(own, model) for own in _members(optimizer)])
-    return MegatronLive(members=tuple(replace(own, everyone=_of_all(own)) for own in found))
+    """The optimizers of this rank. Collective. Raises UnsupportedError, LoadError."""
+    members = run_together(ranks, lambda: [_describe_member(outer, model) for outer in _chain_members(optimizer)])
+    return MegatronLive(members=tuple(replace(member, group_params=_share_params(member)) for member in members))
 
 
-def _members(optimizer: Any) -> list[Any]:
-    """The optimizers that step something. Raises UnsupportedError for kinds that keep states elsewhere."""
-    every = getattr(optimizer, "chained_optimizers", [optimizer])
-    kinds = {type(own).__name__ for own in every} | ({type(optimizer).__name__} - {"ChainedOptimizer"})
-    odd = [f"a {kind}" for kind in sorted(kinds - {*_KNOWN})]
-    for own in every:
-        config = own.config
-        inner = type(own.optimizer).__name__
-        odd += ["use_precision_aware_optimizer: its masters lie in FusedAdam"] * bool(
-            getattr(config, "use_precision_aware_optimizer", False)
-        )
-        odd += ["optimizer_cpu_offload: states lie in copies on the CPU"] * (inner == "HybridDeviceOptimizer")
-    if odd:
+def _chain_members(optimizer: Any) -> list[Any]:
+    """The optimizers that step parameters. Raises UnsupportedError for kinds that keep states elsewhere."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    kinds = {type(outer).__name__ for outer in chained} | ({type(optimizer).__name__} - {"ChainedOptimizer"})
+    unsupported = [f"a {kind}" for kind in sorted(kinds - {*_SUPPORTED})]
+    for outer in chained:
+        if getattr(outer.config, "use_precision_aware_optimizer", False):
+            unsupported.append("use_precision_aware_optimizer: its masters lie in FusedAdam")
+        if type(outer.optimizer).__name__ == "HybridDeviceOptimizer":
+            unsupported.append("optimizer_cpu_offload: states lie in copies on the CPU")
+    if unsupported:
         raise UnsupportedError(
-            f"expected one of megatron-core's {', '.join(_KNOWN)}, or several chained; got\n"
-            f"{listed(dict.fromkeys(odd))}\nLoad the model without optimizer=, or convert with --to megatron and load "
-            "the result as Megatron does"
+            f"expected one of megatron-core's {', '.join(_SUPPORTED)}, or several chained; got\n"
+            f"{listed(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to megatron "
+            "and load the result as Megatron does"
         )
-    return [own for own in every if not getattr(own, "is_stub_optimizer", False)]
+    return [outer for outer in chained if not getattr(outer, "is_stub_optimizer", False)]
 
 
-def _member(outer: Any, model: LiveModel) -> Member:
-    stepped = {id(param): param for group in outer.optimizer.param_groups for param in group["params"]}
-    pairs = list(_pairs(outer))
-    stepped |= {id(own): param for param, own in pairs}
-    strangers = [list(own.shape) for own in stepped.values() if id(own) not in model.owners]
-    if strangers:
+def _describe_member(outer: Any, model: LiveModel) -> ChainMember:
+    groups = [list(group["params"]) for group in outer.optimizer.param_groups]
+    replaced = list(_replaced_params(outer))
+    model_params = {id(param): param for param in chain(*groups)} | {id(main): param for param, main in replaced}
+    unknown = [list(param.shape) for param in model_params.values() if id(param) not in model.owners]
+    if unknown:
         raise LoadError(
             f"expected an optimizer over the parameters of the model; it has others, of shape\n"
-            f"{listed(map(str, strangers))}\npass all chunks of the model that the optimizer was made for"
+            f"{listed(map(str, unknown))}\npass all chunks of the model that the optimizer was made for"
         )
-    names = tuple(
-        tuple(model.owners[id(stepped[id(param)])] for param in group["params"])
-        for group in outer.optimizer.param_groups
-    )
-    live = dict(zip(chain(*names), (p for g in outer.optimizer.param_groups for p in g["params"]), strict=True))
-    is_distributed = hasattr(outer, "gbuf_ranges")
-    masters = {model.owners[id(param)]: own for param, own in pairs if own.dtype != param.dtype}
+    names = tuple(tuple(model.owners[id(model_params[id(param)])] for param in group) for group in groups)
+    live = dict(zip(chain(*names), chain(*groups), strict=True))
+    masters = {model.owners[id(param)]: main for param, main in replaced if main.dtype != param.dtype}
     copied = frozenset(masters)
-    if is_distributed:
-        low = (param for buffer in outer.buffers for param in buffer.params if param.dtype.itemsize < 4)
-        copied = frozenset(model.owners[id(param)] for param in low)
-    whole = {own.name: own.part for own in model.tensors}
     parts = {}
-    for param, _ in pairs if is_distributed else ():
-        name = model.owners[id(param)]
-        parts[name] = _range_of(outer, param, whole[name])
+    if hasattr(outer, "gbuf_ranges"):
+        low_precision = (param for buffer in outer.buffers for param in buffer.params if param.dtype.itemsize < 4)
+        copied = frozenset(model.owners[id(param)] for param in low_precision)
+        part_of_name = {tensor.name: tensor.part for tensor in model.tensors}
+        for param, _ in replaced:
+            name = model.owners[id(param)]
+            parts[name] = _stepped_range(outer, param, part_of_name[name])
     inner = TorchOptimizer(handle=outer.optimizer, names=names, live=live, memory=live, forms={})
-    return Member(outer=outer, inner=inner, masters=masters, copied=copied, parts=parts, everyone=names)
+    return ChainMember(outer=outer, inner=inner, masters=masters, copied=copied, parts=parts, group_params=names)
 
 
-def _pairs(outer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters of the model, and what is stepped in their place."""
-    for theirs, ours in (
+def _replaced_params(outer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters of the model, and the tensors that are stepped in their place."""
+    for model_groups, main_groups in (
         ("float16_groups", "fp32_from_float16_groups"),
         ("model_float16_groups", "shard_fp32_from_float16_groups"),
         ("model_fp32_groups", "shard_fp32_groups"),
     ):
-        for params, stepped in zip(getattr(outer, theirs, ()), getattr(outer, ours, ()), strict=True):
-            yield from zip(params, stepped, strict=True)
+        for params, mains in zip(getattr(outer, model_groups, ()), getattr(outer, main_groups, ()), strict=True):
+            yield from zip(params, mains, strict=True)
 
 
-def _range_of(outer: Any, param: torch.Tensor, whole: LivePart) -> LivePart:
-    """The range of a parameter that this rank steps: where it starts in its bucket, and how long shares of that are."""
+def _stepped_range(outer: Any, param: torch.Tensor, part: LivePart) -> LivePart:
+    """The range that this rank steps of `part`, its part of a parameter, by the bucket's start and share."""
     buffer, dtype, bucket = outer.model_param_gbuf_map[param]
-    told = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]
-    parts = outer.data_parallel_group.size()
-    share = outer.buffers[buffer].buckets[bucket].grad_data.numel() // parts
-    start = told["gbuf_world_in_bucket"].start - told["param"].start
-    axis = AxisLayout(
-        "dp", parts, pattern("partition", start=start, share=share), "buckets of the distributed optimizer"
-    )
-    coords = {**whole.coords, "dp": outer.data_parallel_group.rank()}
-    layout = Layout(whole.layout.axes, (axis,))
-    held = locate_shard(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
-    if [(own.pair.global_box.offsets[0], own.pair.global_box.stops[0]) for own in held] != [
-        (told["param"].start, told["param"].end)
-    ]:
+    ranges = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]
+    low, high = ranges["param"].start, ranges["param"].end
+    ranks = outer.data_parallel_group.size()
+    share = outer.buffers[buffer].buckets[bucket].grad_data.numel() // ranks
+    start = ranges["gbuf_world_in_bucket"].start - low
+    partition = pattern("partition", start=start, share=share)
+    axis = AxisLayout("dp", ranks, partition, "buckets of the distributed optimizer")
+    coords = {**part.coords, "dp": outer.data_parallel_group.rank()}
+    runs = locate_shard(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
+    boxes = [run.pair.global_box for run in runs]
+    if [(box.offsets[0], box.stops[0]) for box in boxes] != [(low, high)]:
         raise UnsupportedError(
-            f"expected elements {told['param'].start} to {told['param'].end} of a parameter in the share of this rank, "
-            f"as the distributed optimizer says; its bucket leaves {[str(own.pair.global_box) for own in held]}"
+            f"expected elements {low} to {high} of a parameter in the share of this rank, as the distributed "
+            f"optimizer says; its bucket gives {[str(box) for box in boxes]}"
         )
-    return replace(whole, layout=layout, coords=coords)
+    return replace(part, layout=Layout(part.layout.axes, (axis,)), coords=coords)
 
 
-def _of_all(own: Member) -> tuple[tuple[str, ...], ...]:
+def _share_params(member: ChainMember) -> tuple[tuple[str, ...], ...]:
     """Parameters of each group that any rank of the data-parallel group steps. Collective there."""
     from torch import distributed
 
-    if not own.parts and not hasattr(own.outer, "gbuf_ranges"):
-        return own.everyone
-    group = own.outer.data_parallel_group
-    told: list[Any] = [None] * group.size()
-    distributed.all_gather_object(told, own.everyone, group=group)
-    return tuple(tuple(dict.fromkeys(chain(*names))) for names in zip(*told, strict=True))
+    if not member.is_distributed:
+        return member.group_params
+    group = member.outer.data_parallel_group
+    gathered: list[Any] = [None] * group.size()
+    distributed.all_gather_object(gathered, member.group_params, group=group)
+    return tuple(tuple(dict.fromkeys(chain(*names))) for names in zip(*gathered, strict=True))

@@ -1,22 +1,21 @@
 """torch_dist checkpoints of megatron-core, read as an index.
 
-1. Read `.metadata`, the objects and the common state; sort the keys by what they are (`keys`).
-2. Take the model's tensors apart into parameters, and name them by their family (`unstack`, `keys`).
-3. Find the optimizer's states, in whichever of the six layouts (`states`, `buckets`).
-4. Assign the parameters to their groups; put everything together. The rest becomes extras (`common`).
+1. Read `.metadata`, the objects and the common state; sort the keys by kind (`keys`, `objects`).
+2. Unstack the model's tensors into parameters, and name them by their family (`unstack`, `keys`).
+3. Find the optimizer's states, in any of the six layouts (`states`, `buckets`).
+4. Assign the parameters to their groups; put everything together. The rest becomes extras (`objects`).
 
-Groups and steps stand in the common state, or, where states cannot be laid out anew (`dp_reshardable` and its like), in
-an object per data-parallel group; those of all groups of one optimizer are the same.
+Groups and steps are in the common state; or, where states cannot be resharded (`dp_reshardable` and similar layouts),
+in an object per data-parallel group, with the same content for all groups of one optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.contract.locating import Located
 from ucp.contract.protocols import SourceOptions
-from ucp.contract.ranks import Checksums
 from ucp.core.index import (
     STEP,
     WEIGHT,
@@ -36,15 +35,20 @@ from ucp.core.union import Union, state_from_scalar
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, path_of
-from ucp.io.identity import source_file
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.pickle.fields import mapping
+from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, assign_groups, drop_rank_settings, is_by_named_optimizer
 from ucp_formats.megatron.modules import find_modules, find_modules_by_state, is_recorded, with_modules
 from ucp_formats.megatron.names import EMBEDDING, MODULES, OUTPUT, SavedAs, parse_iteration
 from ucp_formats.megatron.names import METADATA as BACKEND
-from ucp_formats.megatron.torch_dist.buckets import ParallelDegrees, from_stored_tensors, place_buckets
+from ucp_formats.megatron.torch_dist.buckets import (
+    ParallelDegrees,
+    from_gathered_objects,
+    from_stored_tensors,
+    place_buckets,
+)
 from ucp_formats.megatron.torch_dist.keys import (
     BucketKey,
     DistNames,
@@ -58,7 +62,7 @@ from ucp_formats.megatron.torch_dist.objects import (
     SavedObjects,
     collect_extras,
     is_empty,
-    optimizer_dicts,
+    list_optimizers,
     read_common,
     read_folder,
     read_objects,
@@ -68,27 +72,25 @@ from ucp_formats.megatron.torch_dist.placement import place_params
 from ucp_formats.megatron.torch_dist.shifted import check_masters
 from ucp_formats.megatron.torch_dist.states import (
     DistStates,
-    from_buckets,
-    from_gathered_objects,
     from_state_keys,
     state_dtype,
 )
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, check_tiled, unstack
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistGroups:
     """Groups and steps."""
 
     groups: tuple[ParamGroup, ...] = ()
     """Groups with the names of their parameters."""
-    steps: dict[str, StateIndex] = field(default_factory=dict)
+    steps: Mapping[str, StateIndex] = field(default_factory=dict)
     """Parameter to its step."""
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     """What was inferred."""
-    dropped: list[str] = field(default_factory=list)
+    dropped: tuple[str, ...] = ()
     """What is not known, and of which parameters."""
-    lost: dict[str, LostStates] = field(default_factory=dict)
+    lost: Mapping[str, LostStates] = field(default_factory=dict)
     """Parameters whose group is not known, and why."""
 
 
@@ -101,66 +103,59 @@ def read_groups(
 ) -> DistGroups:
     """Groups of the trained parameters `shapes` (in the order of registration), and their steps.
 
-    `chains`: which of several optimizers a parameter is in, where that is known. `arguments`: of the run.
+    `chains`: parameter to the number of its optimizer in a chain, where that is known. `arguments`: of the run.
     """
-    found = DistGroups()
-    saved = list(_saved_groups(common, objects, found))
+    notes: list[str] = []
+    saved = list(_saved_groups(common, objects, notes))
     if not saved or not shapes:
-        return found
-    dealt = assign_groups(saved, shapes, arguments, chains)
-    found.notes.append(dealt.note)
-    found.dropped += dealt.dropped
-    found.lost |= dealt.lost
-    shared = _common_step(common)
-    for group in dealt.groups:
-        step = state_from_scalar(group.hyper.get(STEP)) or shared
+        return DistGroups(notes=notes)
+    assigned = assign_groups(saved, shapes, arguments, chains)
+    notes.append(assigned.note)
+    common_step = _common_step(common)
+    steps: dict[str, StateIndex] = {}
+    for group in assigned.groups:
+        step = state_from_scalar(group.hyper.get(STEP)) or common_step
         if step is not None:
-            found.steps |= dict.fromkeys(group.params, step)
-    agreed = shared or state_from_scalar(dealt.step)
-    if agreed is not None:
-        found.steps |= dict.fromkeys(dealt.lost, agreed)
-    found.groups = tuple(drop_rank_settings(group, found.steps) for group in dealt.groups)
-    if not found.steps:
-        found.notes.append("no step is recorded")
-    return found
+            steps |= dict.fromkeys(group.params, step)
+    step = common_step or state_from_scalar(assigned.step)
+    if step is not None:
+        steps |= dict.fromkeys(assigned.lost, step)
+    if not steps:
+        notes.append("no step is recorded")
+    groups = tuple(drop_rank_settings(group, steps) for group in assigned.groups)
+    return DistGroups(groups=groups, steps=steps, notes=notes, dropped=assigned.dropped, lost=assigned.lost)
 
 
-def _saved_groups(common: CommonState, objects: SavedObjects, found: DistGroups) -> Iterator[SavedGroup]:
-    """Groups as saved: of the common state, else of the first data-parallel group, for every optimizer."""
-    inner = {chain: own.get("optimizer") for chain, own in optimizer_dicts(common.values).items()}
-    where = common.where
-    inner = {chain: own for chain, own in inner.items() if isinstance(own, dict) and "param_groups" in own}
-    apart = {chain: own for chain, own in _of_data_parallel_groups(objects, found).items() if chain not in inner}
-    if apart:
-        where = f"{where}, or of an object 'optimizer' of a data-parallel group"
-    for chain, own in sorted({**inner, **apart}.items(), key=lambda item: item[0] or 0):
-        groups = own.get("param_groups") if isinstance(own, dict) else None
+def _saved_groups(common: CommonState, objects: SavedObjects, notes: list[str]) -> Iterator[SavedGroup]:
+    """Groups of every optimizer as saved: in the common state, else by the first data-parallel group."""
+    optimizers: dict[int | None, object] = {}
+    for key, value, is_first in objects.distinct_groups(lambda kind: kind == "optimizer"):
+        if is_first:
+            optimizers[key.chain] = value
+        else:
+            notes.append(f"parameter groups of data-parallel group {key.group} differ from the first one's")
+    in_common = {chain: optimizer.get("optimizer") for chain, optimizer in list_optimizers(common.values).items()}
+    in_common = {
+        chain: inner for chain, inner in in_common.items() if isinstance(inner, dict) and "param_groups" in inner
+    }
+    of_groups = {chain: value for chain, value in optimizers.items() if chain not in in_common}
+    where = f"{common.where}, or of an object 'optimizer' of a data-parallel group" if of_groups else common.where
+    for chain, optimizer in sorted({**in_common, **of_groups}.items(), key=lambda item: item[0] or 0):
+        groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
         for group in to_list(groups, f"param_groups of {where}") if groups is not None else ():
             entries = mapping(group, f"a group of {where}")
             hyper = {str(key): value for key, value in entries.items() if key not in ("params", "param_names")}
             yield SavedGroup(chain=chain, hyper=hyper)
 
 
-def _of_data_parallel_groups(objects: SavedObjects, found: DistGroups) -> dict[int | None, object]:
-    first: dict[int | None, object] = {}
-    checksums = Checksums(objects.records)
-    for key, value in sorted(objects.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
-        if key.kind != "optimizer":
-            continue
-        usual = first.setdefault(key.chain, value)
-        if not checksums.is_same(value, usual):
-            found.notes.append(f"parameter groups of data-parallel group {key.group} differ from the first one's")
-    return first
-
-
 def _common_step(common: CommonState) -> StateIndex | None:
     """A step that all parameters share: `common_step`, or that of the first parameter (megatron-core up to 0.15)."""
-    for own in optimizer_dicts(common.values).values():
-        inner = own.get("optimizer")
+    for optimizer in list_optimizers(common.values).values():
+        inner = optimizer.get("optimizer")
         state = inner.get("state") if isinstance(inner, dict) else None
         if isinstance(state, dict) and "common_step" in state:
             return state_from_scalar(state["common_step"])
-        params = own.get("param_state")
+        params = optimizer.get("param_state")
         for param in params.values() if isinstance(params, dict) else ():
             if isinstance(param, dict) and STEP in param:
                 return state_from_scalar(param[STEP])
@@ -175,25 +170,22 @@ _REFORMULATED = "nd_reformulated_orig_global_shape"
 
 @dataclass(slots=True, kw_only=True)
 class _Tensors:
-    """Stored tensors, by what their keys are."""
+    """Stored tensors, by the kind of their keys."""
 
     model: dict[str, StoredTensor] = field(default_factory=dict)
     states: dict[StateKey, StoredTensor] = field(default_factory=dict)
     buckets: dict[BucketKey, StoredTensor] = field(default_factory=dict)
-    prefix: str = ""
-    """What all keys of the model begin with."""
 
     @property
     def records(self) -> Iterator[Record]:
         """Checksums of all chunks."""
-        for group in (self.model, self.states, self.buckets):
-            for tensor in group.values():
-                yield from tensor.records
+        for tensor in (*self.model.values(), *self.states.values(), *self.buckets.values()):
+            yield from tensor.records
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """The model's tensors, taken apart."""
+    """The model's tensors, unstacked."""
 
     tensors: _Tensors
     """As stored."""
@@ -208,18 +200,22 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
 
     `name`: of the format. `options`: may name the family of the model.
     """
-    dcp = read_folder(absolute(located.root))
+    dcp = read_folder(to_absolute(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
-    model = _model(_sorted_out(dcp), common, options, dcp.folder)
-    states = _states(dcp, objects, common, model)
-    _check_states(states, model, common.arguments.raw, dcp.folder)
-    trained = {own: whole.shape for own, whole in model.weights.items() if own in states.fragments}
-    modules = _modules(model, common, objects)
-    groups = read_groups(common, objects, trained, states.chains, with_modules(common.arguments.raw, modules))
-    laid = place_params(model.weights, model.names, common, states)
-    atoms = {own: _atom(it, states, groups, model.names, laid.get(own)) for own, it in model.weights.items()}
-    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not common.arguments.untied
+    arguments = common.arguments
+    model = _read_model(_sort_tensors(dcp), arguments.raw, options, dcp.folder)
+    states = _read_states(dcp, objects, common, model)
+    _check_states(states, model, arguments.raw, dcp.folder)
+    trained = {param: tensor.shape for param, tensor in model.weights.items() if param in states.fragments}
+    modules = _find_modules(model, arguments.raw, objects)
+    groups = read_groups(common, objects, trained, states.chains, with_modules(arguments.raw, modules))
+    layouts = place_params(model.weights, model.names, common, states)
+    atoms = {
+        param: _make_atom(tensor, states, groups, model.names, layouts.get(param))
+        for param, tensor in model.weights.items()
+    }
+    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not arguments.untied
     recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
     checked = check_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(
@@ -227,13 +223,13 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         format=name,
         evidence=located.reasons,
         producer="Megatron (torch_dist), version not recorded",
-        topology=common.arguments.topology(),
+        topology=arguments.topology(),
         step=parse_iteration(located.root.name) if common.iteration is None else common.iteration,
         atoms=checked.atoms,
         groups=groups.groups,
         aliases={OUTPUT: EMBEDDING} if is_tied else {},
         extras=(*collect_extras(common, objects), *([Extra(name=MODULES, value=dict(modules))] if modules else [])),
-        files=tuple(_files(dcp, common)),
+        files=tuple(_list_files(dcp, common)),
         records=(*common.records, *objects.records, *model.tensors.records),
         notes=(
             *located.notes,
@@ -244,103 +240,105 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
             *states.notes,
             *groups.notes,
             *checked.notes,
-            *laid.notes,
+            *layouts.notes,
         ),
-        doubts=laid.doubts,
+        doubts=layouts.contradictions,
         dropped=(*checked.dropped, *groups.dropped),
         lost={**groups.lost, **checked.lost},
     )
 
 
-def _model(tensors: _Tensors, common: CommonState, options: SourceOptions, where: str) -> _Model:
-    shapes = {key: tensor.saved.shape for key, tensor in tensors.model.items()}
-    names = name_tensors(shapes, common.arguments.raw, options)
-    weights = unstack(tensors.model.items(), names.parse, lambda _: None)
-    if names.family is not None:
-        wholes = {own: whole.shape for own, whole in weights.items()}
-        check_recorded(names.family, common.arguments.raw, wholes, where, pads_on_load=True)
-    return _Model(tensors, names, {own: weights[own] for own in names.sort(weights)})
-
-
-def _modules(model: _Model, common: CommonState, objects: SavedObjects) -> Mapping[str, object]:
-    """What keys show of the modules that layers were built of; empty where they do not."""
-    if model.names.family is None:
-        return {}
-    understood = (model.names.parse(key) for key in model.tensors.model)
-    shown = find_modules(model.names.family, {own.full_key: own.template for own in understood}, renamed=True)
-    if shown or is_recorded(common.arguments.raw):
-        return shown
-    return find_modules_by_state([key.name for key, value in objects.others.items() if is_empty(value)])
-
-
-def _sorted_out(dcp: Dcp) -> _Tensors:
+def _sort_tensors(dcp: Dcp) -> _Tensors:
     stored = dcp.tensors(dcp.metadata.tensors)
-    found = _Tensors()
-    others = {}
+    tensors = _Tensors()
     for key, tensor in stored.items():
         if not key.startswith(_OPTIMIZER):
-            others[key] = tensor
+            tensors.model[key] = tensor
         elif (state := parse_state_key(key)) is not None:
-            found.states[state] = tensor
+            tensors.states[state] = tensor
         elif (bucket := parse_bucket_key(key)) is not None:
-            found.buckets[bucket] = tensor
+            tensors.buckets[bucket] = tensor
         else:
-            others[key] = tensor
-    found.prefix = next((own for own in _PREFIXES if others and all(key.startswith(own) for key in others)), "")
-    found.model = {key.removeprefix(found.prefix): tensor for key, tensor in others.items()}
-    stray = [key for key in found.model if key.startswith(_OPTIMIZER)]
-    if stray:
+            tensors.model[key] = tensor
+    prefix = next(
+        (text for text in _PREFIXES if tensors.model and all(key.startswith(text) for key in tensors.model)), ""
+    )
+    tensors.model = {key.removeprefix(prefix): tensor for key, tensor in tensors.model.items()}
+    tensors.states = {
+        key._replace(model=key.model.removeprefix(prefix)): tensor for key, tensor in tensors.states.items()
+    }
+    unknown = [key for key in tensors.model if key.startswith(_OPTIMIZER)]
+    if unknown:
         raise UnsupportedError(
-            f"{counted(len(stray), 'tensor')} "
-            f"of the optimizer in {dcp.folder}: of a layout that is not known:\n{listed(stray)}"
+            f"the optimizer in {dcp.folder} has {counted(len(unknown), 'tensor')} of an unknown layout:\n"
+            f"{listed(unknown)}"
         )
-    if not found.model:
+    if not tensors.model:
         raise MalformedError(
             f"expected tensors of a model in {dcp.folder}; {METADATA} lists {counted(len(stored), 'tensor')}, none"
         )
-    return found
+    return tensors
 
 
-def _states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model) -> DistStates:
+def _read_model(tensors: _Tensors, arguments: Mapping[str, object], options: SourceOptions, where: str) -> _Model:
+    names = name_tensors({key: tensor.saved.shape for key, tensor in tensors.model.items()}, arguments, options)
+    weights = unstack(tensors.model.items(), names.parse, lambda _: None)
+    if names.family is not None:
+        shapes = {param: tensor.shape for param, tensor in weights.items()}
+        check_recorded(names.family, arguments, shapes, where, pads_on_load=True)
+    return _Model(tensors, names, {param: weights[param] for param in names.sort(weights)})
+
+
+def _find_modules(model: _Model, arguments: Mapping[str, object], objects: SavedObjects) -> Mapping[str, object]:
+    """Modules that layers were built of, by the keys; empty where these do not tell."""
+    if model.names.family is None:
+        return {}
+    keys = (model.names.parse(key) for key in model.tensors.model)
+    modules = find_modules(model.names.family, {key.full_key: key.template for key in keys}, renamed=True)
+    if modules or is_recorded(arguments):
+        return modules
+    return find_modules_by_state([key.name for key, value in objects.others.items() if is_empty(value)])
+
+
+def _read_states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _Model) -> DistStates:
     """Optimizer states, by the layout that the keys show."""
     tensors = model.tensors
-    found = DistStates(layout="")
+    states = DistStates(layout="")
     if tensors.states:
-        prefix = tensors.prefix
-        states = {key._replace(model=key.model.removeprefix(prefix)): own for key, own in tensors.states.items()}
         saved = dcp.metadata.facts.get("mcore_data")  # shapes before they were flattened (megatron-core up to 0.15)
         shapes: dict[str, tuple[int, ...]] = {}
-        for key, own in saved.items() if isinstance(saved, dict) else ():
-            shape = own.get(_REFORMULATED) if isinstance(own, dict) else None
+        for key, facts in saved.items() if isinstance(saved, dict) else ():
+            shape = facts.get(_REFORMULATED) if isinstance(facts, dict) else None
             if isinstance(key, str) and isinstance(shape, tuple):
                 shapes[key] = tuple(int(n) for n in shape)
-        found = from_state_keys(states, model.weights, model.names.parse, shapes.get)
+        states = from_state_keys(tensors.states, model.weights, model.names.parse, shapes.get)
     buckets = from_stored_tensors(tensors.buckets) or from_gathered_objects(objects.groups)
     if not buckets:
-        return found
-    usual = "dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter"
-    rest = {name: whole for name, whole in model.weights.items() if name not in found.fragments}
+        return states
+    layout = common.sharding or ("dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter")
+    weights = {name: tensor for name, tensor in model.weights.items() if name not in states.fragments}
     arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
     # where arguments were not saved, the chunks of the embedding tell
     tp = arguments.tp or (1 if embedding is None else len(embedding.boxes))
-    grid = ParallelDegrees(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
-    placed = place_buckets(buckets, rest, model.names.registration_orders(rest), grid)
-    return found.merge(from_buckets(placed, common.sharding or usual))
+    degrees = ParallelDegrees(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
+    orders = model.names.registration_orders(weights)
+    return states.merge(place_buckets(buckets, weights, orders, degrees, layout=layout))
 
 
 def _check_states(states: DistStates, model: _Model, arguments: Mapping[str, object], where: str) -> None:
-    """Prove that no parameter lacks a state that others have, and that the model's own tensors are whole copies."""
-    held = {name: frozenset(own) for name, own in states.fragments.items()}
-    bare = {name for name in held if model.weights[name].dtype.itemsize >= DType.FLOAT32.itemsize}
+    """Check that no parameter lacks a state that others have, and that the model's own tensors are full copies."""
+    names = {name: frozenset(by_state) for name, by_state in states.fragments.items()}
+    weights = {name: model.weights[name] for name in names}
     optimizers = {
-        name: (states.chains.get(name), is_by_named_optimizer(arguments, name, model.weights[name].shape))
-        for name in held
+        name: (states.chains.get(name), is_by_named_optimizer(arguments, name, weight.shape))
+        for name, weight in weights.items()
     }
-    check_gaps(held, optimizers, where, without_master=bare)
-    check_tiled((model.weights[name] for name, own in held.items() if WEIGHT in own), where)
+    without_master = {name for name, weight in weights.items() if weight.dtype.itemsize >= DType.FLOAT32.itemsize}
+    check_gaps(names, optimizers, where, without_master=without_master)
+    check_tiled((weight for name, weight in weights.items() if WEIGHT in names[name]), where)
 
 
-def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
+def _list_files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
     roles = {dcp.path(METADATA): "index of all items"}
     if common.file:
         roles[common.file] = "common state"
@@ -352,18 +350,20 @@ def _files(dcp: Dcp, common: CommonState) -> Iterator[SourceFile]:
         yield source_file(path, role)
 
 
-def _atom(whole: GlobalTensor, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout) -> AtomIndex:
-    """The atom of one parameter or buffer: the master is its weight where there is one."""
-    made = {
-        key: StateIndex(dtype=state_dtype(pieces), global_shape=whole.shape, fragments=tuple(pieces))
-        for key, pieces in states.fragments.get(whole.name, {}).items()
+def _make_atom(
+    tensor: GlobalTensor, states: DistStates, groups: DistGroups, names: DistNames, layout: Layout
+) -> AtomIndex:
+    """The atom of one parameter or buffer: its weight is the master, if there is one."""
+    name, shape = tensor.name, tensor.shape
+    by_state = {
+        state: StateIndex(dtype=state_dtype(fragments), global_shape=shape, fragments=tuple(fragments))
+        for state, fragments in states.fragments.get(name, {}).items()
     }
-    if whole.name in groups.steps and made.keys() - {WEIGHT}:
-        made[STEP] = groups.steps[whole.name]
-    pieces = tuple(Fragment(box=piece.box, ref=piece.ref) for piece in whole.boxes)
-    model = StateIndex(dtype=whole.dtype, global_shape=whole.shape, fragments=pieces)
+    if name in groups.steps and by_state.keys() - {WEIGHT}:
+        by_state[STEP] = groups.steps[name]
+    fragments = tuple(Fragment(box=box, ref=ref) for box, ref in tensor.boxes)
+    model = StateIndex(dtype=tensor.dtype, global_shape=shape, fragments=fragments)
     kind = Kind.PARAMETER
-    if whole.name not in states.fragments:
-        is_buffer = names.is_buffer(whole.name)
-        kind = Kind.BUFFER if is_buffer else Kind.FROZEN if states.fragments else Kind.PARAMETER
-    return Union().build_atom(whole.name, kind=kind, layout=layout, states=made, model=model)
+    if name not in states.fragments:
+        kind = Kind.BUFFER if names.is_buffer(name) else Kind.FROZEN if states.fragments else Kind.PARAMETER
+    return Union().build_atom(name, kind=kind, layout=layout, states=by_state, model=model)

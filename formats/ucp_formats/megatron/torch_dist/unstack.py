@@ -1,8 +1,8 @@
-"""Tensors of a torch_dist checkpoint taken apart into parameters: one layer, one expert, one name each.
+"""Tensors of a torch_dist checkpoint unstacked into parameters: one layer, one expert, one name each.
 
-1. A key is understood (`keys`): what its leading dims count, and whether it is a part of a fused tensor.
+1. A key is parsed (`keys`): what its leading dims count, and whether it is a part of a fused tensor.
 2. Every chunk is cut into its layers and experts; a flattened one (up to megatron-core 0.15) into boxes.
-3. Parts of a fused tensor are put one behind the other along dim 0.
+3. Parts of a fused tensor are concatenated along dim 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
 Shape = tuple[int, ...]
 
 _MOST_EMPTY = 1 << 20
-"""Tensors without elements that one may be taken apart into: no chunk bears them out."""
+"""Tensors without elements that one tensor may be unstacked into: no chunk proves their number."""
 
 
 class StoredBox(NamedTuple):
@@ -46,73 +46,71 @@ class GlobalTensor:
     dtype: DType
     """Element type."""
     boxes: list[StoredBox] = field(default_factory=list)
-    """Its pieces."""
+    """Its stored boxes."""
     parts: tuple[int, ...] = ()
-    """Lengths along dim 0 of the parts it was stored in, where it is a fused tensor stored apart."""
+    """For a fused tensor that is stored in parts: their lengths along dim 0."""
 
 
 _box = lru_cache(maxsize=1 << 12)(Box)
 """Many tensors have the same shape: a box is made and checked once."""
 
-Flattened = Callable[[str], Shape | None]
-"""Shape of the tensor saved under a key that was flattened to be saved; None for one that was not."""
+OriginalShape = Callable[[str], Shape | None]
+"""Shape of the tensor saved under a key, before it was flattened to be saved; None if it was not."""
 
 
 def unstack(
-    tensors: Iterable[tuple[str, StoredTensor]], understood: Callable[[str], ModelKey], flattened: Flattened
+    tensors: Iterable[tuple[str, StoredTensor]], parse: Callable[[str], ModelKey], original_shape: OriginalShape
 ) -> dict[str, GlobalTensor]:
-    """Parameters in `tensors`, each given with the key of the model that it belongs to.
+    """Parameters in `tensors`, each given with its key of the model.
 
-    `understood`: a key, with the template of the canonical name. `flattened`: see there.
+    `parse`: parses a key, with the template of the canonical name.
 
     Raises
     ------
     MalformedError
-        A part of a fused tensor is not there, or a tensor does not have the dims that its key says.
+        A part of a fused tensor is missing, or a tensor does not have the dims of its key.
     """
     problems: list[str] = []
     fused: dict[str, dict[str, list[GlobalTensor]]] = {}
-    found: dict[str, GlobalTensor] = {}
+    params: dict[str, GlobalTensor] = {}
     for key, tensor in tensors:
-        parsed = understood(key)
-        original = flattened(tensor.saved.key)
+        parsed, saved = parse(key), tensor.saved
+        original = original_shape(saved.key)
         if parsed.stacked or original is not None:
-            wholes = _Apart(parsed, tensor, original).wholes(problems)
+            unstacked = _Stack(parsed, tensor, original).split(problems)
         else:
-            pieces = [StoredBox(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
-            saved = tensor.saved
-            wholes = [GlobalTensor(name=parsed.template, shape=saved.shape, dtype=saved.dtype, boxes=pieces)]
+            boxes = [StoredBox(_box(offsets, sizes), ref) for offsets, sizes, ref in tensor.chunks]
+            unstacked = [GlobalTensor(name=parsed.template, shape=saved.shape, dtype=saved.dtype, boxes=boxes)]
         if parsed.part:
-            fused.setdefault(parsed.template, {})[parsed.part] = wholes
+            fused.setdefault(parsed.template, {})[parsed.part] = unstacked
             continue
-        for whole in wholes:
-            if whole.name in found:
-                problems.append(f"{key}: a second tensor of {whole.name}")
-            found[whole.name] = whole
+        for param in unstacked:
+            if param.name in params:
+                problems.append(f"{key}: a second tensor of {param.name}")
+            params[param.name] = param
     for template, parts in fused.items():
-        for whole in _joined(template, parts, problems):
-            found[whole.name] = whole
+        params |= {param.name: param for param in _fuse(template, parts, problems)}
     if problems:
         raise MalformedError(
             f"{counted(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
             f":\n{listed(problems)}\n"
             "What .metadata says of them is damaged, or of another run: copy it again from where it was saved"
         )
-    return found
+    return params
 
 
-def check_tiled(wholes: Iterable[GlobalTensor], where: str) -> None:
-    """Prove that pieces tile tensors which are read as copies of masters; for all others, whoever reads them does so.
+def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
+    """Check that boxes tile the tensors that are read as copies of masters; other tensors are checked by their reader.
 
     Raises CoverError listing every hole and overlap.
     """
     problems = [
-        f"{whole.name} {gap.box} of {list(whole.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
-        for whole in wholes
-        if len(whole.boxes) != 1 or whole.boxes[0].box.sizes != whole.shape
-        if all(len(own.box.sizes) == len(whole.shape) for own in whole.boxes)
-        if not any(stop > n for own in whole.boxes for stop, n in zip(own.box.stops, whole.shape, strict=True))
-        for gap in find_gaps(whole.shape, [piece.box for piece in whole.boxes])
+        f"{tensor.name} {gap.box} of {list(tensor.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
+        for tensor in tensors
+        if len(tensor.boxes) != 1 or tensor.boxes[0].box.sizes != tensor.shape
+        if all(len(box.sizes) == len(tensor.shape) for box, _ in tensor.boxes)
+        if not any(stop > n for box, _ in tensor.boxes for stop, n in zip(box.stops, tensor.shape, strict=True))
+        for gap in find_gaps(tensor.shape, [box for box, _ in tensor.boxes])
     ]
     if problems:
         raise CoverError(
@@ -121,68 +119,66 @@ def check_tiled(wholes: Iterable[GlobalTensor], where: str) -> None:
         )
 
 
-class _Apart:
-    """One stored tensor, cut into layers and experts."""
+class _Stack:
+    """One stored tensor with the parameters of all layers or experts."""
 
     def __init__(self, key: ModelKey, tensor: StoredTensor, original: Shape | None) -> None:
         self._key = key
         self._tensor = tensor
         self._shape = tensor.saved.shape if original is None else original
-        self._flattened = original is not None
+        self._cut = self._cut_stacked if original is None else self._cut_flattened
         self._lead = len(key.stacked)
 
-    def wholes(self, problems: list[str]) -> list[GlobalTensor]:
-        """A whole per layer and expert."""
-        saved = self._tensor.saved
-        if len(self._shape) < self._lead:
+    def split(self, problems: list[str]) -> list[GlobalTensor]:
+        """A tensor per layer and expert."""
+        saved, lead = self._tensor.saved, self._lead
+        if len(self._shape) < lead:
             problems.append(f"{saved.key}: expected {' and '.join(self._key.stacked)} as dims; got {list(self._shape)}")
             return []
-        inner = self._shape[self._lead :]
-        if not self._is_borne_out(inner, problems):
+        if not self._has_elements(problems):
             return []
-        wholes: dict[Shape, GlobalTensor] = {}
-        for index in product(*map(range, self._shape[: self._lead])):
+        params: dict[Shape, GlobalTensor] = {}
+        for index in product(*map(range, self._shape[:lead])):
             name = self._key.template
-            for what, number in zip(self._key.stacked, index, strict=True):
-                name = name.replace(f"{{{what}}}", str(number))
-            wholes[index] = GlobalTensor(name=name, shape=inner, dtype=saved.dtype)
+            for stacked, number in zip(self._key.stacked, index, strict=True):
+                name = name.replace(f"{{{stacked}}}", str(number))
+            params[index] = GlobalTensor(name=name, shape=self._shape[lead:], dtype=saved.dtype)
         for chunk in self._tensor.chunks:
-            pieces = self._unflattened(chunk, problems) if self._flattened else self._cut(chunk)
-            for index, piece in pieces:
-                if index in wholes:
-                    wholes[index].boxes.append(piece)
+            for index, stored in self._cut(chunk, problems):
+                if index in params:
+                    params[index].boxes.append(stored)
                 else:
                     problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
-        return list(wholes.values())
+        return list(params.values())
 
-    def _is_borne_out(self, inner: Shape, problems: list[str]) -> bool:
-        """Whether there are bytes for as many tensors as the dims say; they may be damaged, and say anything."""
+    def _has_elements(self, problems: list[str]) -> bool:
+        """Whether there are bytes for as many tensors as the dims say, which may be damaged."""
         saved, count = self._tensor.saved, prod(self._shape[: self._lead])
         refs = [chunk.ref for chunk in self._tensor.chunks]
-        held = sum(
+        stored = sum(
             ref.numel if ref.is_contiguous else min(ref.numel, ref.extent // saved.dtype.itemsize) for ref in refs
         )
-        told = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
-        if count <= (held if prod(inner) else _MOST_EMPTY) and told <= held:
+        expected = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
+        if count <= (stored if prod(self._shape[self._lead :]) else _MOST_EMPTY) and expected <= stored:
             return True
-        problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {held:,} elements")
+        problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {stored:,} elements")
         return False
 
-    def _cut(self, chunk: StoredChunk) -> Iterator[tuple[Shape, StoredBox]]:
-        lead = self._lead
+    def _cut_stacked(self, chunk: StoredChunk, _: list[str]) -> Iterator[tuple[Shape, StoredBox]]:
+        lead, ref = self._lead, chunk.ref
         box = _box(chunk.offsets[lead:], chunk.sizes[lead:])
-        for at in product(*map(range, chunk.sizes[:lead])):
-            index = tuple(map(int.__add__, chunk.offsets[:lead], at))
-            skip = sum(map(int.__mul__, at, chunk.ref.strides[:lead]))
-            yield index, StoredBox(box, chunk.ref.strided(skip, chunk.ref.shape[lead:], chunk.ref.strides[lead:]))
+        for position in product(*map(range, chunk.sizes[:lead])):
+            index = tuple(map(int.__add__, chunk.offsets[:lead], position))
+            skip = sum(map(int.__mul__, position, ref.strides[:lead]))
+            yield index, StoredBox(box, ref.strided(skip, ref.shape[lead:], ref.strides[lead:]))
 
-    def _unflattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, StoredBox]]:
+    def _cut_flattened(self, chunk: StoredChunk, problems: list[str]) -> Iterator[tuple[Shape, StoredBox]]:
         """Boxes of a flattened chunk.
 
         A tensor of shape [X, Y] in local tensors of [x, y] is saved as [X/x, Y/y, x*y] (megatron-core 0.15
         dist_checkpointing/strategies/resharding.py): the last dim is the local tensor, flattened.
         """
-        saved = self._tensor.saved
+        saved, lead = self._tensor.saved, self._lead
         grid = saved.shape[:-1]
         fits = len(grid) == len(self._shape) and not any(n % max(g, 1) for n, g in zip(self._shape, grid, strict=True))
         if not fits or prod(grid) * saved.shape[-1] != prod(self._shape) or prod(chunk.sizes[:-1]) != 1:
@@ -190,42 +186,39 @@ class _Apart:
             return
         local = tuple(n // g for n, g in zip(self._shape, grid, strict=True))
         origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
-        low = chunk.offsets[-1]
-        lead, strides = self._lead, contiguous_strides(local)[self._lead :]
-        for box, position in locate_flat_range(local, low, low + chunk.sizes[-1]):
-            for at in product(*map(range, box.sizes[: self._lead])):
-                inside = sum(map(int.__mul__, at, contiguous_strides(box.sizes)[: self._lead]))
-                index = tuple(sum(t) for t in zip(origin, box.offsets, at, strict=False))  # only the stacked dims
-                offsets = tuple(map(int.__add__, origin[lead:], box.offsets[lead:]))
-                sizes = box.sizes[lead:]
-                yield index, StoredBox(Box(offsets, sizes), chunk.ref.strided(position + inside, sizes, strides))
+        low, strides = chunk.offsets[-1], contiguous_strides(local)[lead:]
+        for box, start in locate_flat_range(local, low, low + chunk.sizes[-1]):
+            param_box = Box(tuple(map(int.__add__, origin[lead:], box.offsets[lead:])), box.sizes[lead:])
+            for position in product(*map(range, box.sizes[:lead])):
+                skip = sum(map(int.__mul__, position, contiguous_strides(box.sizes)[:lead]))
+                index = tuple(sum(t) for t in zip(origin, box.offsets, position, strict=False))  # only stacked dims
+                yield index, StoredBox(param_box, chunk.ref.strided(start + skip, param_box.sizes, strides))
 
 
-def _joined(template: str, parts: dict[str, list[GlobalTensor]], problems: list[str]) -> Iterator[GlobalTensor]:
-    """Fused tensors out of their parts, one per layer and expert."""
+def _fuse(template: str, parts: dict[str, list[GlobalTensor]], problems: list[str]) -> Iterator[GlobalTensor]:
+    """Fused tensors concatenated from their parts, one per layer and expert."""
     row = next((row for row in PARTS if parts.keys() == set(row)), None)
     if row is None:
         problems.append(f"{template}: expected all parts of a fused tensor; got {', '.join(sorted(parts))}")
         return
-    by_name = [{whole.name: whole for whole in parts[part]} for part in row]
-    for name in by_name[0]:
-        own = [wholes[name] for wholes in by_name if name in wholes]
-        if len(own) != len(row) or any(
-            whole.shape[1:] != own[0].shape[1:] or whole.dtype is not own[0].dtype for whole in own[1:]
+    by_name = [{tensor.name: tensor for tensor in parts[part]} for part in row]
+    for name, first in by_name[0].items():
+        tensors = [params[name] for params in by_name if name in params]
+        if len(tensors) != len(row) or any(
+            tensor.shape[1:] != first.shape[1:] or tensor.dtype is not first.dtype for tensor in tensors
         ):
             problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
             continue
-        lengths = tuple([part.shape[0] for part in own])
-        first, before = own[0], 0
-        pieces = []
-        for part, length in zip(own, lengths, strict=True):
-            pieces += [StoredBox(_below(box, before), ref) for box, ref in part.boxes] if before else part.boxes
-            before += length
-        shape = before, *first.shape[1:]
-        yield GlobalTensor(name=first.name, shape=shape, dtype=first.dtype, boxes=pieces, parts=lengths)
+        rows = 0
+        boxes = []
+        for tensor in tensors:
+            boxes += [StoredBox(_shift(box, rows), ref) for box, ref in tensor.boxes] if rows else tensor.boxes
+            rows += tensor.shape[0]
+        lengths = tuple(tensor.shape[0] for tensor in tensors)
+        yield GlobalTensor(name=name, shape=(rows, *first.shape[1:]), dtype=first.dtype, boxes=boxes, parts=lengths)
 
 
 @lru_cache(maxsize=1 << 12)
-def _below(box: Box, rows: int) -> Box:
+def _shift(box: Box, rows: int) -> Box:
     """The box so many rows further along dim 0."""
     return Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)

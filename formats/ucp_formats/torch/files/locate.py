@@ -2,8 +2,8 @@
 
 1. A file of every rank (verl, accelerate); verl keeps them in `actor/` or `critic/` of `global_step_N/`.
 2. Weights and an optimizer in a folder (Trainer, accelerate).
-3. One file with everything in it: the path itself, the only such file of a folder, or `checkpoint.pt` where `ucp`
-   wrote it. The first two are told by their suffix alone.
+3. One file with everything in it: the path itself or the only such file of a folder, recognised by its suffix alone,
+   or `checkpoint.pt` in a folder that `ucp` wrote.
 
     model_world_size_4_rank_1.pt, optim_..., extra_state_...       verl (`fsdp_checkpoint_manager.py`, 2026)
     pytorch_model_fsdp_0_rank1.bin, optimizer_0_rank1.bin          accelerate 1.15, `use_dcp=False` (`fsdp_utils.py`)
@@ -12,7 +12,7 @@
     model.safetensors or pytorch_model.bin, with optimizer.pt      Trainer of transformers; optimizer.bin: accelerate
     ckpt.pt, last.ckpt, ...                                        scripts, Lightning
 
->>> item_of_rank("optim_world_size_4_rank_1.pt"), item_of_rank("pytorch_model_fsdp_rank0.bin")
+>>> parse_rank_file("optim_world_size_4_rank_1.pt"), parse_rank_file("pytorch_model_fsdp_rank0.bin")
 (RankFile(item='optimizer', rank=1, ranks=4), RankFile(item='model', rank=0, ranks=None))
 """
 
@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple
 from ucp.contract.locating import Located, Strength, find_only, require_checkpoint
 from ucp.contract.registry import is_owned_by_another
 from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
-from ucp.io.destination.mark import read_mark
 from ucp.io.folder import names_in
+from ucp.io.provenance import read_mark
 
 Item = Literal["model", "optimizer", "others", "all"]
 """What a file holds."""
@@ -37,37 +37,37 @@ NAME = "checkpoint.pt"
 """What `--to torch` writes."""
 
 INDEX = "model.safetensors.index.json"
-"""Says which files of safetensors hold which tensors, where there are several."""
+"""Which of several safetensors files holds which tensor."""
 
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model_fsdp.bin")
-"""Weights beside an optimizer, the first that is there; and the optimizers:"""
+"""Weights beside an optimizer; the first that is there is read."""
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _VERL_ITEMS: dict[str, Item] = {"model": "model", "optim": "optimizer", "extra_state": "others"}
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_0)?_rank(\d+)\.bin")
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
-_BESIDE = re.compile(
+_COMPANIONS = re.compile(
     r"scheduler\.(?:pt|bin)|rng_state(?:_\d+)?\.pth|scaler\.pt|training_args\.bin|sampler.*\.bin|dl_state_dict.*\.bin"
     r"|custom_checkpoint_\d+\.pkl|meta\.pt|common\.pt|data\.pt"
     r"|pytorch_model(?:-\d+-of-\d+)?\.bin|adapter_model\.bin"
 )
-"""What trainers save beside a checkpoint: `scheduler.pt`, `rng_state_0.pth`, `data.pt`, and the weights alone."""
+"""Files that trainers save beside a checkpoint: `scheduler.pt`, `rng_state_0.pth`, `data.pt`, and weights alone."""
 
 
 class RankFile(NamedTuple):
-    """What the name of a rank's file says."""
+    """A parsed name of a rank's file."""
 
     item: Item
     """What it holds."""
     rank: int
     """Rank that saved it."""
     ranks: int | None
-    """Ranks of the run, where the name says it."""
+    """Ranks of the run, if the name says it."""
 
 
-def item_of_rank(name: str) -> RankFile | None:
-    """What a file of one rank holds; None for other files."""
+def parse_rank_file(name: str) -> RankFile | None:
+    """The parsed name of a file of one rank; None for other files."""
     if match := _VERL.fullmatch(name):
         return RankFile(_VERL_ITEMS[match[1]], int(match[3]), int(match[2]))
     if match := _ACCELERATE.fullmatch(name):
@@ -89,24 +89,24 @@ class SavedFiles:
     """Files of a checkpoint."""
 
     files: Mapping[Item, Mapping[int, str]]
-    """Item to rank to name of the file; of what no rank saved for itself, rank 0."""
+    """Item to rank to name of the file; 0 for a file of no single rank."""
     ranks: int = 1
-    """Ranks that files are of."""
+    """Ranks with files."""
 
 
 def locate(path: Path) -> Located[SavedFiles] | None:
     """The checkpoint at `path`, or None if there is none."""
     if path.is_file():
-        if item_of_rank(path.name) is not None:
-            return _of_ranks(path.parent, [path.name])
+        if parse_rank_file(path.name) is not None:
+            return _rank_files(path.parent, [path.name])
         return _by_suffix(path, [path.name]) if _is_candidate(path.name) else None
     return (_look(path) or find_only(path, (_look_for_ranks,))) if path.is_dir() else None
 
 
 def _look(path: Path) -> Located[SavedFiles] | None:
     """The checkpoint that the folder `path` itself is."""
-    if (of_ranks := _look_for_ranks(path)) is not None:
-        return of_ranks
+    if (located := _look_for_ranks(path)) is not None:
+        return located
     names = sorted(name for name in names_in(path) if (path / name).is_file())
     weights = next((name for name in WEIGHTS if name in names), None)
     optimizer = next((name for name in OPTIMIZERS if name in names), None)
@@ -125,7 +125,7 @@ def _look(path: Path) -> Located[SavedFiles] | None:
 
 
 def _is_written_by_target(path: Path) -> bool:
-    """Whether a conversion says that it wrote the folder for the target torch; a damaged mark says nothing."""
+    """Whether a conversion to the target torch marked the folder as its own; False for a damaged mark."""
     try:
         return read_mark(path).target == "torch"
     except DestinationError:
@@ -134,7 +134,7 @@ def _is_written_by_target(path: Path) -> bool:
 
 def _is_candidate(name: str) -> bool:
     """Whether a file may hold a whole checkpoint, by its name."""
-    return name.endswith(_SUFFIXES) and _BESIDE.fullmatch(name) is None and not is_owned_by_another(name, "torch")
+    return name.endswith(_SUFFIXES) and _COMPANIONS.fullmatch(name) is None and not is_owned_by_another(name, "torch")
 
 
 def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
@@ -145,13 +145,13 @@ def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
 
 
 def _look_for_ranks(path: Path) -> Located[SavedFiles] | None:
-    names = [name for name in sorted(names_in(path)) if item_of_rank(name) is not None]
-    return _of_ranks(path, names) if any("model" in name for name in names) else None
+    names = [name for name in sorted(names_in(path)) if parse_rank_file(name) is not None]
+    return _rank_files(path, names) if any("model" in name for name in names) else None
 
 
-def _of_ranks(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
+def _rank_files(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
     files: dict[Item, dict[int, str]] = {}
-    by_name = {name: file for name in names if (file := item_of_rank(name)) is not None}
+    by_name = {name: file for name in names if (file := parse_rank_file(name)) is not None}
     for name, file in by_name.items():
         files.setdefault(file.item, {})[file.rank] = name
     ranks = max(max(file.rank + 1, file.ranks or 0) for file in by_name.values())
@@ -159,13 +159,13 @@ def _of_ranks(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
     return Located(root=path, content=SavedFiles(files, ranks), reasons=tuple(globs)[:4])
 
 
-def the_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedFiles]:
-    """The checkpoint found. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
+def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedFiles]:
+    """`located`, complete. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
     located = require_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
-    if path.is_file() and item_of_rank(path.name) is not None:
+    if path.is_file() and parse_rank_file(path.name) is not None:
         raise UsageError(f"{path} is the file of one rank; pass the folder that holds those of all: {path.parent}")
     files, ranks = located.content.files.values(), located.content.ranks
-    rank_files = (item_of_rank(name) for by_rank in files for name in by_rank.values())
+    rank_files = (parse_rank_file(name) for by_rank in files for name in by_rank.values())
     sizes = sorted({file.ranks for file in rank_files if file is not None and file.ranks is not None})
     if len(sizes) > 1:
         raise UsageError(
@@ -190,4 +190,4 @@ def the_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedF
 def is_of_the_format(path: Path) -> bool:
     """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
     name = path.name
-    return item_of_rank(name) is not None or name in (*WEIGHTS, *OPTIMIZERS, "fsdp_config.json")
+    return parse_rank_file(name) is not None or name in (*WEIGHTS, *OPTIMIZERS, "fsdp_config.json")

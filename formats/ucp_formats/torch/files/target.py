@@ -4,8 +4,8 @@
                          "lr_scheduler": {...}, "step": 3}
 
 `torch.load(..., weights_only=True)` reads it. The optimizer is as `torch.optim.Optimizer.state_dict` gives it: states
-by number, `params` a list of numbers, and beside it `param_names` (torch 2.6 and later, of optimizers that were given
-names; others ignore it). Names that are tied are views of one storage.
+by number, `params` a list of numbers, and beside it `param_names` (torch 2.6 and later, for optimizers that were given
+names; others ignore it). Tied names are views of one storage.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
-from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE
+from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
-from ucp.core.index import STEP, WEIGHT, AtomIndex, Extra, Index
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
@@ -26,19 +26,19 @@ from ucp.io.pickle.values import GlobalName, Stub, walk
 from ucp.io.torch_file.draft import FileDraft, target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
+from ucp_formats.torch.extras import extra_paths
 from ucp_formats.torch.files.locate import NAME
 from ucp_formats.torch.settings import (
     DECOUPLED,
-    DECOUPLED_MEANING,
+    DECOUPLED_HELP,
     check_options,
-    checked_decoupled,
     count_tensor,
-    decay_notes,
-    rate_notes,
+    decoupled_option,
+    setting_notes,
     settings_of,
 )
 
-_SETTINGS = {DECOUPLED: DECOUPLED_MEANING}
+_SETTINGS = {DECOUPLED: DECOUPLED_HELP}
 
 
 class TorchTarget(Target):
@@ -52,50 +52,51 @@ class TorchTarget(Target):
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """The one file. Raises UsageError, MissingStateError."""
-        _check(topology, options)
+        if topology is not None and topology.ranks > 1:
+            raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
+        check_options(options, {})
         check_weights(index)
         with Prober() as prober:
-            draft = _Drafting(index, options, prober)
+            draft = _TorchDraft(index, options, prober)
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
-        plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped())
+        plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped)
         return add_sidecars(index, plan)
 
 
-def _check(topology: Topology | None, options: TargetOptions) -> None:
-    if topology is not None and topology.ranks > 1:
-        raise UsageError(f"one file holds the whole checkpoint for any number of ranks: drop --topology {topology}")
-    check_options(options, {})
-
-
-class _Drafting:
-    """A checkpoint in the making."""
+class _TorchDraft:
+    """The file while it is laid out."""
 
     def __init__(self, index: Index, options: TargetOptions, prober: Prober) -> None:
         self._index = index
         self._dtypes = options.dtypes
-        self._decoupled = checked_decoupled(index, options)
+        self._decoupled = decoupled_option(index, options)
         self.counts = OptimizerPlan(index, prober)
         self.file = FileDraft(NAME)
         self.notes: list[str] = []
-        self._left: list[str] = []
+        self.dropped: tuple[str, ...] = ()
 
     def root(self) -> dict[object, object]:
         """What the file holds."""
-        tensors = {atom.name: self._tensor(atom, WEIGHT) for atom in self._index.atoms.values()}
+        tensors: dict[object, object] = {atom.name: self._tensor(atom, WEIGHT) for atom in self._index.atoms.values()}
         tensors |= {alias: tensors[name] for alias, name in self._index.aliases.items()}
-        root: dict[object, object] = {"model": OrderedDict(tensors)}
+        model = OrderedDict(tensors)
+        root: dict[object, object] = {"model": model}
         if self._index.groups:
             root["optimizer"] = self._optimizer()
         if self._index.step is not None:
             root[STEP] = self._index.step
-        self._add_extras(root)
+        self._add_extras(root, model)
         return root
 
     def _optimizer(self) -> dict[str, object]:
         names = [name for group in self._index.groups for name in group.params]
         numbers = {name: number for number, name in enumerate(names)}
-        states = {numbers[name]: own for name in names if (own := self._states(self._index.atoms[name]))}
+        states = {}
+        for name, number in numbers.items():
+            atom = self._index.atoms[name]
+            if of_param := {state: self._tensor(atom, state) for state in atom.states if state != WEIGHT}:
+                states[number] = of_param
         groups = [
             {
                 **settings_of(group, is_decoupled=self._decoupled != "false"),
@@ -104,15 +105,12 @@ class _Drafting:
             }
             for group in self._index.groups
         ]
-        self.notes += [*rate_notes(self._index), *decay_notes(self._index, self._decoupled)]
+        self.notes += setting_notes(self._index, self._decoupled)
         self.notes.append(
             "the optimizer numbers its parameters in the order of param_names: a script that makes its groups in "
             "another order has to sort them"
         )
         return {"state": states, "param_groups": groups}
-
-    def _states(self, atom: AtomIndex) -> dict[str, NewTensor]:
-        return {state: self._tensor(atom, state) for state in atom.states if state != WEIGHT}
 
     def _tensor(self, atom: AtomIndex, name: str) -> NewTensor:
         state = atom.states[name]
@@ -122,27 +120,16 @@ class _Drafting:
         dtype = atom.dtype_of(name, self._dtypes)
         return self.file.tensor(full_slice(atom.name, name, state, dtype=dtype))
 
-    def _add_extras(self, root: dict[object, object]) -> None:
-        """Extras of torch's own checkpoints; of others the scheduler, where it is plain values."""
-        is_ours = (self._index.origin or self._index.format) in TorchTarget.keeps_extras_of
-        of_ranks = {own.name for own in self._index.extras if own.rank is not None}
-        for extra in (own for own in self._index.extras if not own.is_sidecar):
-            is_kept = is_ours or (extra.name == LR_SCHEDULER and isinstance(extra.value, dict))
-            module = root["model"]
-            assert isinstance(module, dict)
-            if extra.name.startswith(MODULE_STATE) and extra.name not in of_ranks and _is_plain(extra):
-                module[extra.name.removeprefix(MODULE_STATE)] = self.file.carried(extra.value)
-            elif extra.name not in of_ranks and is_kept and extra.name not in root and _is_plain(extra):
-                root[extra.name] = self.file.carried(extra.value)
+    def _add_extras(self, root: dict[object, object], model: dict[object, object]) -> None:
+        """Add extras that have a place, if `weights_only` unpickles them: no objects of classes."""
+        of_ranks = {extra.name for extra in self._index.extras if extra.rank is not None}
+        dropped = set()
+        for extra, path in extra_paths(self._index, TorchTarget.keeps_extras_of, ("model",)):
+            is_plain = not any(isinstance(value, Stub | GlobalName) for value in walk([extra.value]))
+            if path is not None and is_plain and extra.name not in of_ranks and (len(path) > 1 or path[0] not in root):
+                (root if len(path) == 1 else model)[path[-1]] = self.file.carried(extra.value)
             elif extra.name != STEP:
-                self._left.append(extra.name)
-
-    def dropped(self) -> tuple[str, ...]:
-        """Extras that are not written."""
-        names = ", ".join(sorted(set(self._left)))
-        return (f"extras of other ranks, of another framework, or of classes: {names}",) if names else ()
-
-
-def _is_plain(extra: Extra) -> bool:
-    """Whether `weights_only` unpickles it: no classes but those of plain values."""
-    return not any(isinstance(own, Stub | GlobalName) for own in walk([extra.value]))
+                dropped.add(extra.name)
+        if dropped:
+            names = ", ".join(sorted(dropped))
+            self.dropped = (f"extras of other ranks, of another framework, or of classes: {names}",)

@@ -20,65 +20,65 @@ from ucp_formats.torch.files.locate import INDEX
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Tensors of one or several files of safetensors."""
+class SafetensorsWeights:
+    """Tensors of one or several safetensors files."""
 
     tensors: dict[str, TensorRef]
-    """Name to tensor"""
+    """Name to tensor."""
     files: tuple[str, ...]
     """Absolute paths."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """What `config.json` beside them says of the model"""
+    """The `config.json` beside them."""
     is_in_order: bool = False
-    """Whether they stand in the order of the model: safetensors keeps names sorted"""
+    """Whether they are in the order of the model: safetensors keeps names sorted."""
 
-    def in_order_of(self, names: Sequence[str] | None) -> Weights:
-        """The tensors in the order of `names`; as they are where it is not known."""
+    def in_order_of(self, names: Sequence[str] | None) -> SafetensorsWeights:
+        """The tensors in the order of `names`, if it is known."""
         if names is None:
             return self
         known = {name: self.tensors[name] for name in names if name in self.tensors}
         return replace(self, tensors={**known, **self.tensors}, is_in_order=len(known) == len(self.tensors))
 
 
-def read_weights(folder: str, name: str) -> Weights:
+def read_weights(folder: str, name: str) -> SafetensorsWeights:
     """The tensors of `name`, a file or an index of files. Raises MissingFileError, MalformedError."""
     path = os.path.join(folder, name)
     if name != INDEX:
-        return Weights(read_header(path).tensors, (path,), read_config(folder))
+        return SafetensorsWeights(read_header(path).tensors, (path,), read_config(folder))
     places = read_weight_map(path)
-    files = {own: read_header(os.path.join(folder, own)).tensors for own in sorted(set(places.values()))}
-    absent = sorted(key for key, own in places.items() if key not in files[own])
+    files = {file: read_header(os.path.join(folder, file)).tensors for file in sorted(set(places.values()))}
+    absent = sorted(key for key, file in places.items() if key not in files[file])
     if absent:
         raise MalformedError(f"{path} names {', '.join(absent[:5])} in files that lack it. Copy the folder again")
-    paths = (path, *(os.path.join(folder, own) for own in files))
-    return Weights({key: files[own][key] for key, own in places.items()}, paths, read_config(folder))
+    paths = (path, *(os.path.join(folder, file) for file in files))
+    return SafetensorsWeights({key: files[file][key] for key, file in places.items()}, paths, read_config(folder))
 
 
 def shapes_from(path: Path) -> Shapes:
     """Shapes of parameters in the order of their model, from what a user points to.
 
-    `path`: JSON of name to shape, in the order of `model.named_parameters()`, or a checkpoint of the same model.
-    Safetensors keeps names sorted: a flat parameter cannot be taken apart by it. Raises SourceError.
+    `path`: JSON of name to shape, in the order of `model.named_parameters()`, or a checkpoint of the same model, but
+    not in safetensors, which keeps names sorted. Raises SourceError.
     """
     if path.suffix != ".json":
         if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):
             raise UnsupportedError(
                 f"{path} holds safetensors, which keeps names sorted; FSDP1 needs them in the order in which the model "
                 "registers its parameters. Pass a file of torch.save (pytorch_model.bin), another checkpoint of the "
-                "run, or json.dump({name: list(own.shape) for name, own in model.named_parameters()}, file)"
+                "run, or json.dump({name: list(param.shape) for name, param in model.named_parameters()}, file)"
             )
         fmt, _ = recognise(path)
         atoms = fmt.read(path).atoms.values()
         return {atom.name: atom.global_shape for atom in atoms if atom.kind is not Kind.BUFFER}
-    said = read_object(str(path))
-    wrong = [name for name, own in said.items() if not _is_shape(own)]
-    if not said or wrong:
+    document = read_object(str(path))
+    wrong = [name for name, shape in document.items() if not _is_shape(shape)]
+    if not document or wrong:
         raise MalformedError(
-            f'{path}: expected name to shape, such as {{"emb.weight": [11, 8]}}; got another for\n'
+            f'{path}: expected name to shape, such as {{"emb.weight": [11, 8]}}; got something else for\n'
             f"{listed(wrong or ['the document'])}"
         )
-    return {name: tuple(own) for name, own in said.items() if _is_shape(own)}
+    return {name: tuple(shape) for name, shape in document.items() if _is_shape(shape)}
 
 
 def _is_shape(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(own) is int and own >= 0 for own in value)
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -308,15 +308,16 @@ def test_who_comes_later_takes_the_place(memory, scratch, source, small):
 
 def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, monkeypatch):
     bucket = import_module("ucp.conversion.destination.bucket")
-    real = bucket.InBucket.seal
+    real = bucket.BucketDestination.finish
 
-    def meanwhile(self, files):
-        real(self, files)
+    def meanwhile(self, job, sums):
+        result = real(self, job, sums)
         name = next(name for name in objects(memory) if name.startswith("packs/"))
         memory.fs.pipe_file(f"{DST}/{name}", b"of another")
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket.InBucket, "seal", meanwhile)
+        patch.setattr(bucket.BucketDestination, "finish", meanwhile)
         with pytest.raises(DestinationError, match=r"(?s)1 object below .* changed after they were uploaded.*packs/"):
             converted(source, scratch)
     ucp.convert(source, tmp_path / "disk", fsync=False)
@@ -389,7 +390,7 @@ def test_a_scratch_disk_that_is_full(memory, scratch, source, monkeypatch, small
         raise OSError(28, "No space left on device", str(scratch))
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "create", full)
+        patch.setattr(bucket, "create_file", full)
         with pytest.raises(DestinationError, match=r"--scratch names another folder\): no space is left"):
             converted(source, scratch)
     assert not list(scratch.iterdir())
@@ -406,7 +407,7 @@ def test_the_environment_names_the_scratch_folder(memory, scratch, source, monke
 
 
 def test_what_a_killed_run_left_in_scratch_is_removed(memory, scratch, source):
-    own = import_module("ucp.conversion.destination.scratch").Scratch(scratch, DST)
+    own = import_module("ucp.conversion.destination.uploads").Scratch(scratch, DST)
     (own.root / "big").write_bytes(b"x" * 100)
     import os
 
@@ -416,7 +417,7 @@ def test_what_a_killed_run_left_in_scratch_is_removed(memory, scratch, source):
 
 
 def test_stores_that_are_only_read(scratch, source):
-    with pytest.raises(UsageError, match="which is only read"):
+    with pytest.raises(UsageError, match="which is read-only"):
         converted(source, scratch, dst="hf://owner/model")
     with pytest.raises(UsageError, match="expected the URL of a bucket"):
         converted(source, scratch, dst="memory://")

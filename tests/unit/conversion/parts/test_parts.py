@@ -17,13 +17,13 @@ import pytest
 import ucp
 from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
+from ucp.conversion.destination.existing import ConversionId
+from ucp.conversion.destination.staging import Staging
 from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
 from ucp.errors import BusyError, CorruptError, DestinationError, ReplicaError, UnfinishedError, UsageError
-from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.plan.tasks import Share
@@ -198,7 +198,7 @@ class TestWhatIsMissing:
 class TestBesideOtherRuns:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch):
-        monkeypatch.setattr(import_module("ucp.io.destination.staging"), "_PATIENCE", 0.1)
+        monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.1)
 
     @pytest.fixture
     def running(self, source, dst, small_blocks):
@@ -206,7 +206,7 @@ class TestBesideOtherRuns:
         ucp.convert(source, dst, part="1/2", workers=1)
         staging = Staging(dst)
         first = json.loads((partial(dst) / "journal.jsonl").read_text().splitlines()[0])
-        staging.join(Making(first["fingerprint"], first["made"]), overwrite=False)
+        staging.join(ConversionId(first["fingerprint"], first["made"]), overwrite=False)
         journal = PartJournal(staging, Share(1, 2))
         yield journal
         journal.close()
@@ -235,7 +235,7 @@ class TestBesideOtherRuns:
 
     def test_a_part_waits_for_who_has_the_place_for_itself(self, source, dst, small_blocks):
         staging = Staging(dst)
-        staging.open(Making("f", {}), resume=False, overwrite=False)
+        staging.open(ConversionId("f", {}), resume=False, overwrite=False)
         events: list[str] = []
         with pytest.raises(BusyError, match=rf"is running: process {os.getpid()} on"):
             ucp.convert(source, dst, part="1/2", observer=Titles(events))
@@ -259,13 +259,14 @@ class TestAfterwards:
 
     def test_what_is_finished_between_two_looks(self, source, dst, finished, monkeypatch):
         """The place is gone, and the destination there, when a part gets its turn."""
-        real, looks = Staging.is_complete, []
+        run = import_module("ucp.conversion.parts.run")
+        real, looks = run.is_complete, []
 
-        def is_complete(staging, fingerprint, *, overwrite):
+        def is_complete(dst, fingerprint, *, overwrite):
             looks.append(1)
-            return len(looks) > 1 and real(staging, fingerprint, overwrite=overwrite)
+            return len(looks) > 1 and real(dst, fingerprint, overwrite=overwrite)
 
-        monkeypatch.setattr(Staging, "is_complete", is_complete)
+        monkeypatch.setattr(run, "is_complete", is_complete)
         assert ucp.convert(source, dst, part="1/2").already_complete
         assert not partial(dst).exists()
 
@@ -354,7 +355,7 @@ class TestWhatDoesNotGoTogether:
     def test_a_journal_that_cannot_be_read(self, source, dst, small_blocks):
         ucp.convert(source, dst, part="1/2")
         (partial(dst) / "journal.jsonl").write_bytes(b"\xff\n")
-        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged, or gone.*Remove"):
+        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged or missing.*Remove"):
             ucp.convert(source, dst, part="2/2")
 
     @pytest.mark.parametrize("asked", [{"finalize": True}, {"resume": True}, {"part": "1/2"}])
@@ -365,7 +366,7 @@ class TestWhatDoesNotGoTogether:
         journal = partial(dst) / "journal.jsonl"
         journal.unlink() if is_gone else journal.write_text("garb")
         before = {name: data for name, data in tree(partial(dst)).items() if "data" in name or "parts" in name}
-        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged, or gone.*Remove"):
+        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged or missing.*Remove"):
             ucp.convert(source, dst, **asked)
         assert before.items() <= tree(partial(dst)).items()
 

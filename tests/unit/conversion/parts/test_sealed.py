@@ -14,14 +14,14 @@ import pytest
 
 import ucp
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
+from ucp.conversion.destination.existing import ConversionId
+from ucp.conversion.destination.staging import Staging
 from ucp.conversion.journal import done_of
 from ucp.conversion.options import make_options
 from ucp.conversion.parts.journals import PartJournal, runs_in
 from ucp.conversion.prepare import prepare
 from ucp.core.text.units import nbytes_text
 from ucp.errors import DestinationError, UnfinishedError
-from ucp.io.destination.goal import Making
-from ucp.io.destination.staging import Staging
 from ucp.transfer.plan.tasks import Share
 from ucp.transfer.worker import Worker
 
@@ -198,7 +198,7 @@ class TestCutOff:
         own = [part(source, dst, 1)]
         staging = Staging(dst)
         head = json.loads((partial(dst) / "journal.jsonl").read_text().splitlines()[0])
-        staging.join(Making(head["fingerprint"], head["made"]), overwrite=False)
+        staging.join(ConversionId(head["fingerprint"], head["made"]), overwrite=False)
         other = PartJournal(staging, Share(2, 3))
         own += [part(source, dst, number) for number in (2, 3)]
         other.close()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.read.optimizer.saved import number_of_enum
+from ucp_formats.deepspeed.read.optimizer.saved import stage_of
 
 from ucp.errors import MalformedError
 from ucp.io.pickle.values import GlobalName, Stub
@@ -10,6 +10,6 @@ ENUM = Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,), 
 
 
 def test_stages_are_numbers_or_enum_members() -> None:
-    assert number_of_enum(ENUM, "here") == number_of_enum(3, "here") == 3
+    assert stage_of({"zero_stage": ENUM}) == stage_of({"zero_stage": 3}) == 3
     with pytest.raises(MalformedError):
-        number_of_enum(Stub(GlobalName("m", "E")), "here")
+        stage_of({"zero_stage": Stub(GlobalName("m", "E"))})

@@ -271,7 +271,7 @@ def test_groups_that_differ_by_rank_are_told_by_setting(damaged: Callable[..., P
 
     root = damaged("llama-tp2-torch-fused")
     change_rank(root, change)
-    with pytest.raises(MalformedError, match=r"lr is 0\.\d+ and 11\.0, on mp_rank_01"):
+    with pytest.raises(MalformedError, match=r"on mp_rank_01 lr is 0\.\d+ and 11\.0"):
         read(root)
 
 

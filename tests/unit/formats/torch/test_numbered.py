@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from ucp_formats.torch.numbered import UnnamedError, name_params
+from ucp_formats.torch.state_dict.numbered import UnnamedError, name_params
 
 import ucp
 from ucp.errors import IdleOptionError, LoadError, MissingStateError, UsageError

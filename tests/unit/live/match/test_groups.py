@@ -1,6 +1,6 @@
 from ucp.core.index import ParamGroup
-from ucp.live.match.findings import Findings
 from ucp.live.match.groups import LiveGroup, match_groups
+from ucp.live.match.items import Findings
 
 
 def restored(live, saved):

@@ -181,6 +181,8 @@ def test_a_family_that_does_not_know_the_names_is_refused(tmp_path):
     path = write_checkpoint(make_index(tmp_path, {("own.name", "weight"): shards.whole(np.zeros(3, np.float32))}))
     with pytest.raises(UcpError, match="no model family fits the names"):
         ucp.load_into(nn.Linear(2, 2), path, names="huggingface")
+    with pytest.raises(UsageError, match="got 'hugingface'; did you mean 'huggingface'"):
+        ucp.load_into(nn.Linear(2, 2), path, names="hugingface")
 
 
 def test_weights_of_another_type_than_said_are_refused(styled):

@@ -4,9 +4,7 @@ from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError
-from ucp.live.match.findings import Findings
-from ucp.live.match.states import match_states
-from ucp.live.match.tensors import filter_fitting, find_unexpected, match_tensors, plan_weights
+from ucp.live.match.items import Findings, filter_fitting, find_unexpected, match_states, match_tensors, plan_weights
 from ucp.live.parts import LiveParam, LivePart, LiveTensor
 
 FLOAT = DType.FLOAT32
@@ -200,7 +198,7 @@ def test_a_step_count_that_the_optimizer_does_not_keep_is_left_out():
     params = [LiveParam(name=name, keeps={"exp_avg": FLOAT}) for name in "ab"]
     wants, _, findings = states_of(params, index(adam_atom("a"), adam_atom("b")))
     assert [want[1] for want in wants] == ["exp_avg", "exp_avg"]
-    assert findings.notes == ["step counts are left out: the optimizer keeps none"]
+    assert findings.notes == ["step counts are dropped: the optimizer keeps none"]
 
 
 def test_a_parameter_that_was_never_stepped_is_fresh():

@@ -172,7 +172,7 @@ def test_the_scale_of_torch_goes_on(tmp_path):
 
 
 def test_a_scale_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(LoadError, match="scaler: the checkpoint holds no scale of the loss that adapts itself"):
+    with pytest.raises(LoadError, match="scaler: the checkpoint holds no dynamic loss scale"):
         ucp.load_into(Net(), pickled(tmp_path), scaler=torch.amp.GradScaler("cpu"))
     report = ucp.load_into(Net(), pickled(tmp_path), scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert "the scaler is not enabled: nothing is restored into it" in report.notes
@@ -224,7 +224,7 @@ def test_random_states_of_the_trainer_are_set(tmp_path):
         reports = run(
             2, lambda ranks, p=policy: ucp.load_into(whole(folder), folder, process_group=ranks, rank_extras=p)
         )
-        restored = "random states (python, numpy, torch), from companion/rng_state.pth"
+        restored = "RNG states (python, numpy, torch), from companion/rng_state.pth"
         assert all(restored in own.restored for own in reports)
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
     with pytest.raises(LoadError, match="expected as many ranks as were saved, 2"):

@@ -19,7 +19,7 @@ from ucp.transfer.engines.ray.engine import RayEngine, _batches
 from ucp.transfer.engines.ray.nodes import Needs, _some_files
 from ucp.transfer.engines.ray.worker import Run, carry_out
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create
+from ucp.transfer.output_files import create_file
 from ucp.transfer.worker import Step, Worker
 
 
@@ -32,10 +32,10 @@ def job(tmp_path, small_blocks):
 def run(job, tmp_path, monkeypatch):
     """A run whose job this process holds already."""
     for file in job.target.files:
-        create(tmp_path / "out", file)
+        create_file(tmp_path / "out", file)
     token = tmp_path / "temporary-1"
     token.write_text(token.name)
-    monkeypatch.setitem(worker._held, token, job)
+    monkeypatch.setitem(worker._cached_jobs, token, job)
     return Run(job=None, root=tmp_path / "out", token=token, threads=3, program=probe.program())
 
 
@@ -46,7 +46,7 @@ class TestSettings:
 
     @pytest.mark.parametrize("address", ["auto", "local", "head:6379", "10.0.0.1:6379", "[::1]:6379"])
     def test_addresses(self, address):
-        assert RayEngine().configured({"address": address})._asked.address == address
+        assert RayEngine().configured({"address": address})._settings.address == address
 
     @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265", "head:", ":6379", "head:x", ""])
     def test_what_is_no_address(self, address):
@@ -61,7 +61,7 @@ class TestSettings:
             RayEngine().configured({name: value})
 
     def test_numbers(self):
-        asked = RayEngine().configured({"cpus": "0.5", "retries": "0", "resource": "lustre"})._asked
+        asked = RayEngine().configured({"cpus": "0.5", "retries": "0", "resource": "lustre"})._settings
         assert (asked.cpus, asked.retries, asked.resource) == (0.5, 0, "lustre")
 
 
@@ -101,10 +101,10 @@ class TestWorker:
         """Packs of encoded blocks take long."""
         job = prepare(handmade(tmp_path / "source"), make_options(compress=True)).job
         for file in job.target.files:
-            create(tmp_path / "out", file)
+            create_file(tmp_path / "out", file)
         token = tmp_path / "temporary-1"
         token.write_text(token.name)
-        monkeypatch.setitem(worker._held, token, job)
+        monkeypatch.setitem(worker._cached_jobs, token, job)
         run = Run(job=None, root=tmp_path / "out", token=token, threads=3, program="")
         *steps, done = carry_out(run, job.tasks[:1])
         assert len(steps) > 2
@@ -115,7 +115,7 @@ class TestWorker:
     def test_done_means_on_the_disk(self, job, run, monkeypatch, fsync):
         synced = []
         monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-        monkeypatch.setitem(worker._held, run.token, replace(job, fsync=fsync))
+        monkeypatch.setitem(worker._cached_jobs, run.token, replace(job, fsync=fsync))
         paths = {str(run.root / fill.path) for task in job.tasks for fill in task.fills}
         for report in carry_out(run, job.tasks):
             assert isinstance(report, Step) or set(synced) == (paths if fsync else set())
@@ -146,20 +146,20 @@ class TestWorker:
 class TestProbe:
     def test_the_folder_of_the_token(self, tmp_path):
         token = tmp_path / "temporary-1"
-        assert probe.sees(str(token)) == "No such file or directory"
+        assert probe.describe_fault(str(token)) == "No such file or directory"
         token.write_text("temporary-2")
-        assert probe.sees(str(token)) == "another folder lies there"
+        assert probe.describe_fault(str(token)) == "another folder lies there"
         token.write_text("temporary-1")
-        assert probe.sees(str(token)) == ""
+        assert probe.describe_fault(str(token)) == ""
 
     def test_files_of_the_source(self, tmp_path):
         path = tmp_path / "shard.bin"
         path.write_bytes(b"abc")
         stat = path.stat()
-        assert probe.changed_files([(str(path), 3, stat.st_mtime_ns)]) == []
-        assert probe.changed_files([(str(path), 4, stat.st_mtime_ns)]) == [str(path)]
-        assert probe.changed_files([(str(path), 3, stat.st_mtime_ns + 1)]) == [str(path)]
-        assert probe.changed_files([(str(tmp_path / "none"), 3, stat.st_mtime_ns)]) == [str(tmp_path / "none")]
+        assert probe.find_changed_files([(str(path), 3, stat.st_mtime_ns)]) == []
+        assert probe.find_changed_files([(str(path), 4, stat.st_mtime_ns)]) == [str(path)]
+        assert probe.find_changed_files([(str(path), 3, stat.st_mtime_ns + 1)]) == [str(path)]
+        assert probe.find_changed_files([(str(tmp_path / "none"), 3, stat.st_mtime_ns)]) == [str(tmp_path / "none")]
 
     def test_the_program(self, monkeypatch):
         assert probe.program().endswith(")")

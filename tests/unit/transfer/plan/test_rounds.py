@@ -17,9 +17,9 @@ from ucp.errors import DestinationError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create
+from ucp.transfer.output_files import create_file
 from ucp.transfer.plan.job import make_job
-from ucp.transfer.plan.rounds import in_rounds, room_for
+from ucp.transfer.plan.rounds import plan_room, split_rounds
 
 RANKS = 4
 SHAPE = (64, 32, 16)
@@ -34,7 +34,7 @@ def array():
 def job(tmp_path, array, monkeypatch):
     """A tensor that is transposed in the source, for four files of a row each: one task reads it for all."""
     shrink(monkeypatch, block=4096, task=8192)
-    monkeypatch.setattr(import_module("ucp.transfer.plan.tiles"), "LEAST", 0)
+    monkeypatch.setattr(import_module("ucp.transfer.plan.tiles"), "MIN_TILED", 0)
     shards = Shards(tmp_path / "source")
     fragment = Fragment(box=Box.full(SHAPE), ref=shards.put(array, order=(2, 1, 0)))
     state = StateIndex(dtype=DType.INT32, global_shape=SHAPE, fragments=(fragment,))
@@ -67,7 +67,7 @@ def sections(tasks):
 @pytest.mark.parametrize("together", [1, 2, 3, 4])
 def test_every_byte_is_written_once(job, array, tmp_path, together):
     files = job.target.files
-    cut, rounds = in_rounds(job, files, limit=together * files[0].nbytes)
+    cut, rounds = split_rounds(job, files, limit=together * files[0].nbytes)
     assert [len(own.files) for own in rounds] == [together] * (RANKS // together) + [RANKS % together] * bool(
         RANKS % together
     )
@@ -79,14 +79,14 @@ def test_every_byte_is_written_once(job, array, tmp_path, together):
     number_of = {file.path: number for number, own in enumerate(rounds) for file in own.files}
     assert all(len({number_of[fill.path] for fill in task.fills}) == 1 for task in cut.tasks)
     for file in files:
-        create(tmp_path, file)
+        create_file(tmp_path, file)
     list(SerialEngine().run(cut, tmp_path, cut.tasks, workers=1, threads=1))
     for rank, part in enumerate(np.split(array, RANKS, axis=2)):
         assert (tmp_path / f"f{rank}").read_bytes() == part.tobytes()
 
 
 def test_what_is_finished_is_of_no_round(job):
-    cut, rounds = in_rounds(job, job.target.files, limit=1, finished={"f1", "f2"})
+    cut, rounds = split_rounds(job, job.target.files, limit=1, finished={"f1", "f2"})
     assert [file.path for own in rounds for file in own.files] == ["f0", "f3"]
     assert sections(cut.tasks) == sections(job.tasks)
     assert {fill.path for task in cut.tasks[:1] for fill in task.fills} == {"f1", "f2"}
@@ -95,9 +95,9 @@ def test_what_is_finished_is_of_no_round(job):
 def test_where_there_is_room_nothing_is_read_twice(job, monkeypatch):
     each, total = job.target.files[0].nbytes, sum(file.nbytes for file in job.target.files)
     monkeypatch.setattr(import_module("ucp.transfer.plan.rounds"), "ROUND", each)
-    assert room_for(job, job.target.files, free=10 * total, place="/s").limit == total
-    assert room_for(job, job.target.files, free=total, place="/s").limit == total // 2
-    tight = room_for(job, job.target.files, free=each, place="/s")
+    assert plan_room(job, job.target.files, free=10 * total, place="/s").limit == total
+    assert plan_room(job, job.target.files, free=total, place="/s").limit == total // 2
+    tight = plan_room(job, job.target.files, free=each, place="/s")
     assert (tight.limit, tight.nbytes) == (each, each)
     with pytest.raises(DestinationError, match=f"expected {each:,} free bytes for f0 at /s"):
-        room_for(job, job.target.files, free=each - 1, place="/s")
+        plan_room(job, job.target.files, free=each - 1, place="/s")

@@ -23,9 +23,9 @@ from ucp.errors import MalformedError, ReplicaError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 from ucp.transfer.engines.serial import SerialEngine
-from ucp.transfer.output_files import create, receipts_of
+from ucp.transfer.output_files import create_file, make_receipts
 from ucp.transfer.plan.job import make_job
-from ucp.transfer.plan.tiles import is_crosswise, tiles, within
+from ucp.transfer.plan.tiles import needs_tiles, resolve_in_tile, split_tiles
 
 BLOCK = 4 << 10
 SHAPE = (96, 40, 12)
@@ -42,10 +42,10 @@ def small(monkeypatch):
             "TILE": 2 * BLOCK,
             "MEAN_WINDOW": BLOCK // 8,
             "WINDOW": 1 << 10,
-            "SPANS": 8,
+            "MIN_JOINED": 8,
         },
-        "transfer.gather": {"STRETCH": BLOCK},
-        "transfer.plan.tiles": {"LEAST": BLOCK, "CALL": 1 << 10, "GAP": 32},
+        "transfer.gather": {"MAX_READ": BLOCK},
+        "transfer.plan.tiles": {"MIN_TILED": BLOCK, "CALL_BYTES": 1 << 10, "GAP": 32},
         "core.slices": {"GAP": 32},
     }
     bounds |= {
@@ -166,14 +166,14 @@ def test_parts_of_all_ranks_are_filled_from_one_reading(tmp_path, nbytes_read, o
     (task,) = job.tasks
     assert len(task.fills) == 8
     for one in files:
-        create(tmp_path, one)
+        create_file(tmp_path, one)
     (done,) = SerialEngine().run(job, tmp_path, job.tasks, workers=1, threads=1)
     assert nbytes_read(file) == array.nbytes
     assert [(span.offset, span.nbytes) for span in done.spans] == [(0, array.nbytes)]
     for rank, part in enumerate(np.split(array, 4, axis=dim)):
         found = b"".join((tmp_path / f"{half}{rank}").read_bytes()[8:] for half in "ab")
         assert found == part.tobytes()
-    assert [r.crc32 for r in receipts_of(job, done.sums).placements] == [
+    assert [r.crc32 for r in make_receipts(job, done.sums).placements] == [
         zlib.crc32((tmp_path / one.path).read_bytes()[8:]) for one in files
     ]
 
@@ -195,7 +195,7 @@ def test_a_tensor_of_an_extra_is_read_once_too(tmp_path, nbytes_read):
     index = make_index(shards.folder, {("w", "weight"): shards.whole(np.zeros(3, "float32"))})
     file = OutputFile(path="extra", nbytes=ref.nbytes)
     job = make_job(index, TargetPlan(files=(file,), placements=(), raw=(RawCopy(src=ref, path="extra", offset=0),)))
-    create(tmp_path, file)
+    create_file(tmp_path, file)
     list(SerialEngine().run(job, tmp_path, job.tasks, workers=1, threads=1))
     assert nbytes_read(shards.folder / "shard.bin") == ref.nbytes
     assert (tmp_path / "extra").read_bytes() == numbers().tobytes()
@@ -233,10 +233,10 @@ def test_plain_layouts_are_not_crosswise(tmp_path):
     shards = Shards(tmp_path)
     state = shards.whole(numbers())
     own = full_slice("w", "weight", state)
-    assert not is_crosswise(own, state, nbytes=BLOCK)
+    assert not needs_tiles(own, state, nbytes=BLOCK)
     pairs = Shard(0).regions(SHAPE, 4, 1)
     shard = replace(own, pairs=pairs, local_shape=(24, 40, 12), start=100, stop=9999)
-    assert not is_crosswise(shard, state, nbytes=BLOCK)
+    assert not needs_tiles(shard, state, nbytes=BLOCK)
     columns = tuple(
         Fragment(
             box=pair.global_box,
@@ -245,7 +245,7 @@ def test_plain_layouts_are_not_crosswise(tmp_path):
         for rank in range(4)
         for pair in Shard(1).regions(SHAPE, 4, rank)
     )
-    assert not is_crosswise(own, replace(state, fragments=columns), nbytes=BLOCK)
+    assert not needs_tiles(own, replace(state, fragments=columns), nbytes=BLOCK)
 
 
 def test_slices_that_lie_alike_are_looked_at_once(tmp_path):
@@ -264,11 +264,11 @@ def test_slices_that_lie_alike_are_looked_at_once(tmp_path):
     for order, count in (((1, 0), 1), ((1, 0), 1), ((0, 1), 1)):
         state = stored(order)
         own = full_slice("w", "weight", state)
-        expected = is_crosswise(own, state, nbytes=BLOCK)
-        assert is_crosswise(own, state, nbytes=BLOCK, known=known) is expected is (order == (1, 0))
+        expected = needs_tiles(own, state, nbytes=BLOCK)
+        assert needs_tiles(own, state, nbytes=BLOCK, cache=known) is expected is (order == (1, 0))
         assert looked_at() == count
     half = replace(full_slice("w", "weight", stored((1, 0))), start=7)
-    is_crosswise(half, stored((1, 0)), nbytes=BLOCK, known=known)
+    needs_tiles(half, stored((1, 0)), nbytes=BLOCK, cache=known)
     assert looked_at() == 2
 
 
@@ -279,11 +279,11 @@ def test_tiles_hold_every_element_once(tmp_path):
         state, fragments=(Fragment(box=Box.full(SHAPE), ref=Shards(tmp_path).put(numbers(), order=(2, 0, 1))),)
     )
     seen = np.zeros(SHAPE, int)
-    for tile in tiles(own, transposed, nbytes=BLOCK):
+    for tile in split_tiles(own, transposed, nbytes=BLOCK):
         assert tile.nbytes <= BLOCK
         (pair,) = tile.pairs
         seen[
             tuple(slice(low, high) for low, high in zip(pair.global_box.offsets, pair.global_box.stops, strict=True))
         ] += 1
-        assert sum(np.prod(piece.sizes) for piece in within(own, tile, SHAPE)) == tile.stop
+        assert sum(np.prod(piece.sizes) for piece in resolve_in_tile(own, tile, SHAPE)) == tile.stop
     assert (seen == 1).all()

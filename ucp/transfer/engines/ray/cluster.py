@@ -79,7 +79,7 @@ def connected(address: str) -> Generator[None, None, None]:
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or address
         check_address(address)
-    with _own_stdout(), _own_signals() as keep:
+    with _divert_ray_output(), _keep_signal_handlers() as keep:
         _connect(address)
         keep()
         try:
@@ -118,7 +118,7 @@ def _check_joins(address: str) -> None:
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     trial = [sys.executable, "-c", _TRIAL, address]
     try:
-        told = subprocess.run(
+        trial_run = subprocess.run(
             trial, env={**os.environ, **paths}, capture_output=True, text=True, timeout=_JOINS, check=False
         )
     except subprocess.TimeoutExpired:
@@ -126,13 +126,13 @@ def _check_joins(address: str) -> None:
             f"no Ray cluster at {address}: what listens there does not answer as one within {_JOINS:.0f} seconds. Is "
             f"it the port of the head node (6379 unless told otherwise), and not of its dashboard?\n{_REMEDY}"
         ) from None
-    if told.returncode:
-        lines = dict.fromkeys(_LOGGED.sub("", line) for line in told.stderr.strip().splitlines())
-        remedy = _TOKEN if "InvalidAuthToken" in told.stderr else _REMEDY
+    if trial_run.returncode:
+        lines = dict.fromkeys(_LOGGED.sub("", line) for line in trial_run.stderr.strip().splitlines())
+        remedy = _TOKEN if "InvalidAuthToken" in trial_run.stderr else _REMEDY
         raise EngineError(f"no Ray cluster took a connection at {address}: {'; '.join(lines)}\n{remedy}")
 
 
-class _Sorted:
+class _StdoutSplitter:
     """stdout, but to Ray's threads stderr: what workers and nodes log is told there, and not among results."""
 
     def __init__(self, stdout: object) -> None:
@@ -143,9 +143,9 @@ class _Sorted:
 
 
 @contextmanager
-def _own_stdout() -> Generator[None, None, None]:
+def _divert_ray_output() -> Generator[None, None, None]:
     """Keep what Ray prints from stdout."""
-    before, ours = sys.stdout, _Sorted(sys.stdout)
+    before, ours = sys.stdout, _StdoutSplitter(sys.stdout)
     sys.stdout = ours
     try:
         yield
@@ -155,7 +155,7 @@ def _own_stdout() -> Generator[None, None, None]:
 
 
 @contextmanager
-def _own_signals() -> Generator[Callable[[], None], None, None]:
+def _keep_signal_handlers() -> Generator[Callable[[], None], None, None]:
     """A function that puts back what signals did that end a run; to be called once Ray has put its own in place.
 
     What a handler raises while Ray waits, Ray makes a plain KeyboardInterrupt of: here it is raised as it was.

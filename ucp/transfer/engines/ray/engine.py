@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from ucp.contract.protocols import Engine
 from ucp.errors import UsageError, WorkerDiedError
-from ucp.io.destination.staging import TEMPORARY
+from ucp.io.writing import TEMPORARY
 from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program
@@ -46,7 +46,7 @@ _ENDING = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Settings:
     """Values of the settings."""
 
     address: str = "auto"
@@ -55,7 +55,7 @@ class _Asked:
     retries: int = 3
 
     @classmethod
-    def of(cls, settings: Mapping[str, str]) -> _Asked:
+    def parse(cls, settings: Mapping[str, str]) -> _Settings:
         """As users write them. Raises UsageError."""
         usual = cls()
         check_address(settings.get("address", usual.address))
@@ -98,13 +98,13 @@ class RayEngine(Engine):
     )
     spans_machines = True
 
-    def __init__(self, asked: _Asked | None = None) -> None:
-        self._asked = asked or _Asked()
+    def __init__(self, values: _Settings | None = None) -> None:
+        self._settings = values or _Settings()
 
     def configured(self, settings: Mapping[str, str]) -> RayEngine:
         """The same engine with these values of its `settings`. Raises UsageError, MissingLibraryError."""
         check_installed()
-        return RayEngine(_Asked.of(settings))
+        return RayEngine(_Settings.parse(settings))
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
@@ -113,16 +113,16 @@ class RayEngine(Engine):
         if not tasks:
             return
         room = threads * max(task.projected_bytes for task in tasks)
-        needs = Needs(cpus=self._asked.cpus, memory=room, resource=self._asked.resource)
-        with connected(self._asked.address), _published(job, root, threads) as run:
+        needs = Needs(cpus=self._settings.cpus, memory=room, resource=self._settings.resource)
+        with connected(self._settings.address), _publish(job, root, threads) as run:
             check_nodes(run, job.index, needs)
             batches = deque(_batches(tasks, workers))
-            with closing(_reports(run, _submitter(run, needs, self._asked.retries), batches, workers)) as stream:
+            with closing(_reports(run, _submitter(run, needs, self._settings.retries), batches, workers)) as stream:
                 yield from stream
 
 
 @contextmanager
-def _published(job: Job, root: Path, threads: int) -> Iterator[Run]:
+def _publish(job: Job, root: Path, threads: int) -> Iterator[Run]:
     """What workers are told of a run; once this is left, none of them begins to write any more."""
     import ray
 

@@ -49,12 +49,12 @@ class Needs:
     def are_met_by(self, node: _Node) -> bool:
         """Whether a node has them when it is idle."""
         wanted = {"CPU": self.cpus, "memory": self.memory, **self.custom}
-        return bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= own for name, own in wanted.items())
+        return bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in wanted.items())
 
 
 def check_nodes(run: Run, index: Index, needs: Needs) -> None:
     """Ask every node that may get work what it sees. Raises EngineError, DestinationError, MissingFileError."""
-    answers = list(_answers(_fit_nodes(needs), run, _some_files(index)))
+    answers = list(_collect_answers(_fit_nodes(needs), run, _some_files(index)))
     _refuse(
         EngineError,
         f"expected ucp {run.program} on every node, as here, as another may write other bytes; got",
@@ -112,24 +112,24 @@ def _some_files(index: Index) -> list[_File]:
     return files[:: -(-len(files) // _LOOKED_AT) or 1]
 
 
-def _answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
+def _collect_answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
     """What each node says, under its name; nodes that are lost meanwhile are passed over. Raises EngineError."""
     import ray
 
-    asked = _asked(nodes, run, files)
-    ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
-    faults = [(asked[ref], f"no answer within {_ANSWER:.0f} seconds") for ref in silent]
+    nodes_by_ref = _start_probes(nodes, run, files)
+    ready, silent = ray.wait(list(nodes_by_ref), num_returns=len(nodes_by_ref), timeout=_ANSWER)
+    faults = [(nodes_by_ref[ref], f"no answer within {_ANSWER:.0f} seconds") for ref in silent]
     for ref in ready:
         try:
-            yield _name(asked[ref]), ray.get(ref)
+            yield _name(nodes_by_ref[ref]), ray.get(ref)
         except ray.exceptions.RayError as error:
-            faults.append((asked[ref], str(error)))
-    there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    lines = [f"{_name(node)}: {fault}" for node, fault in faults if node["NodeID"] in there]
+            faults.append((nodes_by_ref[ref], str(error)))
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    lines = [f"{_name(node)}: {fault}" for node, fault in faults if node["NodeID"] in alive]
     _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "remove it, or try again")
 
 
-def _asked(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
+def _start_probes(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
     """A task on each node, even a busy one, that looks around there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -137,8 +137,8 @@ def _asked(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _N
     ray.cloudpickle.register_pickle_by_value(probe)  # a node without ucp can say so
     try:
         look = ray.remote(num_cpus=0, max_retries=0)(probe.look)
-        on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-        refs = [look.options(scheduling_strategy=own).remote(str(run.token), files) for own in on]
+        strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        refs = [look.options(scheduling_strategy=strategy).remote(str(run.token), files) for strategy in strategies]
     finally:
         ray.cloudpickle.unregister_pickle_by_value(probe)
     return dict(zip(refs, nodes, strict=True))

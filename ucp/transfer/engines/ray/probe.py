@@ -19,7 +19,7 @@ def look(token: str, files: list[tuple[str, int, int]]) -> tuple[str, str, list[
 
     `token`: see `sees`. `files`: path, bytes and time of the last change in nanoseconds, as the driver sees them.
     """
-    return program(), sees(token), changed_files(files)
+    return program(), describe_fault(token), find_changed_files(files)
 
 
 def program() -> str:
@@ -38,7 +38,7 @@ def program() -> str:
     return f"{number} (code {digest.hexdigest()[:8]})"
 
 
-def sees(token: str) -> str:
+def describe_fault(token: str) -> str:
     """Why the folder of `token`, a file of the driver that holds its name, cannot be written to; empty if it can."""
     try:
         with open(token, "r+", encoding="ascii") as file:
@@ -47,7 +47,7 @@ def sees(token: str) -> str:
         return error.strerror or str(error)
 
 
-def changed_files(files: Iterable[tuple[str, int, int]]) -> list[str]:
+def find_changed_files(files: Iterable[tuple[str, int, int]]) -> list[str]:
     """Those of `files` that are not there, or not the same."""
     changed = []
     for path, nbytes, mtime_ns in files:

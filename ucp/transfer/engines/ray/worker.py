@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ucp.errors import DestinationError, EngineError, UcpError, WorkerDiedError
-from ucp.io.destination.staging import sync
-from ucp.transfer.engines.ray.probe import host, program, sees
+from ucp.io.writing import sync
+from ucp.transfer.engines.ray.probe import describe_fault, host, program
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
@@ -43,14 +43,14 @@ class Run:
     """ucp as the driver has it."""
 
 
-_held: dict[Path, Job] = {}
+_cached_jobs: dict[Path, Job] = {}
 """The job of the last run that this process worked for, by its token: it is unpacked once."""
 
 
 def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
     """Write what `tasks` write; the last report says that all are done, or what went wrong."""
     try:
-        yield from _reports(run, _job(run), tasks)
+        yield from _reports(run, _get_job(run), tasks)
     except (UcpError, OSError) as error:
         error.add_note(f"on {host()}")
         yield error
@@ -58,9 +58,9 @@ def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
         yield WorkerDiedError(f"a worker on {host()} failed in a way that was not foreseen:\n{traceback.format_exc()}")
 
 
-def _job(run: Run) -> Job:
+def _get_job(run: Run) -> Job:
     """The job; where it is not held yet, this process is asked first whether it may work on it."""
-    if run.token not in _held:
+    if run.token not in _cached_jobs:
         import ray
 
         if program() != run.program:
@@ -68,14 +68,14 @@ def _job(run: Run) -> Job:
                 f"{host()} has ucp {program()}, and the driver {run.program}; install the same on every node"
             )
         job: Job = ray.get(run.job)
-        _held.clear()
-        _held[run.token] = job
-    return _held[run.token]
+        _cached_jobs.clear()
+        _cached_jobs[run.token] = job
+    return _cached_jobs[run.token]
 
 
 def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
     done: list[Done] = []
-    for report in _carried_out(run, job, tasks):
+    for report in _run_tasks(run, job, tasks):
         if isinstance(report, Done):
             done.append(report)
         else:
@@ -86,20 +86,20 @@ def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
     yield tuple(done)
 
 
-def _carried_out(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
+def _run_tasks(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
     """Reports of a task that is alone, on the way; of several, which are side by side, that each is done, in order."""
     local = threading.local()
     with ExitStack() as stack:
 
-        def carried(task: Task) -> Iterator[Step | Done]:
+        def run_task(task: Task) -> Iterator[Step | Done]:
             if not hasattr(local, "worker"):
                 local.worker = stack.enter_context(closing(Worker(job, run.root)))
-            if fault := sees(str(run.token)):
+            if fault := describe_fault(str(run.token)):
                 raise DestinationError(f"{run.root} cannot be written to on {host()}, or the run is over: {fault}")
             yield from local.worker.carry_out(task)
 
         if len(tasks) == 1:
-            yield from carried(tasks[0])
+            yield from run_task(tasks[0])
             return
         team = stack.enter_context(ThreadPoolExecutor(run.threads))
-        yield from team.map(lambda task: list(carried(task))[-1], tasks)
+        yield from team.map(lambda task: list(run_task(task))[-1], tasks)

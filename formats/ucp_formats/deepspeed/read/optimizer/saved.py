@@ -1,4 +1,4 @@
-"""What optimizer files hold, understood once: torch optimizers, whose slots are numbered, and what DeepSpeed adds."""
+"""Parses optimizer files into typed values: torch optimizers, whose slots are numbered, and what DeepSpeed adds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
 
-
-def number_of_enum(value: object, where: str) -> int:
-    """The number of an enum member (`ZeroStageEnum(1)`), or the number itself as older versions save it."""
-    if isinstance(value, Stub) and len(value.args) == 1:
-        value = value.args[0]
-    return integer(value, where)
-
-
 _EXPERTS = re.compile(r"ep_size_\d+")
 
 
@@ -32,34 +24,30 @@ class SavedGroup:
     """One entry of `param_groups`."""
 
     slots: tuple[int, ...]
-    """Numbers of its parameters, flat tensors or sub-groups, whatever the optimizer steps."""
+    """Numbers of what the optimizer steps: its parameters, flat tensors or sub-groups."""
     names: tuple[str, ...] | None
     """Names that torch kept because the optimizer was built from named parameters (torch 2.6)."""
     hyper: Mapping[str, object]
-    """All else, as found."""
+    """All other entries."""
     name: str
     """Name that DeepSpeed gave it; empty where it has none."""
-    of_experts: bool
-    """Whether DeepSpeed keeps parameters of experts in it."""
+    has_experts: bool
+    """Whether DeepSpeed marks it as a group of experts."""
 
     @classmethod
     def of(cls, saved: object, where: str) -> SavedGroup:
-        """The group `saved`.
-
-        The name that DeepSpeed gives a group of experts, `ep_size_2`, is no hyper-parameter: it says how many ranks
-        they lay over.
-        """
+        """The group `saved`. The name of a group of experts, `ep_size_2`, is no hyper-parameter."""
         entries = mapping(saved, where)
-        names, name, of_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
+        names, name, has_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
         members = {"params", "param_names"}
-        if of_experts and _EXPERTS.fullmatch(str(name)):
+        if has_experts and _EXPERTS.fullmatch(str(name)):
             members.add("name")
         return cls(
             slots=_integers(entries.get("params"), f"params of {where}"),
             names=tuple(map(str, names)) if isinstance(names, list) else None,
             hyper={text(key, f"a key of {where}"): value for key, value in entries.items() if key not in members},
             name=name if isinstance(name, str) else "",
-            of_experts=of_experts,
+            has_experts=has_experts,
         )
 
 
@@ -81,8 +69,8 @@ class TorchOptimizer:
         groups = sequence(entries.get("param_groups"), f"param_groups of {where}")
         state = mapping(entries.get("state"), f"state of {where}").items()
         return cls(
-            groups=tuple(SavedGroup.of(own, f"param_groups[{number}] of {where}") for number, own in enumerate(groups)),
-            state={slot: _by_name(own, f"state[{slot}] of {where}") for slot, own in state if isinstance(slot, int)},
+            groups=tuple(SavedGroup.of(group, f"param_groups[{n}] of {where}") for n, group in enumerate(groups)),
+            state={slot: _by_name(entry, f"state[{slot}] of {where}") for slot, entry in state if type(slot) is int},
             saved_groups=groups,
         )
 
@@ -111,7 +99,7 @@ class UnshardedOptimizer:
         flat, unfused = entries.get("fp32_groups_flat"), entries.get("fp32_groups")
         if "fp32_groups_flat" in entries:
             kind = "FP16_Optimizer"
-            masters = [[own] for own in sequence(flat, "fp32_groups_flat")]
+            masters = [[master] for master in sequence(flat, "fp32_groups_flat")]
         elif "fp32_groups" in entries:
             kind = "FP16_UnfusedOptimizer"
             masters = [[*sequence(group, "fp32_groups")] for group in sequence(unfused, "fp32_groups")]
@@ -185,9 +173,11 @@ class OptimizerFile:
             counts=counts_of(saved),
             torch=TorchOptimizer.of(saved.get(inner), inner),
             weights=tuple(tensor(ref, f"a tensor of {key}") for ref in sequence(saved.get(key), key)),
-            paddings=None if paddings is None else tuple(_integers(own, where) for own in sequence(paddings, where)),
+            paddings=None
+            if paddings is None
+            else tuple(_integers(group, where) for group in sequence(paddings, where)),
             mappings=tuple(
-                {name: _span(own, f"{name} in {mapped}") for name, own in _by_name(group, mapped).items()}
+                {name: _span(address, f"{name} in {mapped}") for name, address in _by_name(group, mapped).items()}
                 if isinstance(group, dict)
                 else None
                 for group in (mappings if isinstance(mappings, list) else ())
@@ -212,8 +202,11 @@ class OptimizerFile:
 
 
 def stage_of(saved: Mapping[object, object]) -> int | None:
-    """`zero_stage`, where it is recorded."""
-    return number_of_enum(saved["zero_stage"], "zero_stage") if "zero_stage" in saved else None
+    """`zero_stage`, where it is recorded: an enum member (`ZeroStageEnum(1)`), in older versions a number."""
+    if "zero_stage" not in saved:
+        return None
+    stage = saved["zero_stage"]
+    return integer(stage.args[0] if isinstance(stage, Stub) and len(stage.args) == 1 else stage, "zero_stage")
 
 
 def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
@@ -228,12 +221,12 @@ def same_groups(
     files: Mapping[str, TorchOptimizer], checksums: Checksums, problems: Problems
 ) -> tuple[SavedGroup, ...]:
     """The parameter groups that all files share (file to its optimizer)."""
-    (first, usual), *others = files.items()
-    text = repr(usual.saved_groups)  # the same text is the same value, and found faster
-    for file, own in others:
-        if repr(own.saved_groups) != text and not checksums.is_same(own.saved_groups, usual.saved_groups):
-            problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first}")
-    return usual.groups
+    (first_file, first), *others = files.items()
+    first_text = repr(first.saved_groups)  # comparing texts is faster
+    for file, other in others:
+        if repr(other.saved_groups) != first_text and not checksums.is_same(other.saved_groups, first.saved_groups):
+            problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first_file}")
+    return first.groups
 
 
 def _by_name(saved: object, where: str) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""What model-parallel ranks hold, put together: one module and one optimizer of whole tensors.
+"""Merges what model-parallel ranks hold into one module and one optimizer of global tensors.
 
 1. Collect the shapes that the tensor-parallel ranks hold of each parameter, and ask the rules for its layout.
-2. Say of every parameter how it lies over all axes, and of every rank where it stands. Pieces are made later.
-3. Join the parameter groups of the stages, and keep the extras that ranks have for themselves.
+2. State how every parameter lies over all axes, and at which coordinates each rank is. Fragments are made later.
+3. Merge the parameter groups of the stages, and keep the extras that differ between ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp.core.tensor import InlineTensor
 from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, merge_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.experts import Numbered
+from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """How the tensors of a run lie over its axes, but for what the data-parallel ranks cut of them."""
+    """How the tensors of a run lie over its axes, except for what ZeRO cuts."""
 
     dp: int = 1
     """Data-parallel ranks."""
@@ -44,7 +44,7 @@ class Mesh:
     ep: int = 1
     """Expert-parallel ranks."""
     known_from: Mapping[str, str] = field(default_factory=dict)
-    """Axis to where it is known from how tensors lie over it."""
+    """Axis to the file or rule that says how tensors lie over it."""
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Tensor to the pipeline stages that hold it, where that is known; several for a tied one."""
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -52,17 +52,17 @@ class Mesh:
     tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
     """Tensor to its layout over the tensor-parallel ranks; empty with one."""
 
-    def layout(self, name: str, own: Layout) -> Layout:
-        """The layout of a tensor over all axes; `own`: as its own file says, over the ranks that cut it."""
-        stages, axes = self.stages.get(name, ()), own.axes
+    def layout(self, name: str, file_layout: Layout) -> Layout:
+        """The layout of a tensor over all axes; `file_layout`: over the ranks that its file states."""
+        stages, axes = self.stages.get(name, ()), file_layout.axes
         if name in self.owners and not axes:
             axes = holder_axes("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
         if stages:
             axes = (*holder_axes("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
-        return self.in_stage(name, own, axes)
+        return self.in_stage(name, file_layout, axes)
 
-    def laid_out(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
-        """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: but for those outside a stage."""
+    def place_tensor(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
+        """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: over those inside a stage."""
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
         parts = []
@@ -71,53 +71,53 @@ class Mesh:
             if layout is part.layout:
                 parts.append(part)
             else:
-                moved = [StoredShard({**base, **one.coords}, one.ref, one.start) for one in part.shards]
+                moved = [StoredShard({**base, **copy.coords}, copy.ref, copy.start) for copy in part.shards]
                 parts.append(ShardSet(layout, tuple(moved)))
         if all(new is old for new, old in zip(parts, tensor.shard_sets, strict=True)):
             return tensor
         return ShardedTensor(dtype=tensor.dtype, shape=shape, shard_sets=tuple(parts))
 
-    def in_stage(self, name: str, own: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
-        """The layout in a pipeline stage, which has its modules in files of layers and experts, by their names."""
+    def in_stage(self, name: str, file_layout: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
+        """The layout inside a pipeline stage, whose modules are in files of layers and experts."""
         if name in self.tensors:
             layout = self.tensors[name]
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
         copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
-        if copies > 1 and not own.flat:
+        if copies > 1 and not file_layout.flat:
             return Layout((*outer, *holder_axes("dp", copies, self.known_from.get("dp", ""))))
-        return Layout(outer, own.flat) if outer else own
+        return Layout(outer, file_layout.flat) if outer else file_layout
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """All ranks as one."""
+class MergedRanks:
+    """Module and optimizer of all ranks."""
 
     module: ModulePart
-    """The whole module."""
+    """The module, with global tensors."""
     optimizer: OptimizerPart
-    """The whole optimizer."""
+    """The optimizer, with global tensors."""
     mesh: Mesh = field(default_factory=Mesh)
     """How tensors lie over ranks."""
-    doubts: list[Doubt] = field(default_factory=list)
-    """What speaks against the files."""
+    warnings: list[Doubt] = field(default_factory=list)
+    """Signs that the files are not complete."""
 
     @classmethod
-    def of_one(cls, module: ModulePart, optimizer: OptimizerPart, mesh: Mesh) -> Merged:
-        """What one model-parallel rank has, which is all."""
+    def from_rank(cls, module: ModulePart, optimizer: OptimizerPart, mesh: Mesh) -> MergedRanks:
+        """The parts of the only model-parallel rank."""
         for name, entry in module.entries.items():
             if entry.tensor is not None:
-                tensor = mesh.laid_out(name, entry.tensor, in_stage=True)
+                tensor = mesh.place_tensor(name, entry.tensor, in_stage=True)
                 if tensor is not entry.tensor:
                     module.entries[name] = replace(entry, tensor=tensor)
-        for name, own in optimizer.states.items():
-            for key, state in own.items():
+        for name, states in optimizer.states.items():
+            for key, state in states.items():
                 if isinstance(state, ShardedTensor) and not state.layout.flat:
-                    own[key] = mesh.laid_out(name, state, in_stage=True)
+                    states[key] = mesh.place_tensor(name, state, in_stage=True)
         return cls(module, optimizer, mesh)
 
 
 Rules: TypeAlias = "UniversalCheckpointInfo | FamilyRules"
-"""Says how tensors lie over the tensor-parallel ranks."""
+"""States how tensors lie over the tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,42 +129,42 @@ class RankPart:
     tp: int
     """Its tensor-parallel rank."""
     order: int
-    """Its pipeline stage, or expert-parallel rank; where several have a tensor, that of the first is taken."""
+    """Its pipeline stage, or expert-parallel rank; the first holder of a tensor decides its kind and dtype."""
     module: ModulePart = field(default_factory=ModulePart)
     """Its module; empty where another part has it."""
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
     """Its optimizer; empty where another part has it."""
     dp: int = 0
-    """Data-parallel rank that wrote it, where each tensor is whole on every rank."""
+    """Data-parallel rank that wrote it, where every rank holds full tensors."""
     untrained: tuple[str, ...] = ()
-    """Frozen parameters and buffers that its stage is known to have."""
+    """Frozen parameters and buffers of its stage, as far as they are known."""
 
 
-def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: str, mesh: Mesh) -> Merged:
-    """Join `parts`; `rules` say how tensors lie over tensor-parallel ranks. Raises SourceError.
+def merge_ranks(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: str, mesh: Mesh) -> MergedRanks:
+    """Merge `parts`; `rules` state how tensors lie over tensor-parallel ranks. Raises SourceError.
 
-    `mesh`: the degrees of all axes, to be filled in.
+    `mesh`: the degrees of all axes; the rest is filled in.
     """
     stages: dict[str, set[int]] = {}
     for part in parts:
         members = (name for group in part.optimizer.groups for name in group.params)
         for name in (*part.optimizer.states, *members, *part.untrained):
             stages.setdefault(name, set()).add(part.order)
-    names = _unique(each for part in parts for each in (part.module.entries, part.optimizer.states))
+    names = _unique(owner for part in parts for owner in (part.module.entries, part.optimizer.states))
     mesh = replace(
         mesh,
-        tensors=_layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {},
+        tensors=_find_layouts(parts, mesh.tp, rules, where) if mesh.tp > 1 else {},
         stages={name: tuple(sorted(orders)) for name, orders in stages.items()},
-        owners=Numbered.of(names).owners(names, mesh.ep) if mesh.ep > 1 else {},
+        owners=ExpertNumbers.of(names).owners(names, mesh.ep) if mesh.ep > 1 else {},
         known_from={**mesh.known_from, **rules.known_from},
     )
     merger = _Merger(parts, mesh, checksums)
     problems = Problems()
-    groups = _groups(parts, checksums, problems)
+    groups = _merge_groups(parts, checksums, problems)
     optimizer = OptimizerPart(
         states={name: merger.states(name) for name in _unique(part.optimizer.states for part in merger.parts)},
         groups=groups,
-        extras=merged_extras([(part.mp, part.optimizer.extras) for part in parts], checksums),
+        extras=merge_extras([(part.mp, part.optimizer.extras) for part in parts], checksums),
         notes=_unique(part.optimizer.notes for part in parts),
         dropped=_unique(part.optimizer.dropped for part in parts),
         lost={name: loss for part in parts for name, loss in part.optimizer.lost.items()},
@@ -172,45 +172,51 @@ def merge(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: 
     module = ModulePart(
         entries={name: merger.entry(name) for name in _unique(part.module.entries for part in parts)},
         aliases={alias: name for part in parts for alias, name in part.module.aliases.items()},
-        extras=merged_extras([(part.mp, part.module.extras) for part in parts], checksums) + merger.extras,
+        extras=merge_extras([(part.mp, part.module.extras) for part in parts], checksums) + merger.extras,
         notes=_unique(part.module.notes for part in parts) + merger.notes,
         dropped=_unique(part.module.dropped for part in parts),
     )
     problems.wrong += merger.wrong
     problems.raise_any(where, "model-parallel ranks")
-    return Merged(module=module, optimizer=optimizer, mesh=mesh)
+    return MergedRanks(module=module, optimizer=optimizer, mesh=mesh)
 
 
-def _layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
+def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) -> dict[str, TensorLayout]:
     """Layout of every parameter and buffer."""
-    held: dict[str, dict[int, Shape]] = {}
+    shapes_by_rank: dict[str, dict[int, Shape]] = {}
     buffers: set[str] = set()
     for part in parts:
         weights = ((name, states.get(WEIGHT)) for name, states in part.optimizer.states.items())
-        own = {name: weight.shape for name, weight in weights if isinstance(weight, ShardedTensor)}
-        own |= {name: entry.shape for name, entry in part.module.entries.items()}
+        shapes = {name: weight.shape for name, weight in weights if isinstance(weight, ShardedTensor)}
+        shapes |= {name: entry.shape for name, entry in part.module.entries.items()}
         buffers |= {name for name, entry in part.module.entries.items() if entry.kind is Kind.BUFFER}
-        for name, shape in own.items():
-            if held.setdefault(name, {}).setdefault(part.tp, shape) != shape:
+        for name, shape in shapes.items():
+            known = shapes_by_rank.setdefault(name, {}).setdefault(part.tp, shape)
+            if known != shape:
                 raise MalformedError(
                     f"expected one shape of {name} on tensor-parallel rank {part.tp} of {where}; got "
-                    f"{list(held[name][part.tp])} and {list(shape)}. The files are of different runs"
+                    f"{list(known)} and {list(shape)}. The files are of different runs"
                 )
-    lone = [f"{name}: on rank {', '.join(map(str, own))} only" for name, own in held.items() if len(own) < tp]
-    if lone:
+    partial = [
+        f"{name}: on rank {', '.join(map(str, ranks))} only"
+        for name, ranks in shapes_by_rank.items()
+        if len(ranks) < tp
+    ]
+    if partial:
         raise UnsupportedError(
-            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{listed(lone)}\nExperts that "
-            "are spread over tensor-parallel ranks are not read: resume with tensor-parallel degree 1 and save again"
+            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{listed(partial)}\nucp does "
+            "not read experts spread over tensor-parallel ranks: resume with tensor-parallel degree 1 and save again"
         )
-    shapes = {
-        name: TensorShapes(local=tuple(own[rank] for rank in range(tp)), declared=name not in buffers)
-        for name, own in held.items()
-    }
-    return rules.layouts(shapes)
+    return rules.layouts(
+        {
+            name: TensorShapes(local=tuple(shapes[rank] for rank in range(tp)), declared=name not in buffers)
+            for name, shapes in shapes_by_rank.items()
+        }
+    )
 
 
 class _Merger:
-    """Puts together what ranks hold of each tensor."""
+    """Merges what ranks hold of each tensor."""
 
     def __init__(self, parts: Sequence[RankPart], mesh: Mesh, checksums: Checksums) -> None:
         self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
@@ -222,140 +228,146 @@ class _Merger:
         self._counts: dict[tuple[int, ...], StateIndex] = {}
 
     def states(self, name: str) -> dict[str, StateSource]:
-        """Whole states of a parameter."""
+        """States of a parameter."""
         holders = [(part, part.optimizer.states[name]) for part in self.parts if name in part.optimizer.states]
-        first = holders[0][1]
+        first_part, first = holders[0]
         self.wrong += [
-            f"model-parallel rank {part.mp}: {name} has the states {', '.join(own)}; rank {holders[0][0].mp} has "
+            f"model-parallel rank {part.mp}: {name} has the states {', '.join(states)}; rank {first_part.mp} has "
             f"{', '.join(first)}"
-            for part, own in holders
-            if own.keys() != first.keys()
+            for part, states in holders
+            if states.keys() != first.keys()
         ]
-        return {key: self._state(name, key, [(part, own[key]) for part, own in holders if key in own]) for key in first}
+        return {
+            key: self._merge_state(name, key, [(part, states[key]) for part, states in holders if key in states])
+            for key in first
+        }
 
-    def _state(self, name: str, key: str, held: Sequence[tuple[RankPart, StateSource]]) -> StateSource:
+    def _merge_state(self, name: str, key: str, copies: Sequence[tuple[RankPart, StateSource]]) -> StateSource:
         layout = self.mesh.tensors.get(name)
-        if len({(own.dtype, _shape(own) if layout is None else None) for _, own in held}) > 1:
-            where = dict.fromkeys(f"{own.dtype} {list(_shape(own)) if layout is None else ''}" for _, own in held)
-            self.wrong.append(f"{name}/{key}: {' and '.join(where)} on several model-parallel ranks")
-        counts = [(part, own) for part, own in held if isinstance(own, StateIndex)]
-        if len(counts) == len(held):
-            return self._count(f"{name}/{key}", counts)
-        tensors = [(part, own) for part, own in held if isinstance(own, ShardedTensor)]
-        odd = [part.mp for part, _ in counts]
+        kinds = dict.fromkeys(f"{state.dtype} {list(_shape(state)) if layout is None else ''}" for _, state in copies)
+        if len(kinds) > 1:
+            self.wrong.append(f"{name}/{key}: {' and '.join(kinds)} on several model-parallel ranks")
+        counts = [(part, state) for part, state in copies if isinstance(state, StateIndex)]
+        if len(counts) == len(copies):
+            return self._merge_counts(f"{name}/{key}", counts)
+        tensors = [(part, state) for part, state in copies if isinstance(state, ShardedTensor)]
+        misfits = [part.mp for part, _ in counts]
         if layout is not None:
-            odd += [part.mp for part, own in tensors if own.shape != layout.local_shape(part.tp)]
-        if odd:
-            self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {odd}")
-            return held[0][1]
-        return self._joined(name, tensors)
+            misfits += [part.mp for part, state in tensors if state.shape != layout.local_shape(part.tp)]
+        if misfits:
+            self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {misfits}")
+            return copies[0][1]
+        return self._merge_tensors(name, tensors)
 
-    def _count(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
-        """A count of several ranks as one: made once for all parameters that share the counts of the ranks."""
-        shared = tuple([id(own) for _, own in counts])
-        if shared in self._counts:
-            return self._counts[shared]
-        refs = [piece.ref for _, own in counts for piece in own.fragments]
-        inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
-        if len(inline) < len(refs):
-            made = merge_counts([own for _, own in counts])
-        else:  # numbers in the files themselves must agree now
-            made = counts[0][1]
-            if len({*inline}) > 1:
+    def _merge_counts(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
+        """One count for all ranks, shared by all parameters that share the counts of the ranks."""
+        identity = tuple([id(count) for _, count in counts])
+        if identity not in self._counts:
+            refs = [fragment.ref for _, count in counts for fragment in count.fragments]
+            inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
+            if len(inline) < len(refs):
+                self._counts[identity] = merge_counts([count for _, count in counts])
+            elif len({*inline}) > 1:  # numbers in the files themselves can be compared now
                 ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
                 self.wrong.append(f"of another run: {what} differs among {ranks}")
-                return made
-        self._counts[shared] = made
-        return made
+                return counts[0][1]
+            else:
+                self._counts[identity] = counts[0][1]
+        return self._counts[identity]
 
-    def _joined(
-        self, name: str, held: Sequence[tuple[RankPart, ShardedTensor]], *, in_stage: bool = False
+    def _merge_tensors(
+        self, name: str, shards: Sequence[tuple[RankPart, ShardedTensor]], *, in_stage: bool = False
     ) -> ShardedTensor:
-        """A tensor of several ranks as one; `in_stage`: each copy of it is whole in a file of its own."""
-        of_expert = name in self.mesh.owners
-        every = [
-            self.mesh.laid_out(
-                name, own, in_stage=in_stage, pp=part.order, ep=part.order, tp=part.tp, dp=0 if of_expert else part.dp
+        """The global tensor; `in_stage`: each file holds a copy of all that a stage has of it."""
+        is_expert = name in self.mesh.owners
+        placed = [
+            self.mesh.place_tensor(
+                name, shard, in_stage=in_stage, pp=part.order, ep=part.order, tp=part.tp, dp=0 if is_expert else part.dp
             )
-            for part, own in held
+            for part, shard in shards
         ]
-        return replace(every[0], shard_sets=tuple(laid for own in every for laid in own.shard_sets))
+        return replace(placed[0], shard_sets=tuple(part for tensor in placed for part in tensor.shard_sets))
 
     def entry(self, name: str) -> ModuleEntry:
-        """Whole tensor of the module."""
-        held = [(part, part.module.entries[name]) for part in self.parts if name in part.module.entries]
-        first = held[0][1]
-        kinds = {own.kind for _, own in held}
-        kind = Kind.PARAMETER if Kind.PARAMETER in kinds else first.kind
-        if kind is Kind.BUFFER and first.tensor is not None:
-            # those that are known to differ from the first become extras, as those of running statistics
-            layout, every, held = self.mesh.tensors.get(name), held, []
-            for part, copy in every:
-                comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
-                ref = copy.tensor.first if copy.tensor is not None and comparable else None
-                if ref is None or self.checksums.has_same_bytes(first.tensor.first, ref) is not False:
-                    held.append((part, copy))
-                    continue
-                self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
-                self.notes.append(
-                    f"buffer {name} of model-parallel rank {part.mp} differs from rank {every[0][0].mp}'s, which is "
-                    "taken; its own is an extra"
-                )
-        if len({own.dtype for _, own in held}) > 1:
+        """Global tensor of the module."""
+        copies = [(part, part.module.entries[name]) for part in self.parts if name in part.module.entries]
+        first = copies[0][1]
+        kind = Kind.PARAMETER if any(entry.kind is Kind.PARAMETER for _, entry in copies) else first.kind
+        if kind is Kind.BUFFER:
+            copies = self._same_buffers(name, copies)
+        if len({entry.dtype for _, entry in copies}) > 1:
             self.wrong.append(f"{name}: of several types on the model-parallel ranks")
-        tensors = [(part, own.tensor) for part, own in held if own.tensor is not None]
-        whole = self._joined(name, tensors, in_stage=True) if tensors else None
+        shards = [(part, entry.tensor) for part, entry in copies if entry.tensor is not None]
+        tensor = self._merge_tensors(name, shards, in_stage=True) if shards else None
         shape = self.mesh.tensors[name].global_shape if name in self.mesh.tensors else first.shape
-        return replace(first, kind=kind, shape=shape, tensor=whole)
+        return replace(first, kind=kind, shape=shape, tensor=tensor)
+
+    def _same_buffers(
+        self, name: str, copies: Sequence[tuple[RankPart, ModuleEntry]]
+    ) -> list[tuple[RankPart, ModuleEntry]]:
+        """Copies of a buffer without those known to differ from the first, such as running statistics: extras."""
+        first = copies[0][1].tensor
+        layout, same = self.mesh.tensors.get(name), []
+        for part, entry in copies:
+            comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
+            ref = entry.tensor.first if entry.tensor is not None and comparable else None
+            if first is None or ref is None or self.checksums.has_same_bytes(first.first, ref) is not False:
+                same.append((part, entry))
+                continue
+            self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
+            self.notes.append(
+                f"buffer {name} of model-parallel rank {part.mp} differs from rank {copies[0][0].mp}'s, which is used; "
+                "the other is kept as an extra"
+            )
+        return same
 
 
 def _shape(state: StateSource) -> Shape:
     return state.global_shape if isinstance(state, StateIndex) else state.shape
 
 
-def _groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems) -> list[ParamGroup]:
-    """Groups of all stages, joined where their hyper-parameters are the same.
+def _merge_groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems) -> list[ParamGroup]:
+    """Groups of all stages, merged where their hyper-parameters are the same.
 
-    Several groups of one stage with the same hyper-parameters stay apart, and are joined with those of other stages in
-    their order. Tensor-parallel ranks of a stage have the same groups.
+    Groups of one stage with the same hyper-parameters stay apart; those of other stages are merged with them in order.
+    Tensor-parallel ranks of a stage have the same groups.
     """
     by_order: dict[int, list[RankPart]] = {}
     for part in sorted(parts, key=lambda part: (part.order, part.tp)):
         if part.optimizer.groups:
             by_order.setdefault(part.order, []).append(part)
-    joined: list[tuple[dict[str, None], Mapping[str, object]]] = []
-    for own in by_order.values():
-        first = own[0]
+    merged: list[tuple[dict[str, None], Mapping[str, object]]] = []
+    for first, *others in by_order.values():
         problems.wrong += [
             f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
-            for other in own[1:]
+            for other in others
             if not checksums.is_same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
         ]
-        free = list(joined)
+        candidates = list(merged)
         for group in first.optimizer.groups:
-            match = next((one for one in free if checksums.is_same(dict(one[1]), dict(group.hyper))), None)
+            match = next((one for one in candidates if checksums.is_same(dict(one[1]), dict(group.hyper))), None)
             if match is None:
-                joined.append((dict.fromkeys(group.params), group.hyper))
+                merged.append((dict.fromkeys(group.params), group.hyper))
             else:
-                free = [one for one in free if one is not match]
+                candidates = [candidate for candidate in candidates if candidate is not match]
                 match[0].update(dict.fromkeys(group.params))
-    return [ParamGroup(params=tuple(params), hyper=hyper) for params, hyper in joined]
+    return [ParamGroup(params=tuple(params), hyper=hyper) for params, hyper in merged]
 
 
-def merged_extras(owned: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:
-    """Extras of the first rank; those of others that are not known to be the same, under a name of their own."""
-    found: list[Extra] = []
+def merge_extras(extras_by_rank: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:
+    """Extras of the first rank, and those of other ranks that differ, under `mp_rank_NN/`."""
+    merged: list[Extra] = []
     first: dict[tuple[str, int | None], object] = {}
-    for mp, extras in owned:
+    for mp, extras in extras_by_rank:
         for extra in extras:
             key = (extra.name, extra.rank)
-            if key not in first and (not found or mp == owned[0][0]):
+            if key not in first and (not merged or mp == extras_by_rank[0][0]):
                 first[key] = extra.value
-                found.append(extra)
+                merged.append(extra)
             elif key not in first or not checksums.is_same(first[key], extra.value):
-                found.append(replace(extra, name=f"mp_rank_{mp:02d}/{extra.name}"))
-    return found
+                merged.append(replace(extra, name=f"mp_rank_{mp:02d}/{extra.name}"))
+    return merged
 
 
 def _unique(lists: Iterable[Iterable[str]]) -> list[str]:
-    return list(dict.fromkeys(text for own in lists for text in own))
+    return list(dict.fromkeys(text for texts in lists for text in texts))

@@ -1,11 +1,11 @@
-"""Runs without ZeRO: the optimizer lies in the model-states file, and does not name its parameters.
+"""Reads runs without ZeRO, whose optimizer is in the model-states file and does not name its parameters.
 
-The names come from the module (`zero0`). With several ranks there are more places to look:
+The names come from the module (`zero0`). With several ranks:
 
-- a tensor-parallel rank has its own module and optimizer in one file;
-- the optimizer of a pipeline stage goes with some layers, one after another, and which these are is not recorded: its
-  own names tell where torch kept them, else exactly one way to deal the layers out must fit the shapes;
-- every expert-parallel rank has an optimizer file, over what all ranks share and over its own experts.
+- a tensor-parallel rank has a module and an optimizer in one file;
+- the optimizer of a pipeline stage steps consecutive layers, and which is not recorded: either torch kept the names, or
+  exactly one assignment of layers to stages must fit the shapes;
+- every expert-parallel rank has an optimizer file, for the parameters that all ranks share and for its experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.fields import Shape
-from ucp_formats.deepspeed.experts import Numbered, ranks_joined
+from ucp_formats.deepspeed.experts import ExpertNumbers, merge_names
 from ucp_formats.deepspeed.extras import unsharded_extras
 from ucp_formats.deepspeed.read.module import ModelStates, ModulePart, module_of, read_module
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
@@ -33,7 +33,7 @@ from ucp_formats.deepspeed.read.run import SavedGrid
 def read_unsharded(
     model: ModelStates, checksums: Checksums, order: Sequence[Sequence[str]] | None = None
 ) -> tuple[ModulePart, OptimizerPart]:
-    """Module and optimizer of one model-states file; `order`: names of every group, when the user says so."""
+    """Module and optimizer of one model-states file; `order`: names of every group, if the user states them."""
     first = _module(model, None, checksums)
     if model.optimizer is None:
         trained = {name: entry.shape for name, entry in first.entries.items() if entry.kind is Kind.FROZEN}
@@ -52,9 +52,9 @@ def _module(model: ModelStates, trained: Mapping[str, Shape] | None, checksums: 
 def _params(module: ModulePart) -> dict[str, TensorRef]:
     """Tensors that can be parameters."""
     return {
-        name: own.tensor.first
-        for name, own in module.entries.items()
-        if own.kind is not Kind.BUFFER and own.tensor is not None
+        name: entry.tensor.first
+        for name, entry in module.entries.items()
+        if entry.kind is not Kind.BUFFER and entry.tensor is not None
     }
 
 
@@ -67,30 +67,32 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     parts = []
     for tp in range(grid.tp):
         optimizers: dict[int, UnshardedOptimizer] = {}
-        named: dict[int, dict[str, Shape | None]] = {}  # what the file or torch kept
+        recorded: dict[int, dict[str, Shape | None]] = {}  # names that the file or torch kept
         for mp, run in grid.stages(tp).items():
             optimizer = run.model.optimizer
             if optimizer is None:
                 raise MalformedError(f"expected a dict for optimizer of {run.model.file.path}; got None")
             optimizers[mp] = optimizer
-            recorded = {name: shape for group in optimizer.recorded for name, shape in group.items()}
-            kept = (name for group in optimizer.torch.groups for name in group.names or ())
-            named[mp] = {**recorded} or dict.fromkeys(kept)
-        models = pipeline_modules(grid, tp, {name: shape for own in named.values() for name, shape in own.items()})
+            shapes: dict[str, Shape | None] = {
+                name: shape for group in optimizer.recorded for name, shape in group.items()
+            }
+            names = (name for group in optimizer.torch.groups for name in group.names or ())
+            recorded[mp] = shapes or dict.fromkeys(names)
+        models = pipeline_modules(grid, tp, {name: s for shapes in recorded.values() for name, s in shapes.items()})
         module = _module(models[0], None, checksums)
         params = _params(module)
         orders: Sequence[Sequence[Sequence[str]] | None] = [None] * len(optimizers)
-        if not all(named.values()):
-            orders = _names_of_stages(optimizers.values(), params, checksums, str(grid.folder.path))
-        read = {
-            mp: read_optimizer(own, params, checksums, order)
-            for (mp, own), order in zip(optimizers.items(), orders, strict=True)
+        if not all(recorded.values()):
+            orders = _infer_stage_names(optimizers.values(), params, checksums, str(grid.folder.path))
+        stages = {
+            mp: read_optimizer(optimizer, params, checksums, order)
+            for (mp, optimizer), order in zip(optimizers.items(), orders, strict=True)
         }
-        for mp, part in read.items():
-            part.notes += [] if named[mp] else [INFERRED]
+        for mp, part in stages.items():
+            part.notes += [] if recorded[mp] else [INFERRED]
             part.extras += unsharded_extras(optimizers[mp])
             parts.append(RankPart(mp=mp, tp=tp, order=mp // grid.tp, optimizer=part))
-        trained = _trained(module, read.values())
+        trained = _trained(module, stages.values())
         parts += [
             RankPart(mp=tp, tp=tp, order=copy * grid.pp, module=_module(model, trained, checksums))
             for copy, model in enumerate(models)
@@ -98,26 +100,26 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     return parts
 
 
-def _names_of_stages(
+def _infer_stage_names(
     optimizers: Collection[UnshardedOptimizer], params: Mapping[str, TensorRef], checksums: Checksums, where: str
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Names of every group of the optimizer of each stage, which has layers one after another."""
+    """Names of every group of the optimizer of each stage; a stage has consecutive layers."""
     layers: dict[str, dict[str, TensorRef]] = {}
     for name, ref in params.items():
-        number, _, own = name.partition(".")
-        layers.setdefault(number, {})[own] = ref
-    for (one, first), (other, second) in combinations(layers.items(), 2):
+        number, _, local_name = name.partition(".")
+        layers.setdefault(number, {})[local_name] = ref
+    for (number, first), (other, second) in combinations(layers.items(), 2):
         if any(len(ref.shape) > 1 for ref in first.values()) and checksums.is_same(first, second):
             raise UnsupportedError(
-                f"layers {one} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers do "
-                f"not name their parameters: where theirs stand among the others of a stage is not known. {REMEDY}"
+                f"layers {number} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers "
+                f"do not name their parameters: the position of theirs in a stage is not known. {REMEDY}"
             )
-    named = [{f"{number}.{name}": ref for name, ref in own.items()} for number, own in layers.items()]
-    return names_by_shape([slots_of(own) for own in optimizers], named, where)
+    params_by_layer = [{f"{number}.{name}": ref for name, ref in tensors.items()} for number, tensors in layers.items()]
+    return names_by_shape([slots_of(optimizer) for optimizer in optimizers], params_by_layer, where)
 
 
 def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums) -> Iterator[RankPart]:
-    """Module and optimizers of a mixture of experts; `model`: model states with the experts among the module."""
+    """Module and optimizers of a mixture of experts; `model`: model states whose module has the experts."""
     optimizers = grid.expert_optimizers
     if len(grid.runs) > 1 or not optimizers:
         raise UnsupportedError(
@@ -127,14 +129,14 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
         )
     first = _module(model, None, checksums)
     params = _params(first)
-    numbered = Numbered.of(module_of(model).tensors)
+    numbers = ExpertNumbers.of(module_of(model).tensors)
     ep = len(optimizers)
     parts = []
     for rank, saved in enumerate(optimizers):
-        names = {numbered.local(n, ep): n for n in params if numbered.owner(n, ep) in (rank, None)}
-        recorded = tuple({numbered.local(n, ep): shape for n, shape in own.items()} for own in saved.recorded)
-        local = {own: params[name] for own, name in names.items()}
-        part = read_optimizer(replace(saved, recorded=recorded), local, checksums)
+        names = {numbers.local_name(n, ep): n for n in params if numbers.owner(n, ep) in (rank, None)}
+        recorded = tuple({numbers.local_name(n, ep): shape for n, shape in group.items()} for group in saved.recorded)
+        local_params = {local: params[name] for local, name in names.items()}
+        part = read_optimizer(replace(saved, recorded=recorded), local_params, checksums)
         part.extras += unsharded_extras(saved) if rank == 0 else []
         part.states = {names[local]: states for local, states in part.states.items()}
         part.lost = {names[local]: loss for local, loss in part.lost.items()}
@@ -147,10 +149,11 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
             f"{', '.join(map(str, sorted(counts)))}. The files are of different runs"
         )
     trained = _trained(first, parts)
-    members = [ranks_joined([own.params for own in ranks]) for ranks in zip(*(p.groups for p in parts), strict=True)]
-    parts[0].groups = [replace(group, params=own) for group, own in zip(parts[0].groups, members, strict=True)]
+    parts[0].groups = [
+        replace(groups[0], params=merge_names([group.params for group in groups]))
+        for groups in zip(*(part.groups for part in parts), strict=True)
+    ]
     yield RankPart(mp=0, tp=0, order=0, module=_module(model, trained, checksums), optimizer=parts[0])
-    contiguous = grid.first.config.raw.get("use_data_before_expert_parallelism") is True
-    each = grid.first.ranks // ep if contiguous else 1
+    step = grid.first.ranks // ep if grid.first.config.groups_experts else 1
     for rank, part in enumerate(parts[1:], start=1):
-        yield RankPart(mp=0, tp=0, order=rank, dp=rank * each, optimizer=part)
+        yield RankPart(mp=0, tp=0, order=rank, dp=rank * step, optimizer=part)

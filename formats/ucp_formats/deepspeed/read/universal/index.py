@@ -31,7 +31,7 @@ from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.files import (
     SavedFile,
-    parsed,
+    parse_files,
     read_files,
     refuse_idle_options,
     refuse_names,
@@ -43,7 +43,7 @@ from ucp_formats.deepspeed.read.module import ModelStates, ModuleEntry, ModulePa
 from ucp_formats.deepspeed.read.optimizer.flat_group import OptimizerPart
 from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, TorchOptimizer, counts_of, stage_of
 from ucp_formats.deepspeed.read.optimizer.sharded import sub_group_params
-from ucp_formats.deepspeed.read.ranks.merge import Merged, Mesh, RankPart, Rules, merge
+from ucp_formats.deepspeed.read.ranks.merge import MergedRanks, Mesh, RankPart, Rules, merge_ranks
 from ucp_formats.deepspeed.read.ranks.parallel import tensor_rules
 from ucp_formats.deepspeed.read.run import degrees, model_parallel_size
 from ucp_formats.deepspeed.read.universal.parameter_folders import GLOBALS, ParameterFolders, read_parameter_folders
@@ -100,7 +100,7 @@ class UniversalRanks:
         }
         return {name: layout.global_shape for name, layout in self.rules.layouts(complete).items()}
 
-    def module(self, checksums: Checksums) -> Merged:
+    def module(self, checksums: Checksums) -> MergedRanks:
         """The module of all ranks, and the extras of their files."""
         parts = []
         for mp, models in self.models.items():
@@ -112,7 +112,7 @@ class UniversalRanks:
                 sharded = models[0].name.role is Role.SHARDED_MODEL
                 module = read_module(models, models[0].trained, checksums, sharded=sharded)
             parts.append(RankPart(mp=mp, tp=mp % self.tp, order=mp // self.tp, module=module, optimizer=optimizer))
-        return merge(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
+        return merge_ranks(parts, self.rules, checksums, self.where, Mesh(tp=self.tp, pp=self.pp))
 
 
 def universal_ranks(
@@ -195,13 +195,13 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     problems = Problems()
     files = read_files(folder, problems)
     of_models = [file for file in files if file.name.role in (Role.MODEL, Role.SHARDED_MODEL)]
-    models = parsed(of_models, ModelStates.of, problems)
+    models = parse_files(of_models, ModelStates.of, problems)
     ranks = universal_ranks(models, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
     shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
     problems.extend(wrong)
-    every = parsed([shared] if shared is not None else [], SharedStates.of, problems)
+    every = parse_files([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
     (states_of_all,) = every
     trained = {param: shape for group in ranks.groups for param, shape in group.items()}

@@ -99,15 +99,15 @@ class SubGroup:
         return {state: self.group.counter(state, self.chunks.numels) for state in self.group.counts}
 
 
-def split(facts: RunFacts, groups: Sequence[Group]) -> tuple[tuple[SubGroup, ...], ...]:
-    """Sub-groups of each group, as the engine of the target would cut them."""
-    found = []
+def split_groups(facts: RunFacts, groups: Sequence[Group]) -> list[list[SubGroup]]:
+    """Sub-groups of each group, as the engine of the target would split it."""
+    split = []
     for group in groups:
         sizes = dict(group.sizes)
-        cuts = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
-        chunks = [Chunks({name: sizes[name] for name in names}, facts.ranks) for names in cuts]
-        found.append(tuple(SubGroup(group=group, chunks=part) for part in chunks))
-    return tuple(found)
+        parts = sub_groups(group.sizes, ranks=facts.ranks, limit=facts.config.sub_group_size)
+        chunks = [Chunks({name: sizes[name] for name in names}, facts.ranks) for names in parts]
+        split.append([SubGroup(group=group, chunks=part) for part in chunks])
+    return split
 
 
 def shared_state(draft: AtomDraft, facts: RunFacts, shares: Sequence[Share], rank: int) -> dict[str, object]:
@@ -306,10 +306,10 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
     return {"state": state, "param_groups": entries}
 
 
-def members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
-    """What the optimizer of each group counts: parameters without elements too where it is a torch optimizer itself.
+def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
+    """The parameters that the optimizer numbers in each group; torch's own numbers those without elements too.
 
-    Raises UnsupportedError when that is not known.
+    Raises UnsupportedError when the group of one of these is not known.
     """
     if kind is not Wrapper.PLAIN:
         return [(group, group.params) for group in groups]

@@ -98,8 +98,8 @@ def test_a_checkpoint_without_arguments(fake_legacy, tmp_path: Path) -> None:
     ("model", "error", "expected"),
     [
         (None, MalformedError, "expected a dict"),
-        ({}, MalformedError, "not one tensor"),
-        ({"a": {"_extra_state": None}}, MalformedError, "not one tensor"),
+        ({}, MalformedError, "hold no tensor"),
+        ({"a": {"_extra_state": None}}, MalformedError, "hold no tensor"),
     ],
 )
 def test_a_model_of_nothing(fake_legacy, tmp_path: Path, model: object, error: type, expected: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ucp_formats.megatron.arguments import Arguments
-from ucp_formats.megatron.legacy.files import Grid, misplaced, placing
+from ucp_formats.megatron.legacy.files import Grid, find_misplaced, rank_placing
 from ucp_formats.megatron.names import GridPlace, parse_rank_folder
 from ucp_formats.megatron.source import MegatronFormat
 
@@ -24,7 +24,7 @@ def test_dense_ranks(inner: bool) -> None:
     """parallel_state.py: order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp; the first of them fastest."""
     for tp, cp, dp, pp in DENSE:
         arguments = Arguments(raw={"use_tp_pp_dp_mapping": inner}, cp=cp, dp=dp, world=tp * cp * dp * pp)
-        numbering = placing(Grid(tp=tp, pp=pp, ep=1, etp=tp), arguments)
+        numbering = rank_placing(Grid(tp=tp, pp=pp, ep=1, etp=tp), arguments)
         assert numbering is not None
         outer = product(range(dp), range(pp)) if inner else product(range(pp), range(dp))
         stages = [pair[1] if inner else pair[0] for pair in outer]
@@ -36,7 +36,7 @@ def test_dense_ranks(inner: bool) -> None:
 def test_ranks_of_experts(tp: int, etp: int, ep: int, copies: int) -> None:
     """The same ranks, numbered as etp-ep-dp-pp."""
     world = etp * ep * copies * 2
-    numbering = placing(Grid(tp=tp, pp=2, ep=ep, etp=etp), Arguments(raw={}, world=world))
+    numbering = rank_placing(Grid(tp=tp, pp=2, ep=ep, etp=etp), Arguments(raw={}, world=world))
     assert numbering is not None
     order = [(p, e) for p in range(2) for _ in range(copies) for e in range(ep) for _ in range(etp)]
     assert [(own.pp, own.ep) for own in map(numbering, range(world))] == order
@@ -53,14 +53,14 @@ def test_ranks_of_experts(tp: int, etp: int, ep: int, copies: int) -> None:
     ],
 )
 def test_a_numbering_that_is_not_certain_is_none(arguments: Arguments) -> None:
-    assert placing(Grid(tp=2, pp=2, ep=1, etp=2), arguments) is None
+    assert rank_placing(Grid(tp=2, pp=2, ep=1, etp=2), arguments) is None
 
 
 def test_expert_ranks_beside_context_ranks_were_numbered_otherwise_before_etp() -> None:
     """core 0.8 parallel_state.py: one RankGenerator, expert ranks above those of context; later ones record etp."""
     grid = Grid(tp=1, pp=1, ep=2, etp=1)
-    assert placing(grid, Arguments(raw={}, world=4, cp=2)) is None
-    assert placing(grid, Arguments(raw={}, world=4, cp=2, etp=1)) is not None
+    assert rank_placing(grid, Arguments(raw={}, world=4, cp=2)) is None
+    assert rank_placing(grid, Arguments(raw={}, world=4, cp=2, etp=1)) is not None
 
 
 @pytest.mark.parametrize("ranks", [[0, 0], [0, None], [1, 7], [1, True]])
@@ -68,16 +68,16 @@ def test_records_that_prove_nothing(ranks: list[object]) -> None:
     """All the same: a tool wrote them in one process. None, or none of this world: not those of the writers."""
     folders = tuple(parse_rank_folder(name) for name in ("mp_rank_00", "mp_rank_01"))
     named = {folder.name: rank for folder, rank in zip(folders, ranks, strict=True)}
-    assert not list(misplaced(Grid(tp=2, pp=1, ep=1, etp=2), folders, Arguments(raw={}, world=2), named))
+    assert not list(find_misplaced(Grid(tp=2, pp=1, ep=1, etp=2), folders, Arguments(raw={}, world=2), named))
 
 
 def test_the_place_that_files_belong_to_is_told() -> None:
     folders = tuple(parse_rank_folder(f"mp_rank_{tp:02d}_{pp:03d}") for tp in range(2) for pp in range(2))
     saved = {"mp_rank_00_000": 0, "mp_rank_00_001": 5, "mp_rank_01_000": 3, "mp_rank_01_001": 4}
-    lines = list(misplaced(Grid(tp=2, pp=2, ep=1, etp=2), folders, Arguments(raw={}, world=8, dp=2), saved))
+    lines = list(find_misplaced(Grid(tp=2, pp=2, ep=1, etp=2), folders, Arguments(raw={}, world=8, dp=2), saved))
     assert [line.split()[0] for line in lines] == ["mp_rank_00_001:", "mp_rank_01_001:"]
     assert lines[0].endswith("rank 5 of 8 saved, tp rank 1, stage 1, expert rank 0: they belong in mp_rank_01_001")
-    numbering = placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))
+    numbering = rank_placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))
     assert numbering is not None
     assert numbering(3) == GridPlace(tp=1, pp=0, ep=0)
 

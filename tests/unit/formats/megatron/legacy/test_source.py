@@ -15,7 +15,7 @@ from ucp.core.slices import Locator, resolve
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.io.files import Sources
-from ucp.transfer.drift import drift
+from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer
 
 LAYOUTS = [
@@ -58,7 +58,7 @@ def read(index: Index, name: str, state: str) -> torch.Tensor:
     data = memoryview(bytearray(found.nbytes))
     gatherer = Gatherer(sources=Sources())
     gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
-    assert list(drift(own, locator, data, gatherer)) == []
+    assert list(describe_drift(own, locator, data, gatherer)) == []
     gatherer.sources.close()
     dtype = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.INT64: torch.int64}[found.dtype]
     return torch.frombuffer(data, dtype=dtype).reshape(found.global_shape)

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ucp_formats.megatron.buffers.state_buffer import StateBuffer, StoredRange
-from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, BucketStates, ParallelDegrees, place_buckets
+from ucp_formats.megatron.torch_dist.buckets import MASTER, Bucket, ParallelDegrees, place_buckets
 from ucp_formats.megatron.torch_dist.keys import BucketKey
+from ucp_formats.megatron.torch_dist.states import DistStates
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, StoredBox
 
+from ucp.core.index import WEIGHT
 from ucp.core.region import Box
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
@@ -56,13 +58,13 @@ class Run:
         flat = StateBuffer(where=f"stage {stage}", ranges=stretches, numel=64 * len(trained))
         return Bucket(key=key, states={MASTER: flat}, in_chunks=True)
 
-    def place(self, *buckets: Bucket) -> BucketStates:
-        return place_buckets(buckets, self.weights(), [NAMES], ParallelDegrees(tp=1, expert_tp=1, ep=1))
+    def place(self, *buckets: Bucket) -> DistStates:
+        return place_buckets(buckets, self.weights(), [NAMES], ParallelDegrees(tp=1, expert_tp=1, ep=1), layout="")
 
 
-def starts(found: BucketStates, name: str) -> list[int]:
+def starts(found: DistStates, name: str) -> list[int]:
     """Offsets of the masters of a parameter in the file."""
-    return [piece.ref.offset for piece in found.fragments[name][MASTER]]
+    return [piece.ref.offset for piece in found.fragments[name][WEIGHT]]
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -37,7 +37,7 @@ def test_not_empty(value):
 
 
 def common(**values):
-    return CommonState(where="w", values=values, arguments=Arguments(raw={}), content={}, records=(), file="")
+    return CommonState(where="w", values=values, arguments=Arguments(raw={}), records=(), file="")
 
 
 def test_what_groups_saved_is_kept_once_where_it_is_the_same():

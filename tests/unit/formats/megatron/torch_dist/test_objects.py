@@ -1,7 +1,7 @@
 """The common state, and lists in it."""
 
 import pytest
-from ucp_formats.megatron.torch_dist.objects import optimizer_dicts, to_list
+from ucp_formats.megatron.torch_dist.objects import list_optimizers, to_list
 
 from ucp.errors import MalformedError
 
@@ -21,9 +21,9 @@ def test_other_values_are_no_lists(value):
 
 def test_one_optimizer_or_several():
     one = {"optimizer": {"param_groups": []}}
-    assert optimizer_dicts({}) == {}
-    assert optimizer_dicts({"optimizer": one}) == {None: one}
-    assert optimizer_dicts({"optimizer": {0: one, 1: {}}}) == {0: one, 1: {}}
-    assert optimizer_dicts({"optimizer": {"1": {}, "0": one}}) == {0: one, 1: {}}
-    assert optimizer_dicts({"optimizer": [one, {}]}) == {0: one, 1: {}}
-    assert optimizer_dicts({"optimizer": 3}) == {}
+    assert list_optimizers({}) == {}
+    assert list_optimizers({"optimizer": one}) == {None: one}
+    assert list_optimizers({"optimizer": {0: one, 1: {}}}) == {0: one, 1: {}}
+    assert list_optimizers({"optimizer": {"1": {}, "0": one}}) == {0: one, 1: {}}
+    assert list_optimizers({"optimizer": [one, {}]}) == {0: one, 1: {}}
+    assert list_optimizers({"optimizer": 3}) == {}

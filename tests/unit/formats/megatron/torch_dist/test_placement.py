@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.torch_dist.buckets import BucketRange
+from ucp_formats.megatron.torch_dist.states import BucketRange
 
 from ucp.core.index import Index
 from ucp.core.layout import Layout

@@ -103,7 +103,7 @@ def test_masters_of_other_weights_are_an_error_that_names_them(fake, read, tmp_p
     with pytest.raises(MalformedError) as error:
         read(run.save(tmp_path))
     message = str(error.value)
-    assert "in the optimizer's buckets 6 stretches are the master of no parameter" in message
+    assert "in the optimizer's buckets 6 ranges are the master of no parameter" in message
     for name in ("output_layer.weight", "layers.0.mlp.linear_fc2.weight", "layers.1.mlp.linear_fc2.weight"):
         assert name in message
     assert "layers.0.mlp.linear_fc1.weight" not in message
@@ -112,7 +112,7 @@ def test_masters_of_other_weights_are_an_error_that_names_them(fake, read, tmp_p
 def test_chunks_that_no_rank_holds_are_refused(fake, read, tmp_path):
     run = filled(fake(tp=2), "buckets")
     run.common["args"].tensor_model_parallel_size = 3
-    with pytest.raises(UnsupportedError, match=r"(?s)not cut evenly.*output_layer.weight \[16, 8\] over 3 ranks"):
+    with pytest.raises(UnsupportedError, match=r"(?s)not split evenly.*output_layer.weight \[16, 8\] over 3 ranks"):
         read(run.save(tmp_path))
 
 
@@ -129,7 +129,7 @@ def test_equal_norms_are_told_apart_by_their_order(fake, read, contents, tmp_pat
             run.truth[name] = torch.ones(8)
     index = read(filled(run, "buckets").save(tmp_path))
     same(contents(index), run)
-    assert any("10 of them have the contents of others" in note for note in index.notes)
+    assert any("10 of them have identical contents" in note for note in index.notes)
 
 
 def test_states_of_no_parameter_or_of_another_shape(fake, read, tmp_path):
@@ -165,7 +165,7 @@ def test_transposed_states_of_grouped_experts(fake, read, contents, tmp_path):
 def test_unknown_tensors_of_the_optimizer_are_refused(fake, read, tmp_path):
     run = filled(fake(), "full")
     run.tensors["optimizer.muon.buffer"] = ((3,), [((0,), torch.ones(3))])
-    with pytest.raises(UnsupportedError, match="a layout that is not known"):
+    with pytest.raises(UnsupportedError, match="1 tensor of an unknown layout"):
         read(run.save(tmp_path))
 
 

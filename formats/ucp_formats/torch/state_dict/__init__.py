@@ -1,0 +1,1 @@
+"""What a training script's state dict holds: model, optimizers, and the rest."""

@@ -1,1 +1,0 @@
-"""What may lie at a destination, where it grows, and how its bytes are written."""

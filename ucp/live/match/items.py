@@ -1,0 +1,319 @@
+"""Match what is live with a checkpoint: what to load, and everything that does not fit. Names and shapes only.
+
+>>> from ucp.core.topology import Topology
+>>> live = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.full((2,)))
+>>> index = Index(path="ckpt", format="ucp", evidence=(), producer="", topology=Topology(), step=None, atoms={})
+>>> findings = Findings()
+>>> match_tensors([live], index, findings=findings), findings.missing
+({}, ['w'])
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
+from ucp.core.target import full_slice
+from ucp.core.tensor import DType
+from ucp.errors import LoadError, counted, listed
+from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
+
+_MOST_RENAMES = 3
+"""Functions for `rename=` that a message proposes."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What matching found; each list is one kind of finding, one line each."""
+
+    missing: list[str] = field(default_factory=list)
+    """Tensors of the model that the checkpoint lacks."""
+    unexpected: list[str] = field(default_factory=list)
+    """Atoms of the checkpoint that the model lacks."""
+    problems: list[str] = field(default_factory=list)
+    """Whatever else does not fit."""
+    hints: list[str] = field(default_factory=list)
+    """What may help."""
+    notes: list[str] = field(default_factory=list)
+    """What is right, and worth knowing."""
+    casts: Counter[str] = field(default_factory=Counter)
+    """Changes of dtype, and how many tensors each concerns."""
+
+    def check(self, path: str) -> None:
+        """Raise one LoadError that lists everything that does not fit."""
+        if text := self._describe():
+            remedy = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
+            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{text}\n{remedy}")
+
+    def make_no_match_error(self, path: str) -> LoadError:
+        """The error for a checkpoint from which no tensor can be loaded into the model."""
+        what = "fits the model" if self.problems else "has a name of the model"
+        remedies = self.hints or ["`ucp inspect` lists the names and shapes there"]
+        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._describe()}\n{'; '.join(remedies)}")
+
+    def _describe(self) -> str:
+        """Everything that does not fit, kind by kind."""
+        kinds = (
+            ("tensor of the model is not", "tensors of the model are not", " in the checkpoint", self.missing),
+            ("tensor of the checkpoint is not", "tensors of the checkpoint are not", " in the model", self.unexpected),
+            ("thing does not fit", "things do not fit", "", self.problems),
+        )
+        return "\n".join(
+            f"{counted(len(lines), one, many)}{where}:\n{listed(lines)}" for one, many, where, lines in kinds if lines
+        )
+
+
+def match_tensors(
+    tensors: Sequence[LiveTensor],
+    index: Index,
+    *,
+    rename: Callable[[str], str] | None = None,
+    findings: Findings,
+) -> dict[str, str]:
+    """Atom of every tensor of the model that has one by name.
+
+    `rename`: from a name in the model to the name in the checkpoint.
+    """
+    matched: dict[str, str] = {}
+    for tensor in tensors:
+        atoms = find_atoms(tensor, index, rename)
+        if not atoms and 0 in tensor.part.local_shape:
+            findings.notes.append(f"{tensor.name} has no elements, and is not in the checkpoint")
+            continue
+        if not atoms:
+            name = tensor.global_names[0]
+            renamed = rename(name) if rename else name
+            in_model = f" ({name} in the whole model)" if name != tensor.name else ""
+            findings.missing.append(tensor.name + in_model + (f" (renamed {renamed})" if renamed != name else ""))
+            continue
+        if len(atoms) > 1:
+            findings.problems.append(
+                f"{' and '.join(tensor.names)} are one tensor in the model, and {len(atoms)} in the checkpoint: "
+                f"{' and '.join(atoms)}. Untie them, or load from a checkpoint where they are tied"
+            )
+        matched[tensor.name] = atoms[0]
+    users: dict[str, list[LiveTensor]] = {}
+    for tensor in tensors:
+        if tensor.name in matched:
+            users.setdefault(matched[tensor.name], []).append(tensor)
+    for atom, several in users.items():
+        if len(several) > 1:
+            are_replicas = len({tensor.global_names for tensor in several}) == 1
+            tied = "they were tied when saved" if atom in index.aliases.values() else "`rename` gives both its name"
+            names = " and ".join(tensor.name for tensor in several)
+            why = "replicas of it" if are_replicas else tied
+            findings.notes.append(f"{names} are loaded from one atom, {atom}: {why}")
+    return matched
+
+
+def find_atoms(tensor: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
+    """Atoms of its names; several if the model ties what the checkpoint does not."""
+    names = (rename(name) if rename else name for name in tensor.global_names)
+    return [name for name in dict.fromkeys(index.aliases.get(name, name) for name in names) if name in index.atoms]
+
+
+def filter_fitting(
+    tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings
+) -> dict[str, str]:
+    """Those of `matched` whose atoms have the shape of the tensor, and a type that can be cast to its type."""
+    fitting = {}
+    for tensor in tensors:
+        if tensor.name in matched and _fits(tensor, index.atoms[matched[tensor.name]], findings):
+            fitting[tensor.name] = matched[tensor.name]
+    return fitting
+
+
+def _fits(tensor: LiveTensor, atom: AtomIndex, findings: Findings) -> bool:
+    part = tensor.part
+    if WEIGHT not in atom.states:
+        findings.missing.append(f"{tensor.name}: the checkpoint has only {', '.join(atom.states)} of it")
+        return False
+    try:
+        part.to_slice(atom.name, WEIGHT, atom.global_shape, tensor.dtype)
+    except ValueError as error:
+        findings.problems.append(f"{tensor.name} {error} in the checkpoint{part.hint and f'; {part.hint}'}")
+        return False
+    if part.unassigned:
+        findings.unexpected.append(f"{atom.name}: {part.unassigned}")
+    if part.global_shape is not None and part.global_shape != atom.global_shape:
+        stored, rows = atom.global_shape[0], part.global_shape[0]
+        effect = (
+            f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are dropped"
+        )
+        findings.notes.append(
+            f"{tensor.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {effect}, in every "
+            "state"
+        )
+    dtype = atom.states[WEIGHT].dtype
+    if not is_castable(dtype, tensor.dtype):
+        findings.problems.append(f"{tensor.name} is {tensor.dtype} in the model and {dtype} in the checkpoint")
+        return False
+    return True
+
+
+def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index: Index, findings: Findings) -> None:
+    """Find atoms that no rank has in its model, and functions that rename them to it. `used`: atoms of all ranks."""
+    findings.unexpected.extend(name for name in index.atoms if name not in used)
+    if not findings.missing or not findings.unexpected:
+        return
+    names = [tensor.global_names[0] for tensor in tensors]
+    stored = {*index.atoms, *index.aliases}
+    first = names[0]
+    added = sorted(name.removesuffix(first) for name in stored if name.endswith(f".{first}"))
+    removed = sorted(first.removesuffix(name) for name in stored if first.endswith(f".{name}"))
+    renames = [
+        *(
+            f"rename=lambda name: {prefix!r} + name"
+            for prefix in added
+            if all(prefix + name in stored for name in names)
+        ),
+        *(
+            f"rename=lambda name: name.removeprefix({prefix!r})"
+            for prefix in removed
+            if all(name.startswith(prefix) and name.removeprefix(prefix) in stored for name in names)
+        ),
+    ]
+    if not renames and not used:
+        renames.append("rename=FUNCTION, from a name in the model to the name in the checkpoint")
+    if renames:
+        findings.hints.append(f"pass {', or '.join(renames[:_MOST_RENAMES])}")
+
+
+def plan_weights(
+    tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, *, findings: Findings
+) -> list[LoadItem]:
+    """The weight of every matched tensor, in the type that the model has it in."""
+    items = []
+    for tensor in tensors:
+        if tensor.name in matched:
+            atom = index.atoms[matched[tensor.name]]
+            note_cast(atom, WEIGHT, tensor.dtype, findings)
+            items.append(make_item(tensor.name, atom, WEIGHT, tensor.dtype, tensor.part))
+    return items
+
+
+def match_states(
+    params: Sequence[LiveParam],
+    parts: Mapping[str, LivePart],
+    matched: Mapping[str, str],
+    index: Index,
+    *,
+    stepped: Collection[str],
+    findings: Findings,
+) -> tuple[list[LoadItem], list[str]]:
+    """Optimizer states to load, and the parameters that the saved optimizer had never stepped.
+
+    `parts`: what the model holds of each tensor. `stepped`: atoms that the optimizer of any rank steps. A count is
+    loaded in the type it is stored in, whatever number the optimizer then makes of it.
+    """
+    grouped = {name for group in index.groups for name in group.params}
+    has_optimizer = bool(grouped) or index.unnamed is not None or any(map(_list_states, index.atoms.values()))
+    params = [param for param in params if param.name in matched]
+    lost = [name for param in params if (name := matched[param.name]) in index.lost and not index.lost[name].is_chosen]
+    findings.problems.extend(index.loss_reasons(lost))
+    findings.problems.extend([] if index.unnamed is None else [index.unnamed.reason])
+    items: list[LoadItem] = []
+    fresh: list[LiveParam] = []
+    for param in params:
+        atom, part = index.atoms[matched[param.name]], param.part or parts[param.name]
+        if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also if the checkpoint has no more than the weight
+            note_cast(atom, WEIGHT, dtype, findings)
+            items.append(make_item(param.name, atom, WEIGHT, dtype, part, is_optimizer_state=True))
+        if _list_states(atom):
+            items.extend(_plan_states(param, part, atom, findings))
+            continue
+        is_new = index.unnamed is None and has_optimizer and atom.name not in grouped
+        if is_new and not param.is_frozen and 0 not in atom.global_shape:
+            findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
+        fresh.append(param)
+    filled = [param for param in fresh if 0 not in index.atoms[matched[param.name]].global_shape]
+    # SGD, say, keeps no states of a parameter
+    stateful = [param for param in filled if param.keeps is None or param.keeps.keys() - {WEIGHT}]
+    has_states = any(item.state != WEIGHT for item in items)
+    if not has_optimizer and filled:
+        findings.problems.append(
+            "the checkpoint holds weights only, and no optimizer states: leave optimizer= out, or pass strict=False to "
+            "start with a new optimizer"
+        )
+    if any(matched[param.name] in grouped for param in stateful) and not has_states and index.step != 0:
+        findings.problems.append(
+            "the checkpoint holds no optimizer states: the optimizer would start afresh. Load without optimizer="
+        )
+    present = set(matched.values())
+    for atom in index.atoms.values():
+        if atom.name in present and atom.name not in stepped and _list_states(atom) and 0 not in atom.global_shape:
+            findings.problems.append(
+                f"{atom.name}: the checkpoint has {', '.join(_list_states(atom))}, and the optimizer does not step it"
+            )
+    return items, [param.name for param in fresh]
+
+
+def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findings: Findings) -> None:
+    """Note how many weights are stepped in a type that cannot hold what was saved; with masters none is."""
+    names = {param.name for param in params}
+    rounded = [
+        item for item in weights if item.name in names and item.slice.dtype.itemsize < item.source.dtype.itemsize
+    ]
+    if rounded:
+        findings.notes.append(
+            f"{counted(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, and "
+            f"{rounded[0].source.dtype} in the checkpoint: no masters are kept, training continues from rounded weights"
+        )
+
+
+def _list_states(atom: AtomIndex) -> list[str]:
+    return [state for state in atom.states if state != WEIGHT]
+
+
+def _plan_states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Findings) -> list[LoadItem]:
+    saved = _list_states(atom)
+    keeps = dict.fromkeys(saved) if param.keeps is None else {**param.keeps}
+    keeps.pop(WEIGHT, None)
+    if any(state not in saved for state in keeps) or any(state not in keeps and state != STEP for state in saved):
+        findings.problems.append(
+            f"{param.name}: the optimizer keeps {', '.join(keeps) or 'no states'}; the checkpoint has "
+            f"{', '.join(saved)}"
+        )
+        return []
+    note = "step counts are dropped: the optimizer keeps none"
+    if STEP not in keeps and STEP in saved and note not in findings.notes:
+        findings.notes.append(note)
+    items = []
+    for state, live_dtype in keeps.items():
+        stored = atom.states[state].dtype
+        dtype = stored if live_dtype is None or atom.is_count(state) else live_dtype
+        if is_castable(stored, dtype):
+            note_cast(atom, state, dtype, findings)
+            state_part = param.apart.get(state, part)
+            items.append(make_item(param.name, atom, state, dtype, state_part, is_optimizer_state=True))
+        else:
+            findings.problems.append(f"{param.name}/{state} is {dtype} in the optimizer, {stored} in the checkpoint")
+    return items
+
+
+def is_castable(stored: DType, dtype: DType) -> bool:
+    """Whether a state of one type can be loaded into memory of another."""
+    return stored is dtype or (stored.is_floating and dtype.is_floating)
+
+
+def make_item(
+    name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, is_optimizer_state: bool = False
+) -> LoadItem:
+    """What `part` is of a state; a count, or a state of another shape than its parameter, is full on every rank."""
+    source = atom.states[state]
+    is_full = part.is_full or source.global_shape != atom.global_shape or atom.is_count(state)
+    piece = (
+        full_slice(atom.name, state, source, dtype=dtype)
+        if is_full
+        else part.to_slice(atom.name, state, source.global_shape, dtype)
+    )
+    return LoadItem(name=name, slice=piece, source=source, is_optimizer_state=is_optimizer_state)
+
+
+def note_cast(atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> None:
+    """Count a change of type."""
+    stored = atom.states[state].dtype
+    if stored is not dtype:
+        findings.casts[f"{state}: {stored} to {dtype}"] += 1
