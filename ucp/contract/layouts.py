@@ -214,7 +214,8 @@ def placements_to_axes(
     """Layout of each axis of a mesh, outermost first. `sizes`: ranks along each.
 
     >>> fsdp_after_tp = [DTensorPlacement("_StridedShard", dim=0, factor=2), DTensorPlacement("Shard", dim=0)]
-    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in placements_to_axes(["dp", "tp"], [4, 2], fsdp_after_tp, "FILE")]
+    >>> axes = placements_to_axes(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")
+    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes]
     ['tp: chunk(dim=0)', 'dp: chunk(dim=0)']
     """
     behind: dict[int, list[int]] = {}

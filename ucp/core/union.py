@@ -1,6 +1,6 @@
 """The union: what ranks stored of a tensor, joined into one atom where `place` says it lies.
 
-1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
+1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, its coordinates, a layout.
 2. `Union.build_state` makes the fragments; ranks that differ only along replicated axes hold numbered replicas.
 3. `Union.build_atom` joins the states: the optimizer's master is the weight where there is one, and the model's own
    tensor is a derived copy of it, which is compared and never taken. `merge_counts` joins counts such as `step`.
