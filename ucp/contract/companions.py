@@ -19,7 +19,7 @@ from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted
-from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
+from ucp.io.folder import MARK, PARTIAL, names_of_folder, path_of, to_absolute
 from ucp.io.provenance import source_file
 
 MOST_SMALL = 64 << 20
@@ -189,7 +189,7 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
     left: dict[str, list[str]] = {}
     adapter: list[str] = []
     try:
-        for name in sorted(names_of_folder(root := path_of(absolute(folder.path)))):
+        for name in sorted(names_of_folder(root := path_of(to_absolute(folder.path)))):
             entry = root / name
             made_here = name == MARK or name.endswith(PARTIAL) or (entry / MARK).is_file()
             if made_here or is_own(entry):

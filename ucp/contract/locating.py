@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from ucp.contract.companions import SaveFolder
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
+from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class Pointer:
 
     def read(self, folder: Path) -> str | None:
         """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
-        text = short_text(folder / self.file, most_bytes=_MOST_BYTES)
+        text = read_short_text(folder / self.file, most_bytes=_MOST_BYTES)
         name = self.folder_of(text) if text else None
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             return None
@@ -116,7 +116,7 @@ def look_at(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T
     located = look(path)
     if located is None:
         return None
-    root = path_of(absolute(located.root))
+    root = path_of(to_absolute(located.root))
     folder = root.parent
     names = (name for pointer in pointers if (name := pointer.read(folder)) and (folder / name).is_dir())
     newest = next(names, None)
@@ -146,7 +146,7 @@ def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] 
         below = {name: located for name in names if (located := look(path / name)) is not None}
         if not below:
             continue
-        lost = (p.file for p in pointers if is_there(path / p.file) and (p.is_binding or p.read(path)))
+        lost = (p.file for p in pointers if exists(path / p.file) and (p.is_binding or p.read(path)))
         dangling = next(lost, "")
         name, located = next(iter(below.items()))
         if len(below) == 1 and not dangling:
@@ -166,7 +166,7 @@ def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: s
         raise UnknownFormatError(f"expected {what} at {path}: {example}")
     choices = listed(str(located.root / name) for name in located.choices)
     if located.dangling:
-        text = short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
+        text = read_short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
         shown = "what cannot be read as text" if text is None else f"{text!r}, which names none"
         raise MalformedError(
             f"expected {located.root / located.dangling} to name a checkpoint beside it; got {shown}. Copy the missing "

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from ucp.contract.companions import companions_of
 from ucp.core.index import Index
 from ucp.errors import MalformedError
-from ucp.io.folder import is_there, path_of
+from ucp.io.folder import exists, path_of
 from ucp.io.json_text import read_object
 from ucp.io.pickle.values import Stub
 
@@ -67,7 +67,7 @@ def run_arguments(index: Index) -> Mapping[str, object]:
 def config_in(folder: str) -> dict[str, object]:
     """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
     path = os.path.join(folder, _CONFIG_FILE)
-    return read_object(path) if is_there(path) else {}
+    return read_object(path) if exists(path) else {}
 
 
 def said_values(texts: Mapping[str, str]) -> dict[str, object]:

@@ -25,7 +25,7 @@ from ucp.core.region import Box, local_flat_pairs
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
-from ucp.io.folder import is_there, is_url, see_afresh, seen_from
+from ucp.io.folder import exists, is_url, refresh, resolve_from
 from ucp.io.provenance import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
@@ -40,8 +40,8 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
     for file in manifest.files:
         if manifest.virtual and (not file.identity or file.nbytes is None or file.mtime_ns is None):
             raise _wrong(root, f"there is no identity of {file.path!r}, to which a virtual store refers")
-        paths.append(str(seen_from(root, file.path)) if manifest.virtual else inside(root, file.path))
-    see_afresh(paths if manifest.virtual else ())
+        paths.append(str(resolve_from(root, file.path)) if manifest.virtual else inside(root, file.path))
+    refresh(paths if manifest.virtual else ())
     files, missing = [], []
     for path, file in zip(paths, manifest.files, strict=True):
         try:
@@ -49,7 +49,7 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
         except OSError:
             missing.append(path)
             continue
-        if not manifest.virtual and not is_there(path):  # parts of a file are one only where it was split
+        if not manifest.virtual and not exists(path):  # parts of a file are one only where it was split
             missing.append(path)
     if missing:
         raise MissingFileError(

@@ -28,7 +28,7 @@ from ucp.io.files import Sources, join_ranges
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -336,7 +336,7 @@ def to_run(piece: Piece, dtype: DType) -> Run | None:
 
 def to_extent(piece: Piece) -> Extent | None:
     """The bytes of a file that a piece is read from; None where these are none, or few of what lies between them."""
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
     ref = piece.ref
     if isinstance(ref, InlineTensor):

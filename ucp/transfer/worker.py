@@ -157,14 +157,16 @@ class Worker:
                     sums.append(section_sum)
                     yield Step(task.number, section_sum.nbytes)
         if self._is_remote:
-            self._sources.drop(batch=self._announced.pop(task.number))
+            self._sources.cancel(batch=self._announced.pop(task.number))
         yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(drift_lines))
 
     def _announce(self, task: Task) -> None:
         """Have what a task reads of stores come, unless it was announced."""
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
-            self._sources.expect((own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number)
+            self._sources.prefetch(
+                (own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number
+            )
 
     def _list_pieces(self, task: Task) -> Iterator[Piece]:
         """What a task reads, about in the order that it does."""

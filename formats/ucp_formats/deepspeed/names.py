@@ -38,7 +38,7 @@ from ucp.contract.locating import Located, Pointer, find_only, follow_pointers, 
 from ucp.contract.output_names import is_text
 from ucp.core.index import TAG, Extra, Index
 from ucp.errors import SourceError
-from ucp.io.folder import absolute, names_in, names_of_folder, path_of
+from ucp.io.folder import names_in, names_of_folder, path_of, to_absolute
 
 LATEST = "latest"
 """Text file beside the tag folders: the tag to load."""
@@ -182,8 +182,8 @@ def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
 
 def saved_as(index: Index, located: Located[bool]) -> Index:
     """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
-    root = path_of(absolute(located.root))
-    folder = root.parent if located.saved_in is None else path_of(absolute(located.saved_in.path))
+    root = path_of(to_absolute(located.root))
+    folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))
     name = root.relative_to(folder)
     tag = (Extra(name=TAG, value=str(name)),) if is_text(str(name)) else ()
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ucp.contract.locating import Located, Strength, the_checkpoint
 from ucp.errors import UsageError, counted, listed
-from ucp.io.folder import names_in, short_text
+from ucp.io.folder import names_in, read_short_text
 
 CONFIG = "config.json"
 SAFETENSORS, BIN = ".safetensors", ".bin"
@@ -122,7 +122,7 @@ def locate(path: Path) -> Located[ModelFiles] | None:
     """Where the model at `path` lies, or None if there is none."""
     if path.is_file():
         return _look_at_file(path)
-    commit = short_text(path / "refs" / "main", most_bytes=_MOST_REF)
+    commit = read_short_text(path / "refs" / "main", most_bytes=_MOST_REF)
     snapshot = path / "snapshots" / commit if commit and commit.isalnum() else path
     root = snapshot if snapshot.is_dir() else path
     models = _models(set(names_in(root)))

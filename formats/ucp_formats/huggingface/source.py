@@ -25,7 +25,7 @@ from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Ki
 from ucp.core.topology import Topology
 from ucp.core.union import with_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp_formats.huggingface.locate import CONFIG, Form, ModelFiles, check_model, is_weights, locate
 from ucp_formats.huggingface.weights import ModelWeights, read_weights, second_names
@@ -52,7 +52,7 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = check_model(locate(path), path)
-        config = config_in(absolute(located.root))
+        config = config_in(to_absolute(located.root))
         _check_plain(config, located.root)
         index = _ModelIndexer(located, config, read_weights(located.root, located.content)).index(self.name)
         if located.content.is_single:
@@ -90,7 +90,7 @@ class _ModelIndexer:
     def index(self, name: str) -> Index:
         """The index."""
         files = self.located.content
-        root = absolute(self.located.root)
+        root = to_absolute(self.located.root)
         tensors = self._without_ties()
         is_in_order = files.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep the order
         order = list(tensors) if is_in_order else in_model_order(tensors, self.config.get("model_type"))
@@ -126,7 +126,7 @@ class _ModelIndexer:
         """The doubt that config.json is of another model, if it contradicts the tensors."""
         from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
 
-        where = os.path.join(absolute(self.located.root), CONFIG)
+        where = os.path.join(to_absolute(self.located.root), CONFIG)
         lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
         if self.config and lines:
             yield Doubt(
@@ -168,7 +168,7 @@ class _ModelIndexer:
         return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
 
     def _step(self) -> int | None:
-        folder = path_of(absolute(self.located.root))
+        folder = path_of(to_absolute(self.located.root))
         match = _STEP.fullmatch(folder.name)
         return int(match[1]) if match and (folder / _TRAINER_STATE).is_file() else None
 

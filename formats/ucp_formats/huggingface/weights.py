@@ -23,7 +23,7 @@ from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.core.union import state_of_boxes
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, counted, listed
-from ucp.io.folder import absolute, names_in
+from ucp.io.folder import names_in, to_absolute
 from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 from ucp.io.safetensors import read_header, read_weight_map
@@ -62,7 +62,7 @@ def read_weights(folder: Path, model: ModelFiles) -> ModelWeights:
     Raises MissingFileError, MalformedError or UnsupportedError with all problems of its files.
     """
     problems = Problems()
-    root = absolute(folder)
+    root = to_absolute(folder)
     places = read_weight_map(os.path.join(root, model.files[0])) if model.form is Form.INDEXED else None
     names = _file_names(folder, model, places, problems)
     results = ((name, _try_read(os.path.join(root, name), problems)) for name in names)

@@ -21,7 +21,7 @@ from ucp.contract.registry import is_of_another
 from ucp.errors import MissingFileError
 from ucp.io.dcp.checkpoint import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import is_there, names_in
+from ucp.io.folder import exists, names_in
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate (1.15, `fsdp_utils.py`)."""
@@ -54,7 +54,7 @@ def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Locate
     """`located`, complete. Raises UnknownFormatError, MissingFileError if it was not finished, UsageError."""
     example = f"a folder with {METADATA} and files such as __0_0.distcp"
     located = the_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
-    if located.content == ("",) and not is_there(located.root / METADATA) and not local_files(names_in(located.root)):
+    if located.content == ("",) and not exists(located.root / METADATA) and not local_files(names_in(located.root)):
         raise MissingFileError(
             f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last: the "
             "checkpoint was not finished. Take an earlier one, or copy it again"

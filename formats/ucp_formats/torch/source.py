@@ -26,7 +26,7 @@ from ucp.core.union import state_of_boxes
 from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, names_in, path_of
+from ucp.io.folder import names_in, path_of, to_absolute
 from ucp.io.pickle.values import differing_values
 from ucp.io.provenance import source_file
 from ucp_formats.torch.extras import find_step
@@ -138,7 +138,7 @@ class _DcpIndexer:
 
     def __init__(self, located: Located[tuple[str, ...]], order: ParamOrder | None) -> None:
         self._located = located
-        self._root = absolute(located.root)
+        self._root = to_absolute(located.root)
         names = (os.path.join(self._root, name) if name else self._root for name in located.content)
         self._folders = [_DcpFolder.read(name) for name in names]
         entries = (entry for folder in self._folders for entry in folder.entries())

@@ -17,7 +17,7 @@ def simulated(data: st.DataObject, numels: list[int]) -> BufferLayout:
         numels,
         bucket_numel=data.draw(st.none() | st.integers(1, 500)),
         alignment=data.draw(st.sampled_from((1, 64))),
-        apart=data.draw(st.lists(st.integers(0, len(numels) - 1), max_size=2)),
+        separate=data.draw(st.lists(st.integers(0, len(numels) - 1), max_size=2)),
     )
 
 

@@ -1,14 +1,13 @@
-"""Where parameters start in a buffer of the distributed optimizer: by Megatron's rule, or found by looking.
+"""Where parameters start in a buffer of the distributed optimizer: by Megatron's rule, or found by a walk.
 
-The rule (param_and_grad_buffer.py, core_v0.16; optimizer/param_layout.py, core_v0.19): parameters in the reverse of
+The rule (param_and_grad_buffer.py, core_v0.16; optimizer/param_layout.py, core_v0.19): parameters are in the reverse of
 registration order; each starts at a multiple of 64 elements; a bucket is closed once it holds `bucket_size` elements,
 and its end is padded to a multiple of `lcm(dp, 128)`; a tied embedding of a pipeline has a bucket of its own. Files
-leave out the padding at the ends of buckets, so a parameter that opens a bucket follows the one before without a gap.
+leave out the padding at the ends of buckets, so a parameter that opens a bucket directly follows the one before.
 
-What a file does not say is the size of the buckets, and before 2024-07 nothing was aligned. So a layout is *walked*:
-after a parameter the next one starts at the next multiple of 64 of its bucket, or right away. Which of the two it is,
-the contents tell: `fitting(place)`. Parameters that are not trained are passed over. The first and the last walk in the
-order of choices are the same only where there is no other (`matcher`).
+Files do not record the size of buckets, and before 2024-07 nothing was aligned. So the buffer is *walked*: after a
+parameter, the next one starts at the next multiple of 64 of its bucket, or right away; the contents tell which. Frozen
+parameters are passed over. The layout is the only one if the first and the last walk in the order of choices are equal.
 
 >>> simulate([70, 60, 10], bucket_numel=100)
 BufferLayout(starts=(124, 64, 0), numel=194)
@@ -29,7 +28,7 @@ class BufferPosition(NamedTuple):
     """Where a parameter starts."""
 
     segment: int
-    """Which of the tensors that a buffer is stored in."""
+    """Number of the tensor, of those that the buffer is stored in."""
     start: int
     """First element in it."""
 
@@ -40,7 +39,7 @@ class BufferLayout(NamedTuple):
     starts: tuple[int, ...]
     """First element of each, in registration order."""
     numel: int
-    """Elements of the whole."""
+    """Elements of the buffer."""
 
 
 def bucket_multiple(dp: int, *, for_busbw: bool = False) -> int:
@@ -56,35 +55,35 @@ def simulate(
     numels: Sequence[int],
     *,
     bucket_numel: int | None = None,
-    apart: Collection[int] = (),
+    separate: Collection[int] = (),
     alignment: int = ALIGNMENT,
 ) -> BufferLayout:
-    """The layout that the rule gives for parameters of so many elements, in registration order.
+    """The layout of parameters of so many elements, in registration order, by the rule.
 
-    `bucket_numel`: elements from which a bucket is closed; None for one bucket. `apart`: numbers of the parameters that
-    have a bucket of their own. `alignment`: elements to whose multiple the start of a parameter is padded.
+    `bucket_numel`: elements from which a bucket is closed; None for one bucket. `separate`: numbers of the parameters
+    that have a bucket of their own. `alignment`: elements to whose multiple the start of a parameter is padded.
     """
     starts = [0] * len(numels)
     begin = end = 0
     for number in reversed(range(len(numels))):
-        starts[number] = start = begin + _padded(end - begin, alignment)
-        if number in apart:
+        starts[number] = start = begin + _pad(end - begin, alignment)
+        if number in separate:
             begin = start
         end = start + numels[number]
-        if number in apart or (bucket_numel is not None and end - begin >= bucket_numel):
+        if number in separate or (bucket_numel is not None and end - begin >= bucket_numel):
             begin = end
     return BufferLayout(tuple(starts), end)
 
 
-def _padded(number: int, multiple: int) -> int:
+def _pad(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
 class _Step(NamedTuple):
-    """A parameter put in a place, and how far a walk has come with it."""
+    """A parameter at a position, and how far a walk has come with it."""
 
-    place: BufferPosition | None
-    """The place; None at the beginning and at the end of a walk."""
+    position: BufferPosition | None
+    """The position; None at the beginning and at the end of a walk."""
     number: int
     """The parameter; all after it are placed, or passed over."""
     segment: int
@@ -101,58 +100,60 @@ class _Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ground:
+class _Terrain:
     """What a walk goes over; all as in `walk`."""
 
     numels: Sequence[int]
     segments: Sequence[int]
-    fitting: Callable[[BufferPosition], Iterable[int]]
+    find_params: Callable[[BufferPosition], Iterable[int]]
     slack: int
     zeros: Container[int]
 
-    def steps(self, at: _Step, *, last: bool) -> Iterator[_Step]:
-        """Ways to go on: the parameter that is registered right before, first; with `last`, in the reverse order.
+    def next_steps(self, step: _Step, *, last: bool) -> Iterator[_Step]:
+        """Possible next steps: the parameter registered right before comes first; with `last`, in reverse order.
 
-        What fits a parameter is taken for padding, at the end of a segment, only when nothing else leads to an end.
+        Elements at the end of a segment that match a parameter are taken for padding only if nothing else leads to an
+        end.
         """
-        starts = list(self._starts(at))
-        for follows in (False, True):
-            found = [
-                _Step(place, number, place.segment, place.start + self.numels[number], begin)
-                for place, begin in starts
-                if (place.segment != at.segment) == follows and place.segment < len(self.segments)
-                for number in sorted((own for own in self.fitting(place) if own < at.number), reverse=True)
-                if place.start + self.numels[number] <= self.segments[place.segment]
+        starts = list(self._next_starts(step))
+        for is_next_segment in (False, True):
+            steps = [
+                _Step(position, number, position.segment, position.start + self.numels[number], begin)
+                for position, begin in starts
+                if (position.segment != step.segment) == is_next_segment and position.segment < len(self.segments)
+                for number in sorted((n for n in self.find_params(position) if n < step.number), reverse=True)
+                if position.start + self.numels[number] <= self.segments[position.segment]
             ]
-            yield from reversed(found) if last else found
-        if at.segment >= len(self.segments) - 1 and sum(self.segments[at.segment :]) - at.end <= self.slack:
-            yield at._replace(place=None)
+            yield from reversed(steps) if last else steps
+        if step.segment >= len(self.segments) - 1 and sum(self.segments[step.segment :]) - step.end <= self.slack:
+            yield step._replace(position=None)
 
-    def _starts(self, at: _Step) -> Iterator[tuple[BufferPosition, int]]:
+    def _next_starts(self, step: _Step) -> Iterator[tuple[BufferPosition, int]]:
         """Where the next parameter may start, and where its bucket begins.
 
-        Padding is zeros: it does not start where a parameter of other contents stands.
+        Padding is zeros, so a parameter of other contents shows that there is none.
         """
-        aligned = at.begin + _padded(at.end - at.begin, ALIGNMENT)
-        at_end = self.fitting(BufferPosition(at.segment, at.end)) if at.segment < len(self.segments) else ()
-        if aligned == at.end or all(own in self.zeros for own in at_end if own < at.number):
-            yield BufferPosition(at.segment, aligned), at.begin
-        if aligned != at.end:
-            yield BufferPosition(at.segment, at.end), at.end
-        if self.segments and self.segments[at.segment] - at.end <= self.slack:
-            yield BufferPosition(at.segment + 1, 0), 0
+        segment, end = step.segment, step.end
+        aligned = step.begin + _pad(end - step.begin, ALIGNMENT)
+        at_end = self.find_params(BufferPosition(segment, end)) if segment < len(self.segments) else ()
+        if aligned == end or all(number in self.zeros for number in at_end if number < step.number):
+            yield BufferPosition(segment, aligned), step.begin
+        if aligned != end:
+            yield BufferPosition(segment, end), end
+        if self.segments and self.segments[segment] - end <= self.slack:
+            yield BufferPosition(segment + 1, 0), 0
 
 
 def walk(
     numels: Sequence[int],
     segments: Sequence[int],
-    fitting: Callable[[BufferPosition], Iterable[int]],
+    find_params: Callable[[BufferPosition], Iterable[int]],
     *,
     slack: int = 0,
     zeros: Container[int] = (),
     last: bool = False,
 ) -> tuple[BufferPosition | None, ...] | None:
-    """Where every parameter starts, or None when there is no such layout.
+    """Where every parameter starts, None for a frozen one, which is not in the buffer; or None if there is no layout.
 
     Parameters
     ----------
@@ -160,30 +161,28 @@ def walk(
         Elements of the parameters, in registration order.
     segments
         Elements of the tensors that the buffer is stored in: one, or (2023-10 to 2024-04) one per bucket.
-    fitting
-        Parameters whose elements stand at a place, by number.
+    find_params
+        Numbers of the parameters whose elements are stored at a position.
     slack
-        Elements that may be left over at the end of a segment, which is padding.
+        Elements of padding at the end of a segment, at most.
     zeros
         Parameters that are zero, as padding is.
     last
-        Give the last walk in the order of choices, not the first. There is another layout where they differ.
-
-    A parameter that is passed over is not in the buffer (it is not trained): its place is None.
+        Return the last walk in the order of choices, not the first. If they differ, there is another layout.
     """
-    ground = _Ground(numels=numels, segments=segments, fitting=fitting, slack=slack, zeros=zeros)
-    trail = [_Step(None, len(numels), 0, 0, 0)]
-    ways = [ground.steps(trail[0], last=last)]
-    dead: set[tuple[int, int, int, int]] = set()
-    while ways:  # depth first: two candidates seldom both hold, and a wrong one ends soon
-        step = next((own for own in ways[-1] if own.place is None or own.key not in dead), None)
+    terrain = _Terrain(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
+    path = [_Step(None, len(numels), 0, 0, 0)]
+    branches = [terrain.next_steps(path[0], last=last)]
+    dead_ends: set[tuple[int, int, int, int]] = set()
+    while branches:  # depth first: two parameters seldom both match, and a wrong one ends soon
+        step = next((step for step in branches[-1] if step.position is None or step.key not in dead_ends), None)
         if step is None:
-            ways.pop()
-            dead.add(trail.pop().key)
-        elif step.place is None:
-            placed = {own.number: own.place for own in trail}
-            return tuple(placed.get(number) for number in range(len(numels)))
+            branches.pop()
+            dead_ends.add(path.pop().key)
+        elif step.position is None:
+            positions = {placed.number: placed.position for placed in path}
+            return tuple(positions.get(number) for number in range(len(numels)))
         else:
-            trail.append(step)
-            ways.append(ground.steps(step, last=last))
+            path.append(step)
+            branches.append(terrain.next_steps(step, last=last))
     return None

@@ -35,7 +35,7 @@ from ucp.core.union import Union, scalar_state
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.pickle.fields import mapping
 from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
@@ -200,7 +200,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
 
     `name`: of the format. `options`: may name the family of the model.
     """
-    dcp = read_folder(absolute(located.root))
+    dcp = read_folder(to_absolute(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
     arguments = common.arguments
@@ -242,7 +242,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
             *checked.notes,
             *layouts.notes,
         ),
-        doubts=layouts.doubts,
+        doubts=layouts.contradictions,
         dropped=(*checked.dropped, *groups.dropped),
         lost={**groups.lost, **checked.lost},
     )

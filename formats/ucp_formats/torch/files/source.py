@@ -22,7 +22,7 @@ from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.torch.extras import find_step
@@ -87,7 +87,7 @@ class _TorchIndexer:
         self._located = located
         self._where = str(located.root)
         self._order = read_order(options.param_order)
-        self._folder = absolute(located.root if located.root.is_dir() else located.root.parent)
+        self._folder = to_absolute(located.root if located.root.is_dir() else located.root.parent)
         self._shapes_path = options.shapes_from
         self._shapes: Shapes | None = None if options.shapes_from is None else shapes_from(options.shapes_from)
         self._in_order = True
@@ -152,7 +152,7 @@ class _TorchIndexer:
         extras = {extra.name: extra.value for extra in self._entries.extras}
         lightning = extras.get("pytorch-lightning_version")
         return Index(
-            path=absolute(self._located.root),
+            path=to_absolute(self._located.root),
             format=name,
             evidence=self._located.reasons,
             producer=f"Lightning {lightning}" if isinstance(lightning, str) else "torch.save",

@@ -35,7 +35,7 @@ def test_a_full_bucket_is_closed_without_its_padding() -> None:
 
 
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    found = simulate([10, 70, 20], apart=frozenset({1}))
+    found = simulate([10, 70, 20], separate=frozenset({1}))
     assert found.starts == (134, 64, 0)  # what was before it ends where it would have started
 
 
