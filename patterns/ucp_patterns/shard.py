@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap, Pattern, joined_shape
+from ucp.core.layout import Overlap, Pattern, join_shapes
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import Stretch, check_dim, regions_of
 
@@ -89,4 +89,4 @@ class Shard(Pattern):
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
         shapes = tuple(map(tuple, local_shapes))
-        return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
+        return join_shapes(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)

@@ -50,7 +50,7 @@ def ref_of(shape, dtype=DType.FLOAT32, path="/src/shard"):
 
 
 def state_of(numel: int, dtype=DType.FLOAT32) -> StateIndex:
-    box = Box.whole((numel,))
+    box = Box.full((numel,))
     return StateIndex(dtype=dtype, global_shape=(numel,), fragments=(Fragment(box=box, ref=ref_of((numel,), dtype)),))
 
 
@@ -65,7 +65,7 @@ def index_of(**states: StateIndex) -> Index:
 
 
 def slice_of(param: str, numel: int, start: int, stop: int, *, state="weight", dtype=DType.FLOAT32) -> Slice:
-    whole = Box.whole((numel,))
+    whole = Box.full((numel,))
     return Slice(
         param=param,
         state=state,

@@ -74,7 +74,7 @@ class FlatBuffer:
     """Where that is known from."""
 
     @classmethod
-    def of(
+    def pack(
         cls,
         numels: Mapping[str, int],
         *,
@@ -104,10 +104,10 @@ class FlatBuffer:
             self.names[at]: Span(
                 max(start := self.starts[at], first) - first, min(self.stops[at], last) - max(start, first)
             )
-            for at in self.touched(rank)
+            for at in self.overlapping(rank)
         }
 
-    def touched(self, rank: int) -> range:
+    def overlapping(self, rank: int) -> range:
         """Positions of the parameters that have an element on `rank`."""
         low = bisect_right(self.stops, rank * self.share)
         return range(low, max(low, bisect_left(self.starts, (rank + 1) * self.share)))
@@ -170,14 +170,14 @@ class WholeParameters:
 
     def spans(self, rank: int) -> Mapping[str, Span]:
         """One after another."""
-        touched = self.buffer.touched(rank)
+        touched = self.buffer.overlapping(rank)
         numels = [self.buffer.stops[at] - self.buffer.starts[at] for at in touched]
         every = zip(touched, accumulate(numels, initial=0), numels, strict=False)
         return {self.buffer.names[at]: Span(start, numel) for at, start, numel in every}
 
     def lengths(self, rank: int) -> range:
         """There is no padding."""
-        total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.touched(rank))
+        total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.overlapping(rank))
         return range(total, total + 1)
 
 
@@ -185,7 +185,7 @@ _WHOLE = {"Replicate": "replicate", "Partial": "partial"}
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DTensorPlacement:
     """How one axis of a DTensor's mesh shards a tensor (torch 2.13, `torch/distributed/tensor/placement_types.py`).
 
     `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim, as tensor
@@ -208,8 +208,8 @@ class Placement:
         return pattern("strided", dim=self.dim, split_factor=self.factor)
 
 
-def axes_of(
-    names: Sequence[str], sizes: Sequence[int], placements: Sequence[Placement], known_from: str
+def placements_to_axes(
+    names: Sequence[str], sizes: Sequence[int], placements: Sequence[DTensorPlacement], known_from: str
 ) -> tuple[AxisLayout, ...]:
     """Layout of each axis of a mesh, outermost first. `sizes`: ranks along each.
 
@@ -233,7 +233,7 @@ def axes_of(
     )
 
 
-def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+def holder_axes(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
     """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
 
     >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.companions import SaveFolder
+from ucp.contract.sidecars import SaveFolder
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
@@ -157,7 +157,9 @@ def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] 
     return None
 
 
-def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: str, pointer: str = "") -> Located[T]:
+def require_checkpoint(
+    located: Located[T] | None, path: Path, what: str, example: str, pointer: str = ""
+) -> Located[T]:
     """The one checkpoint found at `path`. Raises UnknownFormatError, MalformedError (a pointer to none), UsageError.
 
     `what` is expected, such as `example`; `pointer`: the file that would name one of several.

@@ -23,9 +23,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations
 
-from ucp.core.index import WEIGHT, DoubtKind, Fragment, Index, Kind, Loss, ParamGroup, StateIndex
+from ucp.core.index import WEIGHT, DoubtKind, Fragment, Index, Kind, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, uncovered
+from ucp.core.region import Box, find_gaps
 from ucp.errors import CoverError, MalformedError, MissingStateError, counted, listed
 
 _WHY = (
@@ -34,7 +34,9 @@ _WHY = (
 )
 
 
-def gaps(states: Mapping[str, frozenset[str]], kinds: Mapping[str, Hashable]) -> dict[str, tuple[str, ...]]:
+def find_lacking_states(
+    states: Mapping[str, frozenset[str]], kinds: Mapping[str, Hashable]
+) -> dict[str, tuple[str, ...]]:
     """Parameters that have a part of the states which another of their kind has, each with those that it lacks.
 
     `states`: parameter to its states. `kinds`: what sets apart parameters that are not alike, such as their optimizer,
@@ -66,7 +68,7 @@ def _expected_states(own: _KindAndStates, counts: Counter[_KindAndStates]) -> fr
     return max(renamed, key=lambda other: counts[kind, other], default=states)
 
 
-def state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
+def find_state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
     """Trained parameters that lack states or a setting, which the user did not leave out, each with what it lacks."""
     found = _lacking_states(index)
     for name, setting in _lacking_settings(index.groups):
@@ -85,11 +87,11 @@ def _lacking_states(index: Index) -> dict[str, tuple[str, ...]]:
     trained = {
         name: atom
         for name, atom in index.atoms.items()
-        if atom.kind is Kind.PARAMETER and not (name in index.lost and index.lost[name].chosen)
+        if atom.kind is Kind.PARAMETER and not (name in index.lost and index.lost[name].is_chosen)
     }
     states = {name: frozenset(atom.states.keys() - {WEIGHT}) for name, atom in trained.items()}
     kinds = {name: (switches.get(name), len(atom.global_shape) > 1) for name, atom in trained.items()}
-    return gaps(states, kinds)
+    return find_lacking_states(states, kinds)
 
 
 def _lacking_settings(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[str, str]]:
@@ -114,17 +116,17 @@ def _count_params(groups: Iterable[ParamGroup]) -> int:
     return sum(len(group.params) for group in groups)
 
 
-def with_gaps(index: Index) -> Index:
+def add_state_gaps(index: Index) -> Index:
     """`index` with every gap among `lost`."""
     found = {
-        name: Loss(why=_WHY, detail=", ".join(states))
+        name: LostStates(reason=_WHY, detail=", ".join(states))
         for name, states in _lacking_states(index).items()
         if name not in index.lost
     }
     return replace(index, lost={**index.lost, **found}) if found else index
 
 
-def gap_text(lacking: Mapping[str, tuple[str, ...]]) -> str:
+def describe_state_gaps(lacking: Mapping[str, tuple[str, ...]]) -> str:
     """What to tell of `lacking`, where there is any: every parameter, with what it lacks."""
     lines = (f"{name}: {', '.join(states)}" for name, states in lacking.items())
     return f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} {_WHY}:\n{listed(lines)}"
@@ -132,7 +134,7 @@ def gap_text(lacking: Mapping[str, tuple[str, ...]]) -> str:
 
 def check_cover(index: Index) -> None:
     """Prove that the pieces of every state tile it. Raises CoverError listing every hole and overlap."""
-    problems = [problem for atom, name, state in index.states() for problem in _gaps(atom.name, name, state)]
+    problems = [problem for atom, name, state in index.states() for problem in _describe_gaps(atom.name, name, state)]
     if problems:
         raise CoverError(
             f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
@@ -181,7 +183,7 @@ _FEW = 64
 """Pieces of a state, at most, whose cut is remembered."""
 
 
-def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
+def _describe_gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
     if _is_tiled(state):
         return
     label = f"{param}/{name}"
@@ -195,7 +197,7 @@ def _gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
     for fragment in taken:
         terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
     for _, pieces in sorted(terms.items()) or [(0, [])]:
-        for gap in uncovered(state.global_shape, [piece.box for piece in pieces]):
+        for gap in find_gaps(state.global_shape, [piece.box for piece in pieces]):
             what = "nothing" if not gap.owners else " and ".join(str(pieces[o].path) for o in gap.owners)
             yield f"{label} {gap.box} of {list(state.global_shape)}: held by {what}"
 
@@ -213,7 +215,7 @@ def _tiles(shape: tuple[int, ...], cut: tuple[tuple[tuple[int, ...], tuple[int, 
     boxes = [Box(offsets, sizes) for offsets, sizes, _ in cut]
     if not all(_lies_in(box, shape) for box in boxes):
         return False
-    return not uncovered(shape, [box for box, (_, _, is_taken) in zip(boxes, cut, strict=True) if is_taken])
+    return not find_gaps(shape, [box for box, (_, _, is_taken) in zip(boxes, cut, strict=True) if is_taken])
 
 
 def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:

@@ -20,7 +20,7 @@ from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, locate_flat_range
 from ucp.core.tensor import contiguous_strides
 
 
@@ -55,26 +55,26 @@ class Pattern(Protocol):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
-        return joined_shape(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
+        return join_shapes(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
 
 
 @lru_cache(maxsize=4096)  # layers are alike
-def joined_shape(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
+def join_shapes(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
     """The shape that `regions` cuts into parts of these: that of one with elements, or that with one dim joined.
 
     `length`: of the joined dim, where it is not that of all parts together. Raises ValueError when there is none.
     """
     first = next((shape for shape in shapes if prod(shape)), shapes[0])
     sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
-    lengths = [own if length is None else length for own in sums]
-    for whole in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
+    lengths = [length_of_dim if length is None else length for length_of_dim in sums]
+    for candidate in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
         try:
-            parts = [pattern.regions(whole, len(shapes), index) for index in range(len(shapes))]
+            parts = [pattern.regions(candidate, len(shapes), index) for index in range(len(shapes))]
         except ValueError:
             continue
         every = zip(parts, shapes, strict=True)
-        if all(_part_shape(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
-            return whole
+        if all(_shape_of_regions(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
+            return candidate
     shown = [list(shape) for shape in shapes]
     raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {shown}")
 
@@ -104,7 +104,7 @@ class AxisLayout:
         1
         """
         parts = (self.pattern.regions(global_shape, self.parts, at) for at in range(self.parts))
-        pieces = (pair.whole.sizes for pairs in parts for pair in pairs)
+        pieces = (pair.global_box.sizes for pairs in parts for pair in pairs)
         dims = {dim for sizes in pieces for dim, length in enumerate(global_shape) if sizes[dim] != length}
         return dims.pop() if len(dims) == 1 else None
 
@@ -119,12 +119,12 @@ class Layout:
     """One entry per axis that cuts the row-major order of what `axes` leave: patterns over one dim."""
 
     @property
-    def every(self) -> tuple[AxisLayout, ...]:
+    def all_axes(self) -> tuple[AxisLayout, ...]:
         """All axes, outermost first."""
         return self.axes + self.flat
 
     @property
-    def described(self) -> tuple[tuple[str, str], ...]:
+    def descriptions(self) -> tuple[tuple[str, str], ...]:
         """For each axis of degree above 1, its degree and its pattern, and where that is known from; for people."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
@@ -136,12 +136,14 @@ class Layout:
     @property
     def lines(self) -> tuple[str, ...]:
         """`described`, each as one text."""
-        return tuple(what + (f", known from {known_from}" if known_from else "") for what, known_from in self.described)
+        return tuple(
+            what + (f", known from {known_from}" if known_from else "") for what, known_from in self.descriptions
+        )
 
     @property
     def patterns(self) -> dict[str, str]:
         """Axis of degree above 1 to the name of its pattern."""
-        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.described}
+        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.descriptions}
 
     @property
     def overlap(self) -> Overlap:
@@ -152,10 +154,12 @@ class Layout:
     def dim(self, axis: str, global_shape: Sequence[int]) -> int | None:
         """Dim that the ranks along `axis` divide among them, as `AxisLayout.dim`; None without such an axis."""
         shape = tuple(global_shape)
-        for own in self.axes:
-            if own.axis == axis:
-                return own.dim(shape)
-            shape = _part_shape(own.pattern.regions(shape, own.parts, own.holders(shape)[0]))
+        for axis_layout in self.axes:
+            if axis_layout.axis == axis:
+                return axis_layout.dim(shape)
+            shape = _shape_of_regions(
+                axis_layout.pattern.regions(shape, axis_layout.parts, axis_layout.holders(shape)[0])
+            )
         return None
 
     def ranks(self) -> Iterator[dict[str, int]]:
@@ -164,12 +168,12 @@ class Layout:
         >>> list(Layout().ranks())
         [{}]
         """
-        for at in product(*(range(axis.parts) for axis in self.every)):
-            yield dict(zip((axis.axis for axis in self.every), at, strict=True))
+        for at in product(*(range(axis.parts) for axis in self.all_axes)):
+            yield dict(zip((axis.axis for axis in self.all_axes), at, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedBox:
     """One box of the whole, and where it starts in what a rank stores."""
 
     box: Box
@@ -186,12 +190,12 @@ class Placed:
     """Which summand of a mean this is (rule MEAN); 0 elsewhere."""
 
 
-def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
+def compute_local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
-    return _composed(layout.axes, tuple(global_shape), coords)[1]
+    return _compose_axes(layout.axes, tuple(global_shape), coords)[1]
 
 
-def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def infer_global_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Shape of the whole, from the shapes that all ranks hold.
 
     `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 where a rank holds nothing.
@@ -210,60 +214,60 @@ def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tupl
     return shapes[0]
 
 
-def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
+def _shape_of_regions(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
 
-def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[Placed, ...]:
+def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[PlacedBox, ...]:
     """Boxes of the whole that the rank at `coords` stores, in increasing offset where there is a flat cut."""
-    part = part_of(layout, global_shape, coords=coords)
-    shape, strides = part.local_shape, part.strides
-    if part.flat is None:
+    shard = locate_shard(layout, global_shape, coords=coords)
+    shape, strides = shard.local_shape, shard.strides
+    if shard.flat is None:
         return tuple(
-            Placed(
-                box=own.pair.whole,
+            PlacedBox(
+                box=own.pair.global_box,
                 local=own.pair.local,
                 offset=own.pair.local.flat_start(shape) if shape else 0,
                 strides=strides,
                 replica=own.replica,
                 term=own.term,
             )
-            for own in part.held
+            for own in shard.regions
         )
     placed = []
-    for run in part.flat:
-        start, length = run.pair.whole.offsets[0], run.pair.whole.sizes[0]
-        for box, position in local_flat_pairs(shape, start, start + length):
-            for own in part.held:
-                near, far = own.pair.local, own.pair.whole
+    for run in shard.flat:
+        start, length = run.pair.global_box.offsets[0], run.pair.global_box.sizes[0]
+        for box, position in locate_flat_range(shape, start, start + length):
+            for region in shard.regions:
+                near, far = region.pair.local, region.pair.global_box
                 shared = box if near.sizes == shape else intersect(box, near)
                 if shared is None:
                     continue
                 offsets = tuple(map(int.__add__, map(int.__sub__, shared.offsets, near.offsets), far.offsets))
                 inside = shared.flat_start(shape) - box.flat_start(shape)
                 placed.append(
-                    Placed(
+                    PlacedBox(
                         box=Box(offsets, shared.sizes),
                         local=shared,
                         offset=run.pair.local.offsets[0] + position + inside,
                         strides=strides,
-                        replica=own.replica * part.flat_copies + run.replica,
-                        term=own.term * part.flat_terms + run.term,
+                        replica=region.replica * shard.flat_copies + run.replica,
+                        term=region.term * shard.flat_terms + run.term,
                     )
                 )
     return tuple(placed)
 
 
-def part_of(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> Part:
+def locate_shard(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> RankShard:
     """What the rank at `coords` stores, before a flat range is resolved to boxes: see `place`."""
     shape = tuple(global_shape)
-    held, local = _composed(layout.axes, shape, coords)
-    if not held:
-        return Part(held=(), local_shape=(0,) * len(shape), flat=None)
-    return Part(
-        held=held,
+    regions, local = _compose_axes(layout.axes, shape, coords)
+    if not regions:
+        return RankShard(regions=(), local_shape=(0,) * len(shape), flat=None)
+    return RankShard(
+        regions=regions,
         local_shape=local,
-        flat=_composed(layout.flat, (prod(local),), coords)[0] if layout.flat else None,
+        flat=_compose_axes(layout.flat, (prod(local),), coords)[0] if layout.flat else None,
         flat_copies=_degree(layout.flat, Overlap.EQUAL),
         flat_terms=_degree(layout.flat, Overlap.MEAN),
     )
@@ -273,31 +277,31 @@ def _degree(axes: Iterable[AxisLayout], overlap: Overlap) -> int:
     return prod(axis.parts for axis in axes if axis.pattern.overlap is overlap)
 
 
-def _composed(
+def _compose_axes(
     axes: Iterable[AxisLayout], shape: tuple[int, ...], coords: Mapping[str, int]
-) -> tuple[tuple[Held, ...], tuple[int, ...]]:
+) -> tuple[tuple[ShardRegion, ...], tuple[int, ...]]:
     """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
-    whole = Box.whole(shape)
-    held = [Held(RegionPair(whole, whole), 0, 0)]
+    full = Box.full(shape)
+    regions = [ShardRegion(RegionPair(full, full), 0, 0)]
     for number, axis in enumerate(axes):
-        near = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not near:
+        inner_pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
+        if not inner_pairs:
             return (), (0,) * len(shape)
         equal, mean = (axis.pattern.overlap is rule for rule in (Overlap.EQUAL, Overlap.MEAN))
         deeper = []
-        for own in held:
-            for inner in near:
-                pair = inner if number == 0 and inner.whole.numel else inner.after(own.pair)
+        for outer in regions:
+            for inner in inner_pairs:
+                pair = inner if number == 0 and inner.global_box.numel else inner.after(outer.pair)
                 if pair is not None:
-                    replica = own.replica * axis.parts + inner.copy if equal else own.replica
-                    term = own.term * axis.parts + inner.copy if mean else own.term
-                    deeper.append(Held(pair, replica, term))
-        held, shape = deeper, _part_shape(near)
-    return tuple(held), shape
+                    replica = outer.replica * axis.parts + inner.copy if equal else outer.replica
+                    term = outer.term * axis.parts + inner.copy if mean else outer.term
+                    deeper.append(ShardRegion(pair, replica, term))
+        regions, shape = deeper, _shape_of_regions(inner_pairs)
+    return tuple(regions), shape
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardRegion:
     """A region of a rank's local tensor, while axes are composed."""
 
     pair: RegionPair
@@ -309,14 +313,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankShard:
     """What one rank stores of a tensor."""
 
-    held: tuple[Held, ...]
+    regions: tuple[ShardRegion, ...]
     """Boxes of the whole that make up its local tensor."""
     local_shape: tuple[int, ...]
     """Shape of that tensor, elements."""
-    flat: tuple[Held, ...] | None
+    flat: tuple[ShardRegion, ...] | None
     """Ranges of its row-major order that are stored, one after another; None for all of it, in its own shape."""
     flat_copies: int = 1
     """Copies of it that the axes over that order make."""
@@ -331,6 +335,6 @@ class Part:
     @property
     def numel(self) -> int:
         """Elements stored."""
-        if not self.held:
+        if not self.regions:
             return 0
         return prod(self.local_shape) if self.flat is None else sum(run.pair.local.numel for run in self.flat)

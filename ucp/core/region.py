@@ -36,9 +36,9 @@ class Box:
             raise ValueError(f"negative offset or size: {self.offsets}, {self.sizes}")
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Box:
+    def full(shape: Sequence[int]) -> Box:
         """The box that is all of `shape`."""
-        return _whole(tuple(shape))
+        return _full_box(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -76,7 +76,7 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> Box:
+def _full_box(shape: tuple[int, ...]) -> Box:
     """One box for all tensors of a shape, of which a model has few."""
     return Box((0,) * len(shape), shape)
 
@@ -90,7 +90,7 @@ class RegionPair(NamedTuple):
     ('[1:2, 0:2]', '[0:2, 1:2]')
     """
 
-    whole: Box
+    global_box: Box
     """Where they are in the global tensor: the box from the first of them to the last."""
     local: Box
     """Where they are in the local tensor."""
@@ -119,20 +119,20 @@ class RegionPair(NamedTuple):
         for dim, step, size in zip(dims, steps, local.sizes, strict=True):
             if dim is not None:
                 extents[dim] = (size - 1) * step + 1 if size else 0
-        whole = Box(tuple(start), tuple(extents))
+        global_box = Box(tuple(start), tuple(extents))
         if dims == tuple(range(len(start))) and set(steps) <= {1}:
-            return cls(whole, local, source=source)
-        return cls(whole, local, source=source, dims=dims, steps=steps)
+            return cls(global_box, local, source=source)
+        return cls(global_box, local, source=source, dims=dims, steps=steps)
 
     def within(self, box: Box) -> RegionPair | None:
         """The part whose elements lie in `box` of the whole; None where none does."""
-        shared = intersect(self.whole, box)
+        shared = intersect(self.global_box, box)
         if shared is None:
             return None
         if self.dims is None:
-            return self._replace(whole=shared, local=_moved(shared, self.whole.offsets, self.local.offsets))
+            return self._replace(whole=shared, local=_shift(shared, self.global_box.offsets, self.local.offsets))
         lows, highs = [0] * len(self.dims), list(self.local.sizes)
-        start = list(self.whole.offsets)
+        start = list(self.global_box.offsets)
         for at, (dim, step) in enumerate(zip(self.dims, self.steps, strict=True)):
             if dim is None:
                 continue
@@ -153,19 +153,21 @@ class RegionPair(NamedTuple):
         if near is None:
             return None
         if near.dims is None and outer.dims is None:
-            whole = _moved(near.whole, outer.local.offsets, outer.whole.offsets)
-            return RegionPair(whole, near.local, source=outer.source)
-        start = list(outer.whole.offsets)
-        outer_ways, ways = outer.ways, near.ways
-        for at, first, (dim, step) in zip(near.whole.offsets, outer.local.offsets, outer_ways, strict=True):
+            global_box = _shift(near.global_box, outer.local.offsets, outer.global_box.offsets)
+            return RegionPair(global_box, near.local, source=outer.source)
+        start = list(outer.global_box.offsets)
+        outer_steps, inner_steps = outer.dim_steps, near.dim_steps
+        for at, first, (dim, step) in zip(near.global_box.offsets, outer.local.offsets, outer_steps, strict=True):
             if dim is not None:
                 start[dim] += (at - first) * step
-        both = [(None, 1) if dim is None else (outer_ways[dim][0], outer_ways[dim][1] * step) for dim, step in ways]
+        both = [
+            (None, 1) if dim is None else (outer_steps[dim][0], outer_steps[dim][1] * step) for dim, step in inner_steps
+        ]
         dims, steps = tuple(dim for dim, _ in both), tuple(step for _, step in both)
         return self.strided(near.local, outer.source, start, dims, steps)
 
     @property
-    def ways(self) -> list[tuple[int | None, int]]:
+    def dim_steps(self) -> list[tuple[int | None, int]]:
         """Per dim of the local tensor, the dim of the whole, and the step along it."""
         if self.dims is None:
             return [(dim, 1) for dim in range(len(self.local.sizes))]
@@ -173,10 +175,10 @@ class RegionPair(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def whole_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
+def full_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
     """The whole tensor as one pair: the same object for all tensors of a shape."""
-    whole = Box.whole(shape)
-    return (RegionPair(whole, whole),)
+    box = Box.full(shape)
+    return (RegionPair(box, box),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(offsets, tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Boxes that hold positions `start` to `stop` of the row-major order of `shape`, in that order.
 
     `start`, `stop`: elements, half-open, within the tensor. At most 2 * ndim - 1 boxes; none when empty.
@@ -213,16 +215,16 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
         return ()
     if not shape:
         return (Box((), ()),)
-    return _kept_boxes(tuple(shape), start, stop)
+    return _cut_cached(tuple(shape), start, stop)
 
 
 @lru_cache(maxsize=1 << 12)
-def _kept_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+def _cut_cached(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """`flat_boxes`, the same objects again for the same range: a model has many parameters of one shape."""
-    return tuple(_flat_boxes(shape, start, stop))
+    return tuple(_cut_flat_range(shape, start, stop))
 
 
-def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def _cut_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """`flat_boxes` for at least one dim and one element."""
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
@@ -230,23 +232,23 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if first == last:
-        return [_under(first, box) for box in _flat_boxes(shape[1:], head, tail)]
+        return [_prepend(first, box) for box in _cut_flat_range(shape[1:], head, tail)]
     boxes: list[Box] = []
     if head:
-        boxes += [_under(first, box) for box in _flat_boxes(shape[1:], head, inner)]
+        boxes += [_prepend(first, box) for box in _cut_flat_range(shape[1:], head, inner)]
         first += 1
     if last > first:
         boxes.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
     if tail:
-        boxes += [_under(last, box) for box in _flat_boxes(shape[1:], 0, tail)]
+        boxes += [_prepend(last, box) for box in _cut_flat_range(shape[1:], 0, tail)]
     return boxes
 
 
-def _under(index: int, box: Box) -> Box:
+def _prepend(index: int, box: Box) -> Box:
     return Box((index, *box.offsets), (1, *box.sizes))
 
 
-def local_flat_pairs(local_shape: Sequence[int], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+def locate_flat_range(local_shape: Sequence[int], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
     """Boxes of a flat range of a local tensor, each with its element offset from `start`.
 
     >>> local_flat_pairs((2, 3), 1, 6)
@@ -254,18 +256,18 @@ def local_flat_pairs(local_shape: Sequence[int], start: int, stop: int) -> tuple
     """
     pairs = []
     position = 0
-    for box in flat_boxes(local_shape, start, stop):
+    for box in cut_flat_range(local_shape, start, stop):
         pairs.append((box, position))
         position += box.numel
     return tuple(pairs)
 
 
-def _moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
+def _shift(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
     offsets = tuple(o - a + b for o, a, b in zip(box.offsets, origin, target, strict=True))
     return Box(offsets, box.sizes)
 
 
-def uncovered(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> tuple[Gap, ...]:
+def find_gaps(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> tuple[Gap, ...]:
     """Holes and overlaps that keep `boxes` from tiling `shape`; empty when they tile it exactly.
 
     `most`: stop after so many gaps. Boxes past the shape count as an overlap with nothing: ValueError.
@@ -273,29 +275,29 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> t
     >>> uncovered((4,), [Box((0,), (2,)), Box((3,), (1,))])
     (Gap(box=Box(offsets=(2,), sizes=(1,)), owners=()),)
     """
-    whole = Box.whole(shape)
+    full = Box.full(shape)
     for box in boxes:
-        if len(box.sizes) != len(shape) or any(map(int.__gt__, box.stops, whole.stops)):
+        if len(box.sizes) != len(shape) or any(map(int.__gt__, box.stops, full.stops)):
             raise ValueError(f"{box} does not lie in a tensor of shape {tuple(shape)}")
     live = [(position, box) for position, box in enumerate(boxes) if box.numel]
-    if not whole.numel or _is_one_run(whole, live):
+    if not full.numel or _is_flat_cut(full, live):
         return ()
     gaps: list[Gap] = []
-    _sweep(whole.stops, live, gaps=gaps, most=most)
+    _collect_gaps(full.stops, live, gaps=gaps, most=most)
     return tuple(gaps)
 
 
-def _is_one_run(whole: Box, live: list[tuple[int, Box]]) -> bool:
+def _is_flat_cut(full: Box, live: list[tuple[int, Box]]) -> bool:
     """Whether the boxes, as they come, are the row-major order cut into stretches: the common case, cheap to see."""
     position = 0
     for _, box in live:
-        if not box.is_flat_in(whole.sizes) or box.flat_start(whole.sizes) != position:
+        if not box.is_flat_in(full.sizes) or box.flat_start(full.sizes) != position:
             return False
         position += box.numel
-    return position == whole.numel
+    return position == full.numel
 
 
-def _sweep(
+def _collect_gaps(
     stops: tuple[int, ...],
     live: list[tuple[int, Box]],
     done: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
@@ -322,4 +324,4 @@ def _sweep(
             upcoming += 1
         if len(gaps) >= most:
             return
-        _sweep(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)
+        _collect_gaps(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)

@@ -60,7 +60,7 @@ class DType(StrEnum):
         return _SAFETENSORS[self]
 
     @classmethod
-    def named(cls, name: str) -> DType | None:
+    def from_name(cls, name: str) -> DType | None:
         """Type of that name, in full, short or as torch prints it; None for a name of none.
 
         >>> DType.named("bf16"), DType.named("torch.float32"), DType.named("float")
@@ -236,13 +236,13 @@ class InlineTensor:
 Tensor = TensorRef | InlineTensor
 
 
-def picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+def select_elements(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Elements of a stored tensor from number `first` on, `sizes` of them per dim in these steps."""
     if isinstance(ref, InlineTensor) and ref.repeats:
         return replace(ref, shape=sizes)
     if isinstance(ref, InlineTensor):
         item = ref.dtype.itemsize
-        places = (at * item for at in starts_of(sizes, strides, first=first))
+        places = (at * item for at in list_offsets(sizes, strides, first=first))
         return replace(ref, data=b"".join(ref.data[at : at + item] for at in places), shape=sizes)
     if ref.codec:
         skipped = first * ref.dtype.itemsize
@@ -250,7 +250,7 @@ def picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, 
     return ref.strided(first, sizes, strides)
 
 
-def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
+def list_offsets(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
     """Places of all elements of some dims, in row-major order.
 
     >>> starts_of((2, 3), (100, 10), first=5)

@@ -15,7 +15,7 @@ from ucp.errors import UnknownFamilyError, UsageError
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.rule import PatternFactory, Rule
 from ucp.families.template import kind, outline
-from ucp.families.toml.family import header, read_family
+from ucp.families.toml.family import read_family, read_header
 from ucp.io.pickle.fields import shown
 
 _MOST_BYTES = 4 << 20
@@ -33,14 +33,14 @@ class Library:
     _read: dict[str, Family] = field(default_factory=dict)
 
     @classmethod
-    def of_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
+    def from_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
         """Families of the TOML files in these packages. Raises UsageError when two have one name."""
         texts: dict[str, tuple[str, str]] = {}
         found = ((package, entry) for package in packages for entry in files(package).iterdir())
         for package, entry in sorted(found, key=lambda item: item[1].name):
             if entry.name.endswith(".toml"):
                 text, source = entry.read_text(encoding="utf-8"), f"{package.replace('.', '/')}/{entry.name}"
-                name = header(text, source).name
+                name = read_header(text, source).name
                 if name in texts:
                     raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
                 texts[name] = (source, text)
@@ -48,9 +48,9 @@ class Library:
 
     def with_file(self, path: Path) -> tuple[Library, str]:
         """This library and one more file, and the name of its family. Raises UsageError."""
-        text = rules_text(path)
+        text = read_rules_text(path)
         texts = dict(self.texts)
-        name = header(text, str(path)).name
+        name = read_header(text, str(path)).name
         if name in texts:
             raise UsageError(f"{path}: the name {name!r} is taken by {texts[name][0]}; give it another")
         texts[name] = (str(path), text)
@@ -64,7 +64,7 @@ class Library:
         """The family of that name, or the part of families. Raises UsageError, naming what a checkpoint can be of."""
         return self._family(name, ())
 
-    def chosen(self, name: str) -> Family:
+    def get_concrete(self, name: str) -> Family:
         """`family`, of which a checkpoint can be: raises UsageError for a mere part of families too."""
         found = self.family(name)
         if found.abstract:
@@ -74,11 +74,11 @@ class Library:
             )
         return found
 
-    def replaced(self, name: str) -> tuple[str, ...]:
+    def list_replaced(self, name: str) -> tuple[str, ...]:
         """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
         source, text = self.texts[name]
         ours = _by_template(self.family(name).rules)
-        theirs = _by_template(rule for own in header(text, source).extends for rule in self.family(own).rules)
+        theirs = _by_template(rule for own in read_header(text, source).extends for rule in self.family(own).rules)
         return tuple(template for template, rules in theirs.items() if ours.get(template, rules) != rules)
 
     def _family(self, name: str, below: tuple[str, ...]) -> Family:
@@ -92,7 +92,7 @@ class Library:
             raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
         if name not in self._read:
             source, text = self.texts[name]
-            extended = [self._family(own, (*below, name)) for own in header(text, source).extends]
+            extended = [self._family(own, (*below, name)) for own in read_header(text, source).extends]
             self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
         return self._read[name]
 
@@ -105,7 +105,7 @@ class Library:
 
     def likely(self, arguments: Mapping[str, object]) -> Iterator[Family]:
         """Families that recorded arguments do not speak against, each read when it is its turn; special ones first."""
-        headers = {name: header(text, source) for name, (source, text) in self.texts.items()}
+        headers = {name: read_header(text, source) for name, (source, text) in self.texts.items()}
         kinds = {name: own.kind_of for name, own in headers.items()}
         for name in sorted(headers, key=lambda own: (-len(_more_general([own], kinds)), own)):
             if not headers[name].abstract and not list(_contradicted(headers[name].evidence.arguments, arguments)):
@@ -146,7 +146,7 @@ def choose(
         more[family.name] = family.kind_of
         if family.name in _more_general(fitting, more):
             continue
-        if not explain and not all(family.may_hold(text, outlines) for text in family.evidence.names):
+        if not explain and not all(family.may_match(text, outlines) for text in family.evidence.names):
             continue
         bound = family.bind(arguments=arguments, shapes=few, axes=axes)
         doubts[family.name] = _doubts(bound, kinds.values(), arguments)
@@ -164,7 +164,7 @@ def choose(
     raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
 
 
-def contradictions(
+def find_contradictions(
     family: Family, *, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
     """Sizes and flags of a model for which its recorded arguments give one value and its tensors another.
@@ -177,7 +177,7 @@ def contradictions(
     return tuple(
         _contradiction(family, name, arguments, few)
         for name, value in said.items()
-        if name not in family.given and seen.get(name, value) != value
+        if name not in family.constants and seen.get(name, value) != value
     )
 
 
@@ -254,7 +254,7 @@ def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
     )
 
 
-def rules_text(path: Path) -> str:
+def read_rules_text(path: Path) -> str:
     """Text of a rules file. Raises UsageError for what cannot be one."""
     if not path.is_file():
         raise UsageError(

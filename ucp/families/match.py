@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.layout import AxisLayout, Layout, local_shape, whole_shape
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, infer_global_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
@@ -91,7 +91,7 @@ class Match:
     def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
         try:
-            return whole_shape(layout, local_shapes)
+            return infer_global_shape(layout, local_shapes)
         except ValueError as error:
             raise FamilyError(self._misfit(error, None, local_shapes)) from error
 
@@ -115,8 +115,8 @@ def _from_whole(
     whole = shape
     for axis in own:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
-        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
-        shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
+        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.make_pattern({**values, DIM: length})))
+        shape = compute_local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
     return _bounded(Layout(tuple(layouts)), whole)
 
 
@@ -133,7 +133,7 @@ def _from_parts(
         parts = degrees[axis.axis]
         groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
         dims = [[shape[axis.dim] for shape in group if axis.dim < len(shape)] for group in groups]
-        patterns = [axis.made({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
+        patterns = [axis.make_pattern({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
         if any(pattern != patterns[0] for pattern in patterns):
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
@@ -146,13 +146,13 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
-        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        shape = compute_local_shape(Layout((axis,)), shape, {axis.axis: 0})
         if pieces > _MOST_PIECES:
             raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
     return layout
 
 
-def cut_dim(family: Family, name: str) -> int | None:
+def find_cut_dim(family: Family, name: str) -> int | None:
     """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
     named = family.read(name)
     if named is None or named.stacked or (named.alias is not None and named.alias.view):

@@ -19,7 +19,7 @@ CANONICAL = "mcore"
 """The style of the names that rules are written in."""
 
 
-class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FamilyEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a family is recognised."""
 
     names: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Style:
     modules: tuple[str, ...] = ()
     """Segments of its names, those of one module in the order in which it registers them; empty where not known."""
 
-    def in_order(self, names: Iterable[str]) -> list[str] | None:
+    def sort_names(self, names: Iterable[str]) -> list[str] | None:
         """Names in the order in which the model registers its parameters; None where that is not known of all."""
         places = {module: place for place, module in enumerate(self.modules)}
         keys: dict[str, list[int]] = {}
@@ -67,7 +67,7 @@ class Tied:
     """Condition on the model; None for always."""
 
 
-class Named(NamedTuple):
+class ParsedName(NamedTuple):
     """What a stored name stands for."""
 
     rule: Rule
@@ -85,7 +85,7 @@ class Named(NamedTuple):
     style: str
     """Style of the stored name."""
 
-    def whole_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def global_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shape of one canonical tensor in a stored one of that shape; none where that takes more to know."""
         alias = self.alias
         if alias is not None and (len(alias.names) > 1 or alias.view or alias.order):
@@ -93,19 +93,19 @@ class Named(NamedTuple):
         return [tuple(shape[len(self.stacked) :])]
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def alongside(self) -> tuple[str, ...]:
         """Canonical names of which the model has one where the stored name stands for this parameter and no other."""
-        return () if self.alias is None else tuple(Template(own).filled(self.fields) for own in self.alias.beside)
+        return () if self.alias is None else tuple(Template(own).filled(self.fields) for own in self.alias.alongside)
 
 
-def undecided(name: str, found: Sequence[Named], told: Sequence[Named]) -> str:
+def describe_ambiguity(name: str, found: Sequence[ParsedName], told: Sequence[ParsedName]) -> str:
     """Why it is open which of the parameters `found` a name stands for, and what to do.
 
     `told`: those that other names of the checkpoint speak for.
     """
-    ways = [own.canonical + (f" (beside {' or '.join(own.beside)})" if own.beside else "") for own in found]
+    ways = [own.canonical + (f" (beside {' or '.join(own.alongside)})" if own.alongside else "") for own in found]
     rules = "give the name to one of them in a rules file of your own (--patterns)"
-    if not any(own.beside for own in found):
+    if not any(own.alongside for own in found):
         either = " or ".join(ways)
         return f"{name} can be {either}, and nothing tells which. Choose another family with --family, or {rules}"
     seen = f"what speaks for {' and for '.join(own.canonical for own in told)} is" if told else "none of these is"
@@ -115,7 +115,7 @@ def undecided(name: str, found: Sequence[Named], told: Sequence[Named]) -> str:
     )
 
 
-class Stored(NamedTuple):
+class StoredName(NamedTuple):
     """A name under which a style stores a rule's parameters, or a part of them."""
 
     template: Template
@@ -153,7 +153,7 @@ def order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]
     ]
 
 
-Table = Mapping[tuple[str | None, str], tuple[Stored, ...]]
+Table = Mapping[tuple[str | None, str], tuple[StoredName, ...]]
 """Style (None: any) and outline of a name, to the entries that it may be of."""
 
 _MOST = 4
@@ -171,7 +171,7 @@ class Tables:
     def __reduce__(self) -> tuple[type[Tables], tuple[()]]:
         return Tables, ()
 
-    def get(self, values: Mapping[str, int], entries: Iterable[Stored]) -> Table:
+    def get(self, values: Mapping[str, int], entries: Iterable[StoredName]) -> Table:
         """The table for these sizes; `entries` are looked at where it is not kept."""
         key = frozenset(values.items())
         table = self._made.pop(key, None)
@@ -183,8 +183,8 @@ class Tables:
         return table
 
 
-def _table(entries: Iterable[Stored]) -> Table:
-    found: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
+def _table(entries: Iterable[StoredName]) -> Table:
+    found: dict[tuple[str | None, str], dict[tuple[Template, Template], StoredName]] = {}
     for entry in entries:
         for own in (entry.style, None):  # None: any, the canonical one first
             alike = found.setdefault((own, entry.template.outline), {})

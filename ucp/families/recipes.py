@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
-from ucp.core.union import taken, with_copies
+from ucp.core.union import add_copies, map_fragment
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
 
-class Made(NamedTuple):
+class TensorRecipe(NamedTuple):
     """A tensor that is to be made of others."""
 
     shape: tuple[int, ...]
@@ -29,9 +29,9 @@ class Made(NamedTuple):
     """Elements of others, by name, which it is made of; they tile it."""
 
     @classmethod
-    def whole(cls, source: str, shape: tuple[int, ...]) -> Made:
+    def identity(cls, source: str, shape: tuple[int, ...]) -> TensorRecipe:
         """A tensor as it is."""
-        return cls(shape, (RegionPair(Box.whole(shape), Box.whole(shape), source=source),))
+        return cls(shape, (RegionPair(Box.full(shape), Box.full(shape), source=source),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -39,12 +39,14 @@ class Made(NamedTuple):
         return tuple(dict.fromkeys(patch.source for patch in self.patches))
 
     @property
-    def renames(self) -> bool:
+    def is_rename(self) -> bool:
         """Whether it is one other tensor as it is, under another name at most, as far as patches tell."""
-        return len(self.patches) == 1 and self == Made.whole(self.patches[0].source, self.shape)
+        return len(self.patches) == 1 and self == TensorRecipe.identity(self.patches[0].source, self.shape)
 
 
-def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int) -> Made:
+def permute_view(
+    source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int
+) -> TensorRecipe:
     """A tensor looked at in the shape `view`, its dims then put in `order`; the first merge, so that `rank` are left.
 
     Raises ValueError where the dims of `view` do not divide those of the tensor.
@@ -54,7 +56,7 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
     ((4, 8), [('[0:2, 0:8]', '[0:3, 0:8]', (2, 1)), ('[2:4, 0:8]', '[1:4, 0:8]', (2, 1))])
     """
     if not view:
-        return Made.whole(source, ())
+        return TensorRecipe.identity(source, ())
     parents = _parents(shape, view)
     lead = len(view) - rank + 1
     groups = [list(order[:lead]), *([dim] for dim in order[lead:])]
@@ -77,7 +79,7 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
         dims = tuple(parents[run[-1]][0] if run else None for run in runs)
         steps = tuple(parents[run[-1]][1] if run else 1 for run in runs)
         patches.append(RegionPair.strided(Box(offsets, sizes), source, start, dims, steps))
-    return Made(tuple(prod(view[dim] for dim in group) for group in groups), tuple(patches))
+    return TensorRecipe(tuple(prod(view[dim] for dim in group) for group in groups), tuple(patches))
 
 
 def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]:
@@ -106,20 +108,20 @@ def _run(group: Sequence[int], view: Sequence[int], parents: Sequence[tuple[int,
     return run
 
 
-def arranged(index: Index, made: Mapping[str, Made]) -> Index:
+def apply_recipes(index: Index, recipes: Mapping[str, TensorRecipe]) -> Index:
     """`index` with the tensors of `made` for its own; groups and losses follow.
 
     Raises UnsupportedError for a tensor whose sources differ in type, kind or parameter group, MissingStateError for
     one whose sources have not the same states.
     """
-    _check_once(index, made)
-    atoms = {name: _atom(name, own, [index.atoms[source] for source in own.sources]) for name, own in made.items()}
+    _check_once(index, recipes)
+    atoms = {name: _atom(name, own, [index.atoms[source] for source in own.sources]) for name, own in recipes.items()}
     names: dict[str, list[str]] = {}
-    for name, own in made.items():
+    for name, own in recipes.items():
         for source in own.sources:
             names.setdefault(source, []).append(name)
     numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
-    for name, own in made.items():
+    for name, own in recipes.items():
         if len({numbers.get(source) for source in own.sources}) > 1:
             raise UnsupportedError(
                 f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
@@ -133,7 +135,7 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     return replace(index, atoms=atoms, groups=groups, aliases={}, lost=lost)
 
 
-def _check_once(index: Index, made: Mapping[str, Made]) -> None:
+def _check_once(index: Index, made: Mapping[str, TensorRecipe]) -> None:
     """Prove that patches fill what is made, and take every element of what they take from once, and once only."""
     taken: Counter[str] = Counter()
     problems = []
@@ -153,7 +155,7 @@ def _check_once(index: Index, made: Mapping[str, Made]) -> None:
         )
 
 
-def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
+def add_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
     """An atom and another that has to be equal to it, as a further replica. Raises UnsupportedError."""
     states = {}
     for name, state in atom.states.items():
@@ -162,13 +164,13 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
             raise UnsupportedError(
                 f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
             )
-        states[name] = replace(state, fragments=with_copies(state.fragments, copy.fragments))
+        states[name] = replace(state, fragments=add_copies(state.fragments, copy.fragments))
     return replace(atom, states=states)
 
 
-def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
+def _atom(name: str, made: TensorRecipe, sources: Sequence[AtomIndex]) -> AtomIndex:
     first = sources[0]
-    if made.renames and first.global_shape == made.shape:
+    if made.is_rename and first.global_shape == made.shape:
         return replace(first, name=name)
     for own in sources[1:]:
         _check_alike(name, first, own)
@@ -181,8 +183,8 @@ def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
                 f"{name} is made of {', '.join(made.sources)}, whose {key} has not the shape of the parameter and "
                 f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
             )
-        states[key] = patched(state, made, {own.name: own.states[key].fragments for own in sources})
-    layouts = {own.name: own.layout for own in sources if own.layout.every}
+        states[key] = apply_recipe(state, made, {own.name: own.states[key].fragments for own in sources})
+    layouts = {own.name: own.layout for own in sources if own.layout.all_axes}
     for own in sources:
         layouts |= own.made_of
     return replace(first, name=name, global_shape=made.shape, states=states, layout=Layout(), made_of=layouts)
@@ -207,8 +209,8 @@ def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
         )
 
 
-def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
+def apply_recipe(state: StateIndex, made: TensorRecipe, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
     """`state`, made of the fragments of `sources`, by name."""
-    pieces = (taken(patch, piece) for patch in made.patches for piece in sources[patch.source])
+    pieces = (map_fragment(patch, piece) for patch in made.patches for piece in sources[patch.source])
     made_of = tuple(piece for piece in pieces if piece is not None)
     return replace(state, global_shape=made.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)

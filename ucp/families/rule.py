@@ -14,7 +14,7 @@ from ucp.core.layout import Pattern
 from ucp.core.region import Box
 from ucp.core.tensor import contiguous_strides
 from ucp.families.expression import Expression
-from ucp.families.recipes import Made, rearranged
+from ucp.families.recipes import TensorRecipe, permute_view
 from ucp.families.template import Template
 
 PatternFactory = Callable[..., Pattern]
@@ -57,9 +57,9 @@ class AxisRule:
         dim = self.options.get(DIM, 0)
         return dim if isinstance(dim, int) else 0
 
-    def made(self, values: Mapping[str, object]) -> Pattern:
+    def make_pattern(self, values: Mapping[str, object]) -> Pattern:
         """The pattern, with `values` for the names in its options. Raises ExpressionError, ValueError."""
-        return self.factory(**{name: _computed(option, values) for name, option in self.options.items()})
+        return self.factory(**{name: _evaluate(option, values) for name, option in self.options.items()})
 
     def __str__(self) -> str:
         shown = ((k, f"[{', '.join(map(str, v))}]" if isinstance(v, tuple) else v) for k, v in self.options.items())
@@ -67,7 +67,7 @@ class AxisRule:
         return f"{self.axis}: {self.pattern}({options})" if options else f"{self.axis}: {self.pattern}"
 
 
-def _computed(option: OptionValue, values: Mapping[str, object]) -> int | tuple[int, ...]:
+def _evaluate(option: OptionValue, values: Mapping[str, object]) -> int | tuple[int, ...]:
     if isinstance(option, tuple):
         return tuple(one.value(values) if isinstance(one, Expression) else one for one in option)
     return option.value(values) if isinstance(option, Expression) else option
@@ -78,7 +78,7 @@ class JoinedBox(NamedTuple):
 
     tensor: int
     """Number of the stored tensor, in the order of `Alias.names`."""
-    whole: Box
+    global_box: Box
     """Where they are in the joined one."""
     local: Box
     """Where they are in the stored one."""
@@ -121,7 +121,7 @@ class Alias:
     """Length along `dim` of each tensor in the one that they join to, where they are not equal."""
     when: Expression | None = None
     """Condition on the model for writing it so; it is read in any case. None for always."""
-    beside: tuple[str, ...] = ()
+    alongside: tuple[str, ...] = ()
     """Templates of parameters; where several rules have one name, it is that of the rule beside which the model has one
     of these, with the same numbers."""
 
@@ -131,7 +131,7 @@ class Alias:
         >>> Alias(names=("w",), view=(2, 3, -1), order=(0, 2, 1)).elements((3, 8), {})
         Elements(shape=(2, 4, 3), strides=(12, 1, 4))
         """
-        lengths = [_computed(own, values) for own in self.view] or list(shape)
+        lengths = [_evaluate(own, values) for own in self.view] or list(shape)
         known = [own for own in lengths if isinstance(own, int) and own >= 0]
         if len(known) < len(lengths):
             left = prod(shape) // max(prod(known), 1)
@@ -151,15 +151,15 @@ class Alias:
         apart = self.blocks or self.view or self.order or self.views or self.orders or self.groups is not None
         return len(self.names) == 1 and not apart
 
-    def seen(self, part: int, shape: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> Made:
+    def unpack(self, part: int, shape: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> TensorRecipe:
         """Stored tensor number `part`, of that shape, as the rule sees it: stacked dims first. Raises ValueError."""
         view = self._sizes(self._view(part), prod(shape), values) or shape
         order = self._order(part) or tuple(range(len(view)))
         if len(order) != len(view):
             raise ValueError(f"{self.names[part]} of shape {list(shape)} has no {len(order)} dims to put in order")
-        return rearranged(str(part), shape, view, order, min(len(view), len(shape) + stacked))
+        return permute_view(str(part), shape, view, order, min(len(view), len(shape) + stacked))
 
-    def stored(self, part: int, seen: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> Made:
+    def pack(self, part: int, seen: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> TensorRecipe:
         """The way back: tensor number `part` as it is stored, of the one that the rule sees. Raises ValueError."""
         view = self._sizes(self._view(part), prod(seen), values)
         if view and stacked:
@@ -167,7 +167,7 @@ class Alias:
         order = self._order(part) or tuple(range(len(view or seen)))
         back = tuple(order.index(dim) for dim in range(len(order)))
         ordered = [view[dim] for dim in order] if view else seen
-        return rearranged(str(part), seen, ordered, back, min(len(ordered), len(seen)))
+        return permute_view(str(part), seen, ordered, back, min(len(ordered), len(seen)))
 
     def part_shapes(self, shape: tuple[int, ...], values: Mapping[str, object]) -> list[tuple[int, ...]]:
         """Shapes of the tensors that join to one of `shape`, as the rule sees them. Raises ValueError."""
@@ -207,11 +207,11 @@ class Alias:
 
     def _sizes(self, given: Sequence[OptionValue], numel: int, values: Mapping[str, object]) -> tuple[int, ...]:
         """Values of expressions; -1 is what is left of `numel`."""
-        known = [_computed(own, values) for own in given]
+        known = [_evaluate(own, values) for own in given]
         left = numel // max(prod(own for own in known if isinstance(own, int) and own >= 0), 1)
         return tuple(own if isinstance(own, int) and own >= 0 else left for own in known)
 
-    def pieces(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[JoinedBox, ...]:
+    def locate_parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> tuple[JoinedBox, ...]:
         """Where the stored tensors lie in the joined one, in its order.
 
         `shapes`: of the stored tensors in elements, as the rule sees them, without stacked dims. Raises ValueError,
@@ -236,27 +236,27 @@ class Alias:
                 begin += length
         return tuple(boxes)
 
-    def _parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> list[_Part]:
+    def _parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> list[_JoinedPart]:
         """What joins, in order: the tensors, or the blocks of the only one."""
         if len(shapes) != len(self.names):
             raise ValueError(f"expected the shapes of {', '.join(self.names)}; got {len(shapes)}")
         if any(self.dim >= len(shape) for shape in shapes):
             raise ValueError(f"{', '.join(self.names)} of {len(shapes[0])} dims cannot join along dim {self.dim}")
         if not self.blocks:
-            return [_Part(number, shape, 0, shape[self.dim]) for number, shape in enumerate(shapes)]
+            return [_JoinedPart(number, shape, 0, shape[self.dim]) for number, shape in enumerate(shapes)]
         parts = []
         start = 0
         for block in self.blocks:
-            length = _computed(block, values)
+            length = _evaluate(block, values)
             if isinstance(length, int):
-                parts.append(_Part(0, shapes[0], start, length))
+                parts.append(_JoinedPart(0, shapes[0], start, length))
                 start += length
         if start != shapes[0][self.dim]:
             raise ValueError(f"blocks {list(map(str, self.blocks))} are {start} long, not {shapes[0][self.dim]}")
         return parts
 
 
-class _Part(NamedTuple):
+class _JoinedPart(NamedTuple):
     tensor: int
     shape: tuple[int, ...]
     start: int

@@ -16,7 +16,7 @@ from dataclasses import replace
 from ucp.errors import FamilyError, listed
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.family import Family, distinct_shapes
-from ucp.families.naming import CANONICAL, Named
+from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.rule import Alias, OptionValue
 
 _Lengths = tuple[int | None, ...]
@@ -74,7 +74,7 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
     return named.canonical, named.part, named.stacked, bare
 
 
-def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
+def _stored_lengths(family: Family, named: ParsedName) -> _Lengths | None:
     """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
     stated = {
         rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule.when) is not False

@@ -19,8 +19,8 @@ from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import Family
-from ucp.families.naming import CANONICAL, Named
-from ucp.families.recipes import Made
+from ucp.families.naming import CANONICAL, ParsedName
+from ucp.families.recipes import TensorRecipe
 from ucp.families.rule import Alias, JoinedBox
 from ucp.families.template import Template
 
@@ -40,15 +40,15 @@ class _Unit(NamedTuple):
 class _Canonical:
     """A tensor of the model."""
 
-    made: Made
+    made: TensorRecipe
     """What it is made of."""
     unit: _Unit
     """Its unit in the source."""
 
 
-def translated(
+def translate(
     family: Family, shapes: Mapping[str, tuple[int, ...]], style: str, *, source: str | None = None
-) -> dict[str, Made]:
+) -> dict[str, TensorRecipe]:
     """Every tensor of a model in `style`, made of those whose `shapes` are given.
 
     Ignored names are left out, and buffers of which the style says that it has none.
@@ -65,17 +65,17 @@ def translated(
     units = _units(family, shapes, source)
     if style == CANONICAL:
         whole = _canonical(family, units, shapes)
-        return {name: whole[name].made for name in family.sorted(whole)}
-    ways = ((unit, () if named.stacked else family.spellings(named.canonical, style)) for named, unit in units)
+        return {name: whole[name].made for name in family.sort_canonical(whole)}
+    ways = ((unit, () if named.stacked else family.find_spellings(named.canonical, style)) for named, unit in units)
     kept = {unit: None for unit, first in ways if first and _Unit(*first[0]) == unit}  # the style writes them so
     whole = _canonical(family, [own for own in units if own[1] not in kept], shapes)
-    found = {name: Made.whole(name, shapes[name]) for unit in kept for name in unit.names}
+    found = {name: TensorRecipe.identity(name, shapes[name]) for unit in kept for name in unit.names}
     return found | _styled(family, whole, shapes, style)
 
 
-def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[Named, _Unit]]:
+def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[ParsedName, _Unit]]:
     """Tensors of the source that join, none of which is missing; each with what its first one stands for."""
-    found: dict[tuple[str, Alias], list[tuple[Named, str]]] = {}
+    found: dict[tuple[str, Alias], list[tuple[ParsedName, str]]] = {}
     for name, named in _read(family, shapes, source):
         alias = named.alias or Alias(names=(named.rule.name.text,))
         found.setdefault((named.canonical, alias), []).append((named, name))
@@ -93,7 +93,7 @@ def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | 
 
 
 def _canonical(
-    family: Family, units: Iterable[tuple[Named, _Unit]], shapes: Mapping[str, tuple[int, ...]]
+    family: Family, units: Iterable[tuple[ParsedName, _Unit]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, _Canonical]:
     found: dict[str, _Canonical] = {}
     problems = []
@@ -113,7 +113,7 @@ def _misparted(family: Family, problems: Sequence[str]) -> UnsupportedError:
     )
 
 
-def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, Named]]:
+def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, ParsedName]]:
     without = []
     for name in names:
         named = family.read(name, source)
@@ -130,15 +130,15 @@ def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[
 
 
 def _joined(
-    family: Family, unit: _Unit, named: Named, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Made]]:
+    family: Family, unit: _Unit, named: ParsedName, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, TensorRecipe]]:
     """Canonical tensors of a unit."""
     if named.alias is None and not named.stacked and 0 not in shapes[unit.names[0]]:  # most: it has this name
-        yield named.canonical, Made.whole(unit.names[0], shapes[unit.names[0]])
+        yield named.canonical, TensorRecipe.identity(unit.names[0], shapes[unit.names[0]])
         return
     alias, depth = unit.alias, len(named.stacked)
     try:
-        seen = [alias.seen(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]
+        seen = [alias.unpack(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]
         stacks = {own.shape[:depth] for own in seen}
         if len(stacks) > 1 or any(len(own) < depth for own in stacks):
             raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
@@ -150,10 +150,10 @@ def _joined(
         pairs = _pairs(alias, inner, family.values)
     except (ValueError, ExpressionError) as error:
         raise _misfit(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
-    shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
+    shape = tuple(map(max, zip(*(pair.global_box.stops for pair in pairs), strict=True)))
     dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
     for index in product(*map(range, seen[0].shape[:depth])):
-        wanted = [RegionPair.strided(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+        wanted = [RegionPair.strided(own.global_box, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
         patches = tuple(
             found._replace(source=unit.names[pair.tensor])
             for pair, patch in zip(pairs, wanted, strict=True)
@@ -161,27 +161,27 @@ def _joined(
             if (found := patch.after(inner)) is not None
         )
         fields = {**named.fields, **dict(zip(named.stacked, index, strict=True))}
-        yield named.rule.name.filled(fields), Made(shape, patches)
+        yield named.rule.name.filled(fields), TensorRecipe(shape, patches)
 
 
 def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[JoinedBox]:
     """Where the tensors of an alias lie in the one that they join to."""
     if len(shapes) == 1 and alias.groups is None and not alias.blocks:
-        return (JoinedBox(0, Box.whole(shapes[0]), Box.whole(shapes[0])),)
+        return (JoinedBox(0, Box.full(shapes[0]), Box.full(shapes[0])),)
     others = {(*own[: alias.dim], *own[alias.dim + 1 :]) for own in shapes}
     if len(others) > 1 or any(len(own) <= alias.dim or not own[alias.dim] for own in shapes):
         raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")
-    return alias.pieces(shapes, values)
+    return alias.locate_parts(shapes, values)
 
 
 def _styled(
     family: Family, whole: Mapping[str, _Canonical], shapes: Mapping[str, tuple[int, ...]], style: str
-) -> dict[str, Made]:
+) -> dict[str, TensorRecipe]:
     units: dict[_Unit, dict[tuple[int, ...], str]] = {}
     without: list[str] = []
     twice: list[str] = []
-    for name, match in family.match(family.sorted(whole)).items():
-        ways = family.spellings(name, style)
+    for name, match in family.match(family.sort_canonical(whole)).items():
+        ways = family.find_spellings(name, style)
         if not ways:
             without += [] if family.is_left_out(match.rules[0], style) else [name]
             continue
@@ -200,18 +200,18 @@ def _styled(
     twice += [name for name, count in counts.items() if count > 1]
     if twice:
         raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{listed(twice)}")
-    found: dict[str, Made] = {}
+    found: dict[str, TensorRecipe] = {}
     for unit, members in units.items():
         if all(whole[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
-            found |= {own: Made.whole(own, shapes[own]) for own in unit.names}
+            found |= {own: TensorRecipe.identity(own, shapes[own]) for own in unit.names}
         else:
             found |= _stored(family, unit, members, {name: whole[name].made for name in members.values()})
     return found
 
 
 def _stored(
-    family: Family, unit: _Unit, members: Mapping[tuple[int, ...], str], whole: Mapping[str, Made]
-) -> dict[str, Made]:
+    family: Family, unit: _Unit, members: Mapping[tuple[int, ...], str], whole: Mapping[str, TensorRecipe]
+) -> dict[str, TensorRecipe]:
     """Tensors of a unit, out of the canonical ones that they hold."""
     alias = unit.alias
     counts = tuple(1 + max(numbers) for numbers in zip(*members, strict=True))
@@ -225,7 +225,7 @@ def _stored(
     try:
         parts = alias.part_shapes(shape, family.values)
         pairs = _pairs(alias, parts, family.values)
-        stored = [alias.stored(n, (*counts, *own), len(counts), family.values) for n, own in enumerate(parts)]
+        stored = [alias.pack(n, (*counts, *own), len(counts), family.values) for n, own in enumerate(parts)]
     except (ValueError, ExpressionError) as error:
         raise _misfit(
             family, [f"{' and '.join(own.sources)}, {list(own.shape)}," for own in whole.values()], error
@@ -237,14 +237,14 @@ def _stored(
         seen = [
             RegionPair.strided(Box((*index, *own.offsets), (*ones, *own.sizes)), member, start, dims, steps)
             for index, member in sorted(members.items())
-            for own, start in ((pair.local, pair.whole.offsets) for pair in pairs if pair.tensor == number)
+            for own, start in ((pair.local, pair.global_box.offsets) for pair in pairs if pair.tensor == number)
         ]
-        found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
+        found[name] = TensorRecipe(own.shape, tuple(_followed(own.patches, seen, whole)))
     return found
 
 
 def _followed(
-    outer: Iterable[RegionPair], seen: Sequence[RegionPair], whole: Mapping[str, Made]
+    outer: Iterable[RegionPair], seen: Sequence[RegionPair], whole: Mapping[str, TensorRecipe]
 ) -> Iterator[RegionPair]:
     """Patches of a stored tensor, down to the tensors of the source."""
     for patch in outer:

@@ -45,7 +45,7 @@ def json_value(value: object) -> object:
 def what_is_held(extra: Extra) -> str:
     """What an extra holds, in a few words; of a companion file how long it is.
 
-    >>> from ucp.contract.companions import companion_extra
+    >>> from ucp.contract.sidecars import companion_extra
     >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """

@@ -93,8 +93,8 @@ class TestNames:
     def test_latent_attention_keeps_its_norms(self):
         deepseek = family("deepseek-v2")
         name = "decoder.layers.2.input_layernorm.weight"
-        assert deepseek.styled(name, "torch_dist") == "decoder.layers.input_layernorm.weight"
-        assert [names for _, names in deepseek.spellings(name, "torch_dist")] == [
+        assert deepseek.to_style(name, "torch_dist") == "decoder.layers.input_layernorm.weight"
+        assert [names for _, names in deepseek.find_spellings(name, "torch_dist")] == [
             ("decoder.layers.input_layernorm.weight",),
             ("decoder.layers.self_attention.linear_qkv.layer_norm_weight",),
         ]
@@ -103,7 +103,7 @@ class TestNames:
         with pytest.raises(FamilyError, match="has no name in the style 'huggingface'"):
             mcore.styled("embedding.word_embeddings.weight", "huggingface")
         with pytest.raises(FamilyError, match=r"is 3 tensors in the style 'huggingface': .*q_proj"):
-            family("llama").styled("decoder.layers.0.self_attention.linear_qkv.weight", "huggingface")
+            family("llama").to_style("decoder.layers.0.self_attention.linear_qkv.weight", "huggingface")
         with pytest.raises(UsageError, match=r"expected one of the naming styles mcore, te, .*; got 'bert'"):
             mcore.styled("embedding.word_embeddings.weight", "bert")
         with pytest.raises(FamilyError, match="1 name has no rule"):
@@ -278,10 +278,10 @@ class TestLayout:
 class TestTied:
     def test_only_where_the_model_ties(self):
         own = family("gpt")
-        assert own.tied_to("output_layer.weight") is None
+        assert own.find_tied("output_layer.weight") is None
         bound = own.bind(arguments={"untie_embeddings_and_output_weights": False})
-        assert bound.tied_to("output_layer.weight") == "embedding.word_embeddings.weight"
-        assert bound.tied_to("embedding.word_embeddings.weight") is None
+        assert bound.find_tied("output_layer.weight") == "embedding.word_embeddings.weight"
+        assert bound.find_tied("embedding.word_embeddings.weight") is None
 
 
 class TestOrder:
@@ -319,4 +319,4 @@ class TestOrder:
 def test_sizes_that_no_name_counts_to_make_no_names(layers):
     """Arguments of a damaged checkpoint may say anything."""
     bound = family("deepseek-v3").bind(arguments={"num_layers": layers})
-    assert bound.written(bound.rules_of("mtp.layers.0.enorm.weight")[0], "huggingface") == ()
+    assert bound.written_names(bound.rules_of("mtp.layers.0.enorm.weight")[0], "huggingface") == ()

@@ -70,7 +70,7 @@ def _condition(text: str) -> Expression:
     return make_expression(f"not not ({text})")
 
 
-def more_parts(
+def merge_parts(
     first: Mapping[str, tuple[ConfigPart, ...]], then: Mapping[str, tuple[ConfigPart, ...]]
 ) -> dict[str, tuple[ConfigPart, ...]]:
     """Parts of configurations, those that several families have from one kept once."""
@@ -78,7 +78,7 @@ def more_parts(
     return {style: tuple(part for at, part in enumerate(own) if part not in own[:at]) for style, own in parts.items()}
 
 
-def derived_config(
+def build_config(
     parts: Sequence[ConfigPart], values: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """The configuration, and a line for everything that keeps it from being one.

@@ -18,14 +18,14 @@ from ucp.families.family import Family
 from ucp.families.naming import CANONICAL, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
-from ucp.families.toml.config import make_part, more_parts
+from ucp.families.toml.config import make_part, merge_parts
 from ucp.families.toml.document import (
     Dim,
     FamilyDocument,
     PatternOption,
     RuleTable,
-    aliases_of,
-    located,
+    error_context,
+    make_aliases,
     make_expression,
     make_expressions,
     make_lengths,
@@ -36,7 +36,7 @@ from ucp.families.toml.document import (
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
 
-def header(text: str, source: str) -> FamilyDocument:
+def read_header(text: str, source: str) -> FamilyDocument:
     """What a rules file says, before rules are made of it. Raises UsageError."""
     document: FamilyDocument = read_document(text, source, FamilyDocument)  # a cache does not say its type
     return document
@@ -49,26 +49,26 @@ def read_family(
 
     `pattern`: gives the pattern registered under a name. Raises UsageError with the place of the mistake.
     """
-    document = header(text, source)
+    document = read_header(text, source)
     base = _joined(extended)
     rules = []
     for at, table in enumerate(document.rule):
-        with located(f"{source}: rule[{at}]"):
+        with error_context(f"{source}: rule[{at}]"):
             rules.append(_rule(table, pattern, document.name))
-    with located(source):
-        given = {**base.given, **{name: int(number) for name, number in document.given.items()}}
+    with error_context(source):
+        given = {**base.constants, **{name: int(number) for name, number in document.constants.items()}}
         family = Family(
             name=document.name,
             title=document.title,
             rules=_merged(base.rules, rules, document.drop),
             sizes=_more_ways({name: make_expressions(ways) for name, ways in document.sizes.items()}, base.sizes),
-            given=given,
+            constants=given,
             values=given,
             limits={**base.limits, **{name: make_expression(limit) for name, limit in document.limits.items()}},
             tensors={**base.tensors, **{name: Template(text) for name, text in document.tensors.items()}},
             evidence=document.evidence,
             styles={**base.styles, **_styles(document)},
-            configs=more_parts(
+            configs=merge_parts(
                 base.configs,
                 {
                     style: tuple(make_part(table, document.name) for table in tables)
@@ -95,7 +95,7 @@ def read_family(
         family = _with_aliases(family, document)
         for repeat in document.repeat:
             family = _repeated(family, repeat)
-        return _checked(replace(family, rules=family.ordered()))
+        return _checked(replace(family, rules=family.sort_rules()))
 
 
 def _joined(families: Sequence[Family]) -> Family:
@@ -106,11 +106,11 @@ def _joined(families: Sequence[Family]) -> Family:
             joined,
             rules=_merged(joined.rules, own.rules, ()),
             sizes=_more_ways(joined.sizes, own.sizes),
-            given={**joined.given, **own.given},
+            given={**joined.constants, **own.constants},
             limits={**joined.limits, **own.limits},
             tensors={**joined.tensors, **own.tensors},
             styles={**joined.styles, **own.styles},
-            configs=more_parts(joined.configs, own.configs),
+            configs=merge_parts(joined.configs, own.configs),
             tied=tuple(dict.fromkeys((*joined.tied, *own.tied))),
             ignored=tuple(dict.fromkeys((*joined.ignored, *own.ignored))),
             order=own.order or joined.order,
@@ -158,21 +158,21 @@ def _rule(table: dict[str, object], pattern: Callable[[str], PatternFactory], fa
         buffer=rule.buffer,
         shape=make_lengths(rule.shape),
         padded=rule.padded,
-        aliases={style: aliases_of(ways) for style, ways in rule.alias.items()},
+        aliases={style: make_aliases(ways) for style, ways in rule.alias.items()},
         source=family,
     )
 
 
 def _axis(axis: str, table: str | dict[str, PatternOption], pattern: Callable[[str], PatternFactory]) -> AxisRule:
     """`tp = "replicate"`, or `tp = { pattern = "shard", dim = 0 }`."""
-    with located(axis):
+    with error_context(axis):
         values = dict(table) if isinstance(table, dict) else {"pattern": table}
         name = values.pop("pattern", None)
         if not isinstance(name, str):
             raise UsageError(f"expected the name of a pattern; got {name!r}")
         options = {key: make_option(value) for key, value in values.items()}
         if DIM in values:
-            with located(DIM):
+            with error_context(DIM):
                 msgspec.convert(values[DIM], Dim)
         factory = pattern(name)
         try:
@@ -187,8 +187,8 @@ def _with_aliases(family: Family, document: FamilyDocument) -> Family:
     aliases: dict[str, dict[str, tuple[Alias, ...]]] = {}
     for style, names in document.alias.items():
         for template, ways in names.items():
-            with located(f"alias: {style}: {template}"):
-                aliases.setdefault(template, {})[style] = aliases_of(ways)
+            with error_context(f"alias: {style}: {template}"):
+                aliases.setdefault(template, {})[style] = make_aliases(ways)
     _check_known("alias: templates of rules", aliases, {rule.name.text for rule in family.rules})
     rules = tuple(replace(rule, aliases={**rule.aliases, **aliases.get(rule.name.text, {})}) for rule in family.rules)
     return replace(family, rules=rules)
@@ -234,11 +234,11 @@ def _checked(family: Family) -> Family:
     for style in family.styles.values():
         _check_style(style, family.styles)
     templates = {rule.name.text for rule in family.rules}
-    names = {*family.sizes, *family.given, *_AXES, DIM}
+    names = {*family.sizes, *family.constants, *_AXES, DIM}
     for rule in family.rules:
         styles = ", ".join(family.styles)
         _check_known(f"styles that are described ({styles}), for {rule.name}", rule.aliases, family.styles)
-        beside = [template for ways in rule.aliases.values() for way in ways for template in way.beside]
+        beside = [template for ways in rule.aliases.values() for way in ways for template in way.alongside]
         _check_known(f"templates of rules, beside which {rule.name} stands", beside, templates)
         if () in rule.aliases.values() and not rule.buffer:
             raise ValueError(f"expected a name in every style of [alias]: buffers alone may have none; got {rule.name}")

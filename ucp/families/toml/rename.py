@@ -19,16 +19,18 @@ from collections.abc import Mapping
 from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import Family
 from ucp.families.naming import Style
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.rule import Rule
 from ucp.families.template import Template
-from ucp.families.toml.document import Joining, RenameDocument, RenameTable, located, make_alias, read_document
-from ucp.families.translate import translated
+from ucp.families.toml.document import Joining, RenameDocument, RenameTable, error_context, make_alias, read_document
+from ucp.families.translate import translate
 
 _FROM, _TO = "from", "to"
 
 
-def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Made], list[str]]:
+def read_renames(
+    text: str, path: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, TensorRecipe], list[str]]:
     """New name to what it is made of, for all tensors, and the names that no rule is for, which stay.
 
     `text`: of the rules file `path`.
@@ -43,14 +45,14 @@ def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> t
         raise UsageError(f"{path}: these rules fit no name of the checkpoint:\n{listed(idle)}\nCorrect or remove them")
     given = {name: shape for name, shape in shapes.items() if read[name] is not None}
     try:
-        made = translated(family, given, _TO, source=_FROM)
+        made = translate(family, given, _TO, source=_FROM)
     except (FamilyError, UnsupportedError) as error:
         raise UsageError(f"{path}: {error}") from error
     kept = [name for name, own in read.items() if own is None]
     twice = [name for name in kept if name in made]
     if twice:
         raise UsageError(f"{path}: two tensors under one name, of which no rule is for the one:\n{listed(twice)}")
-    every = {**made, **{name: Made.whole(name, shapes[name]) for name in kept}}
+    every = {**made, **{name: TensorRecipe.identity(name, shapes[name]) for name in kept}}
     order = {name: number for number, name in enumerate(shapes)}
     return dict(sorted(every.items(), key=lambda own: order[own[1].sources[0]])), kept
 
@@ -60,7 +62,7 @@ def _family(text: str, path: str) -> Family:
     document = read_document(text, path, RenameDocument)
     rules = []
     for at, table in enumerate(document.rename):
-        with located(f"{path}: rename[{at}]"):
+        with error_context(f"{path}: rename[{at}]"):
             rules.append(_rule(at, table))
     styles = {name: Style(name=name) for name in (_FROM, _TO)}
     values = {name: int(number) for name, number in document.sizes.items()}
