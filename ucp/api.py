@@ -23,14 +23,14 @@ from ucp.conversion.arguments import (
     takes_options,
 )
 from ucp.conversion.destination.disk import is_begun
+from ucp.conversion.option import switch_parser, type_path
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
-from ucp.conversion.prepare import Silent
-from ucp.conversion.values import switch_of, type_path
+from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
 from ucp.io.folder import is_url, parse_path
-from ucp.source.moments import before_first_step, moments_note
-from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey
+from ucp.source.moments import describe_zero_moments, detect_first_step
+from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
 
 __all__ = [
     "PlanReport",
@@ -58,7 +58,7 @@ def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:
 
 
 @takes_options(SourceArguments)
-@no_cycle_collection()
+@pause_gc()
 def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
@@ -67,8 +67,8 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     """
     path = parse_path(path)
     index = read_index(path, source=make_options(**options).source)
-    index = before_first_step(add_call_notes(judged(index)))
-    note = moments_note(index)
+    index = detect_first_step(add_call_notes(add_doubts(index)))
+    note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
@@ -109,7 +109,7 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or Silent())
+    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or SilentObserver())
 
 
 def is_unfinished(dst: type_path) -> bool:
@@ -144,16 +144,16 @@ def verify(
     `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight
     with a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
     """
-    from ucp.checks.verify import prove
+    from ucp.checks.verify import verify_checkpoint
 
     checked = make_options(**options)
-    return prove(
+    return verify_checkpoint(
         parse_path(path),
         against=None if against is None else parse_path(against),
         names=checked.selection,
         source=checked.source,
         threads=_threads(checked, (path, against)),
-        observer=observer or Silent(),
+        observer=observer or SilentObserver(),
     )
 
 
@@ -171,15 +171,15 @@ def diff(
     `extras`: also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`, `patterns`,
     `shapes_from`, `param_order`, `workers`, `memory`: see `verify`.
     """
-    from ucp.checks.verify import differences
+    from ucp.checks.verify import diff_checkpoints
 
     checked = make_options(**options)
-    return differences(
+    return diff_checkpoints(
         parse_path(a),
         parse_path(b),
         names=checked.selection,
-        extras=switch_of("extras")(extras),
+        extras=switch_parser("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
-        observer=observer or Silent(),
+        observer=observer or SilentObserver(),
     )

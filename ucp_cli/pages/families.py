@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.checks.explain import NO_RULE, Explained, FamilyReport
+from ucp.checks.explain import NO_RULE, ExplainedParameter, FamilyReport
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import shape_text
 from ucp.errors import counted
@@ -95,9 +95,9 @@ def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | 
     yield table("Parameters", ("name", ">tensors", "shape", "lies"), rows)
 
 
-def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
+def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]:
     """A row per rule, style and layout; names of other layers and experts are the same row."""
-    rows: dict[tuple[str, ...], list[Explained]] = {}
+    rows: dict[tuple[str, ...], list[ExplainedParameter]] = {}
     for own in parameters:
         rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
     for members in rows.values():
@@ -108,7 +108,7 @@ def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
         yield first.template, str(len(members)), shown, lies, _meaning(first)
 
 
-def _meaning(own: Explained) -> str:
+def _meaning(own: ExplainedParameter) -> str:
     """What a parameter is, and what it is called by the family where that is something else."""
     if own.rule is None or own.style == CANONICAL:
         return own.rule.meaning if own.rule else ""
@@ -171,7 +171,7 @@ def report_document(report: FamilyReport) -> dict[str, object]:
     }
 
 
-def _explained(own: Explained) -> dict[str, object]:
+def _explained(own: ExplainedParameter) -> dict[str, object]:
     return {
         "shape": list(own.global_shape),
         "canonical": own.canonical or None,

@@ -403,7 +403,7 @@ class TestRanks:
         shutil.copyfile(copy / name.format(other), copy / name.format(number))
         if not has_config:
             (copy / "config.json").unlink()
-        self.refused(copy, "shard-00002-.*: holds parts of .* tensors that shard-00001-.* holds too")
+        self.refused(copy, "shard-00002-.*: holds shards of .* tensors that shard-00001-.* holds too")
 
     def test_a_lost_last_rank(self, copy: Path) -> None:
         (copy / "shard-00002-model-00001-of-00001.safetensors").unlink()
@@ -424,7 +424,7 @@ class TestRanks:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"
         tensors = load_file(file)
         self.rewrite(file, {name: {"saved_offsets": [0] * own.dim()} for name, own in tensors.items()})
-        self.refused(copy, "shard-00002-.*: holds parts of .* that shard-00001-.* holds too")
+        self.refused(copy, "shard-00002-.*: holds shards of .* that shard-00001-.* holds too")
 
     def test_metadata_that_is_no_json(self, copy: Path) -> None:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"

@@ -13,9 +13,9 @@ import pytest
 import ucp
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.sidecars import MOST_SMALL, SidecarPolicy, add_sidecars, list_sidecars, select_sidecars, sidecar_extra
+from ucp.conversion.convert import verify_written
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import Silent, prepare
-from ucp.conversion.verify import verify_written
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
@@ -206,7 +206,7 @@ def test_verify_reads_them_back(saved, tmp_path):
     options = ConvertOptions(to="deepspeed")
     ucp.convert(saved, tmp_path / "out", to="deepspeed")
     job = prepare(saved, options).job
-    told = {"source": SourceOptions(), "observer": Silent(), "threads": 1}
+    told = {"source": SourceOptions(), "observer": SilentObserver(), "threads": 1}
     verify_written(job, tmp_path / "out", **told)
     (tmp_path / "out" / "scheduler.pt").write_bytes(bytes(768))
     with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: .* in the source"):

@@ -9,7 +9,7 @@ import pytest
 
 import ucp
 from ucp.conversion.options import ConvertOptions, make_options
-from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import LostStates
 from ucp.core.topology import Topology
 from ucp.errors import MemoryBudgetError, UsageError
@@ -110,4 +110,4 @@ def test_a_selection_keeps_why_states_are_lost_and_counts_what_it_leaves_out(tmp
     assert index.lost["a"].is_chosen
     assert index.lost["a"].reason.startswith("exp_avg of these parameters, left out by --include/--exclude")
     assert index_of(shards.folder, NameFilter(include=("*/weight",))).lost == shifted
-    assert resolve_drift(index, Drift.FIRST, Silent(), memory=1 << 30).lost == index.lost
+    assert resolve_drift(index, Drift.FIRST, SilentObserver(), memory=1 << 30).lost == index.lost

@@ -16,7 +16,7 @@ from ucp.core.tensor import DType
 from ucp.errors import MissingFileError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index
-from ucp.transfer.compare import compare_copies, scan_digests, scan_records
+from ucp.transfer.compare import find_drift, scan_digests, scan_records
 from ucp.transfer.differences import compare
 
 
@@ -201,7 +201,7 @@ class TestScans:
         )
         state = StateIndex(dtype=DType.FLOAT32, global_shape=(100,), fragments=fragments, overlap=Overlap.EQUAL)
         own = make_index(shards.folder, {("w", "weight"): state})
-        lines = compare_copies(own, Watch())
+        lines = find_drift(own, Watch())
         assert len(lines) == 2
         assert all("copy.bin" in line and "by up to 3" in line for line in lines)
 
@@ -254,6 +254,6 @@ def test_thousands_of_copies_are_gone_through_a_few_times(shards):
     own = make_index(shards.folder, {("w", "weight"): state})
     Counted.rounds = 0
     check_cover(own)
-    assert compare_copies(own, Watch()) == []
+    assert find_drift(own, Watch()) == []
     assert compare(own, own, Watch()) == []
     assert Counted.rounds < 20

@@ -29,7 +29,7 @@ from ucp.conversion.destination.existing import (
 )
 from ucp.conversion.destination.protocol import ResumePoint
 from ucp.conversion.destination.uploads import Scratch, Upload, Uploads, scratch_parent, start_uploads
-from ucp.conversion.journal import done_of, line_of
+from ucp.conversion.journal import parse_done, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
@@ -287,7 +287,7 @@ class BucketDestination:
             sections[fill.path].update((section.placement, section.start, section.nbytes) for section in fill.sections)
         reports: dict[str, Done] = {}
         for line in lines:
-            path, done = str(line.get("file")), done_of(line)
+            path, done = str(line.get("file")), parse_done(line)
             stored = objects.get(path)
             if (
                 done is None
@@ -318,7 +318,7 @@ class BucketDestination:
     def _upload(self, pending: _PendingFile) -> None:
         path = pending.file.path
         fill_checksums(self._job, self.root, [pending.file], pending.done.sums)
-        line = {"file": path, **line_of(pending.done)}
+        line = {"file": path, **to_line(pending.done)}
         assert self._uploads is not None  # `begin` was called
         file = self.root / path
         nbytes = file.stat().st_size  # the size of a compressed pack is known only now

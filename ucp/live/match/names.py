@@ -26,7 +26,7 @@ from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.source.naming import apply_rules, check_styles, list_size_names, restyle, translate_names
 from ucp.source.read import index_of
 
 
@@ -44,7 +44,7 @@ class NameOptions:
     """Which family it is of."""
 
     def __post_init__(self) -> None:
-        unknown = self.settings.keys() - (family_sizes() if self.settings else set())
+        unknown = self.settings.keys() - (list_size_names() if self.settings else set())
         if unknown:
             raise UsageError(
                 f"expected sizes of the model as settings, by the names of Megatron or config.json "
@@ -88,13 +88,13 @@ def rename_to_model(
     family = styles.family
     if family is None or len(agreed) != 1:
         return index, styles.describe(agreed)
-    return run_together(ranks, lambda: under_style(index, family, agreed[0])), ()
+    return run_together(ranks, lambda: translate_names(index, family, agreed[0])), ()
 
 
 def _rename_as_asked(index: Index, options: NameOptions) -> Index:
     naming = options.naming
     if naming.rules is not None:
-        index = by_rules(index, naming.rules)
+        index = apply_rules(index, naming.rules)
     if not naming.style:
         return index
     try:
@@ -110,7 +110,7 @@ def _rename_as_asked(index: Index, options: NameOptions) -> Index:
                 ) from None
         raise
     check_styles(family, naming)
-    return under_style(index, family, naming.style, naming.source)
+    return translate_names(index, family, naming.style, naming.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         if not all(_is_read(family, options.checkpoint_names(tensor), style) for tensor in tensors):
             continue
         try:
-            _, made = restyled(index, family, style, source)
+            _, made = restyle(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue

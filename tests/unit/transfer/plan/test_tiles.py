@@ -54,7 +54,7 @@ def small(monkeypatch):
             "transfer.compare",
             "conversion.prepare",
             "store.describe",
-            "live.exchange.loads",
+            "live.exchange.reads",
         )
     }
     for name, values in bounds.items():
