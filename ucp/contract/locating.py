@@ -16,7 +16,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.sidecars import SaveFolder
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
@@ -53,6 +52,16 @@ class Evidence:
     """How sure it is."""
     not_read: tuple[str, ...] = ()
     """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFolder:
+    """A folder that checkpoints were saved in."""
+
+    path: Path
+    """The folder."""
+    newest: str = ""
+    """Name of the checkpoint saved last if it is not the one read: sidecar files belong to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

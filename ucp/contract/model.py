@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 from ucp.contract.sidecars import list_sidecars
 from ucp.core.index import Index
 from ucp.errors import MalformedError
+from ucp.io.files import read_object
 from ucp.io.folder import exists, path_of
-from ucp.io.json_text import read_object
 from ucp.io.pickle.values import Stub
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from ucp.contract.locating import SaveFolder
 from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
@@ -165,16 +166,6 @@ def _names_text(names: Iterable[str]) -> str:
     every = list(names)
     rest = f" and {len(every) - _MOST_SHOWN:,} more" if len(every) > _MOST_SHOWN else ""
     return ", ".join(every[:_MOST_SHOWN]) + rest
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFolder:
-    """A folder that checkpoints were saved in."""
-
-    path: Path
-    """The folder."""
-    newest: str = ""
-    """Name of the one saved last, where it is another than the one read: what lies beside belongs to it."""
 
 
 def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:

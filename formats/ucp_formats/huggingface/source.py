@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.contract.locating import Evidence, Located
+from ucp.contract.locating import Evidence, Located, SaveFolder
 from ucp.contract.model import CONFIG_EXTRA, find_tied_output, read_config, sort_by_number, sort_in_model_order
 from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
-from ucp.contract.sidecars import SaveFolder, attach_sidecars
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.topology import Topology
 from ucp.core.union import add_copies

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.locating import Evidence, Located
+from ucp.contract.locating import Evidence, Located, SaveFolder
 from ucp.contract.protocols import Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
-from ucp.contract.sidecars import SaveFolder, attach_sidecars
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile, StateDictKeys, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.locating import Evidence, Located
+from ucp.contract.locating import Evidence, Located, SaveFolder
 from ucp.contract.model import find_tied_output, sort_in_model_order
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.ranks import Checksums
-from ucp.contract.sidecars import SaveFolder, attach_sidecars
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology

@@ -13,7 +13,7 @@ from ucp.contract.registry import recognise
 from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
-from ucp.io.json_text import read_object
+from ucp.io.files import read_object
 from ucp.io.safetensors import read_header, read_weight_map
 from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.locate import INDEX
