@@ -1,8 +1,8 @@
 """How a parameter is laid out over the axes of a mesh: patterns, their composition, their overlap rules.
 
-A pattern says which boxes of a tensor part `index` of `parts` holds, and where they lie in its local tensor. Several
-axes compose, outermost first. ZeRO, the distributed optimizer and FSDP1 then cut the row-major order of the local
-tensor: patterns like any other, over one dim (`Layout.flat`). What a rank holds of the whole is `place(...)`.
+A pattern gives the boxes of a tensor that part `index` of `parts` holds, and where they lie in its local tensor. Axes
+compose, outermost first. ZeRO, the distributed optimizer and FSDP1 then cut the row-major order of the local tensor,
+with patterns over one dim (`Layout.flat`). `place` gives what a rank holds of the global tensor.
 
 >>> from ucp_patterns.chunk import Chunk
 >>> layout = Layout(flat=(AxisLayout("dp", 2, Chunk(0)),))
@@ -32,7 +32,7 @@ class Overlap(StrEnum):
     EQUAL = "equal"
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"
-    """Each holds its own value; the whole is their mean."""
+    """Each holds a value of its own; the global tensor is their mean."""
 
 
 @runtime_checkable
@@ -45,38 +45,39 @@ class Pattern(Protocol):
 
     @property
     def overlap(self) -> Overlap:
-        """What parts that hold the same element mean."""
+        """What it means when several parts hold the same element."""
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """Boxes of the whole that part `index` of `parts` holds, in increasing local offset.
+        """Boxes of the global tensor that part `index` of `parts` holds, in increasing local offset.
 
-        What several parts hold is numbered by `RegionPair.copy`: the boxes of any one copy tile what is shared.
+        `RegionPair.copy` numbers what several parts hold: the boxes of each copy tile what is shared.
         """
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
+        """Shape of the global tensor whose parts have these shapes, in order. Raises ValueError if there is none."""
         return join_shapes(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
 
 
 @lru_cache(maxsize=4096)  # layers are alike
 def join_shapes(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
-    """The shape that `regions` cuts into parts of these: that of one with elements, or that with one dim joined.
+    """The shape that `regions` cuts into these: the shape of a part, or that with one dim joined.
 
-    `length`: of the joined dim, where it is not that of all parts together. Raises ValueError when there is none.
+    `length`: of the joined dim, if it is not the sum over the parts. Raises ValueError if there is no such shape.
     """
     first = next((shape for shape in shapes if prod(shape)), shapes[0])
     sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
-    lengths = [length_of_dim if length is None else length for length_of_dim in sums]
-    for candidate in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
+    lengths = [total if length is None else length for total in sums]
+    for candidate in (first, *((*first[:dim], joined, *first[dim + 1 :]) for dim, joined in enumerate(lengths))):
         try:
             parts = [pattern.regions(candidate, len(shapes), index) for index in range(len(shapes))]
         except ValueError:
             continue
-        every = zip(parts, shapes, strict=True)
-        if all(_shape_of_regions(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
+        if all(
+            _shape_of_regions(pairs) == shape if pairs else 0 in shape or not shape
+            for pairs, shape in zip(parts, shapes, strict=True)
+        ):
             return candidate
-    shown = [list(shape) for shape in shapes]
-    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {shown}")
+    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {list(map(list, shapes))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +91,20 @@ class AxisLayout:
     pattern: Pattern
     """How the tensor lies along it."""
     known_from: str = field(default="", compare=False)
-    """Where that is known from, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
+    """Source of this knowledge, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
 
     def holders(self, global_shape: tuple[int, ...]) -> list[int]:
-        """Parts that hold some of a tensor of `global_shape` elements, or an empty piece of it."""
-        return [at for at in range(self.parts) if self.pattern.regions(global_shape, self.parts, at)]
+        """Parts that hold a piece of a tensor of this shape, be it an empty one."""
+        return [part for part in range(self.parts) if self.pattern.regions(global_shape, self.parts, part)]
 
     def dim(self, global_shape: tuple[int, ...]) -> int | None:
-        """The one dim of a tensor that its parts divide among them; None where they divide none, or several.
+        """The only dim of a tensor that this axis shards; None if it shards none, or several.
 
         >>> from ucp_patterns.chunk import Chunk
         >>> AxisLayout("dp", 2, Chunk(1)).dim((3, 4))
         1
         """
-        parts = (self.pattern.regions(global_shape, self.parts, at) for at in range(self.parts))
+        parts = (self.pattern.regions(global_shape, self.parts, index) for index in range(self.parts))
         pieces = (pair.global_box.sizes for pairs in parts for pair in pairs)
         dims = {dim for sizes in pieces for dim, length in enumerate(global_shape) if sizes[dim] != length}
         return dims.pop() if len(dims) == 1 else None
@@ -111,12 +112,12 @@ class AxisLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Patterns over several axes, outermost first; none at all means one whole tensor."""
+    """Patterns over several axes, outermost first; without axes, every rank holds the global tensor."""
 
     axes: tuple[AxisLayout, ...] = ()
-    """One entry per axis that matters, over the dims of the tensor."""
+    """Axes over the dims of the tensor."""
     flat: tuple[AxisLayout, ...] = ()
-    """One entry per axis that cuts the row-major order of what `axes` leave: patterns over one dim."""
+    """Axes over the row-major order of what `axes` leave: patterns over one dim."""
 
     @property
     def all_axes(self) -> tuple[AxisLayout, ...]:
@@ -125,7 +126,7 @@ class Layout:
 
     @property
     def descriptions(self) -> tuple[tuple[str, str], ...]:
-        """For each axis of degree above 1, its degree and its pattern, and where that is known from; for people."""
+        """For people: degree and pattern of each axis of degree above 1, and where that is known from."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
             (f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}", axis.known_from)
@@ -135,7 +136,7 @@ class Layout:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """`described`, each as one text."""
+        """`descriptions`, each as one text."""
         return tuple(
             what + (f", known from {known_from}" if known_from else "") for what, known_from in self.descriptions
         )
@@ -147,12 +148,12 @@ class Layout:
 
     @property
     def overlap(self) -> Overlap:
-        """What it means that ranks hold values of their own: their mean is taken, or they hold parts of one tensor."""
+        """MEAN if the values of some ranks are to be averaged, else EXCLUSIVE."""
         means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.axes)
         return Overlap.MEAN if means else Overlap.EXCLUSIVE
 
     def dim(self, axis: str, global_shape: Sequence[int]) -> int | None:
-        """Dim that the ranks along `axis` divide among them, as `AxisLayout.dim`; None without such an axis."""
+        """Dim that the ranks along `axis` shard, as `AxisLayout.dim`; None without such an axis."""
         shape = tuple(global_shape)
         for axis_layout in self.axes:
             if axis_layout.axis == axis:
@@ -168,38 +169,38 @@ class Layout:
         >>> list(Layout().ranks())
         [{}]
         """
-        for at in product(*(range(axis.parts) for axis in self.all_axes)):
-            yield dict(zip((axis.axis for axis in self.all_axes), at, strict=True))
+        for indexes in product(*(range(axis.parts) for axis in self.all_axes)):
+            yield dict(zip((axis.axis for axis in self.all_axes), indexes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedBox:
-    """One box of the whole, and where it starts in what a rank stores."""
+    """A box of the global tensor, and where a rank stores it."""
 
     box: Box
-    """Elements of the whole."""
+    """Elements of the global tensor."""
     local: Box
     """The same elements in the rank's local tensor, before a flat cut."""
     offset: int
-    """Element of the rank's storage (row-major local tensor, or its part of that order) where the box starts."""
+    """Element of the rank's storage (its local tensor in row-major order, or a range of that) where the box starts."""
     strides: tuple[int, ...]
     """Elements to step in that storage, per dim of the box."""
     replica: int
-    """0 where this rank is the first to hold the box; above, it holds a copy of rule EQUAL."""
+    """0 on the first rank that holds the box; above, a copy (rule EQUAL)."""
     term: int
-    """Which summand of a mean this is (rule MEAN); 0 elsewhere."""
+    """Number of the summand of a mean (rule MEAN); else 0."""
 
 
 def compute_local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
+    """Shape of the local tensor of the rank at `coords`; all dims are 0 if it holds none."""
     return _compose_axes(layout.axes, tuple(global_shape), coords)[1]
 
 
 def infer_global_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of the whole, from the shapes that all ranks hold.
+    """Shape of the global tensor, from the local shapes of all ranks.
 
-    `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 where a rank holds nothing.
-    Raises ValueError when no whole has such parts.
+    `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 if a rank holds nothing.
+    Raises ValueError if no global tensor has such parts.
 
     >>> infer_global_shape(Layout(), [(3, 4)])
     (3, 4)
@@ -209,7 +210,7 @@ def infer_global_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) 
         axes = " x ".join(f"{axis.axis}={axis.parts}" for axis in layout.axes) or "no axis"
         raise ValueError(f"expected a shape for every rank of {axes}; got {len(shapes)}")
     for axis in reversed(layout.axes):
-        groups = [shapes[at : at + axis.parts] for at in range(0, len(shapes), axis.parts)]
+        groups = [shapes[start : start + axis.parts] for start in range(0, len(shapes), axis.parts)]
         shapes = [axis.pattern.whole_shape(group) for group in groups]
     return shapes[0]
 
@@ -219,20 +220,20 @@ def _shape_of_regions(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
 
 
 def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[PlacedBox, ...]:
-    """Boxes of the whole that the rank at `coords` stores, in increasing offset where there is a flat cut."""
+    """Boxes of the global tensor that the rank at `coords` stores; in increasing offset if there is a flat cut."""
     shard = locate_shard(layout, global_shape, coords=coords)
     shape, strides = shard.local_shape, shard.strides
     if shard.flat is None:
         return tuple(
             PlacedBox(
-                box=own.pair.global_box,
-                local=own.pair.local,
-                offset=own.pair.local.flat_start(shape) if shape else 0,
+                box=region.pair.global_box,
+                local=region.pair.local,
+                offset=region.pair.local.flat_start(shape) if shape else 0,
                 strides=strides,
-                replica=own.replica,
-                term=own.term,
+                replica=region.replica,
+                term=region.term,
             )
-            for own in shard.regions
+            for region in shard.regions
         )
     placed = []
     for run in shard.flat:
@@ -259,7 +260,7 @@ def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, i
 
 
 def locate_shard(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> RankShard:
-    """What the rank at `coords` stores, before a flat range is resolved to boxes: see `place`."""
+    """What the rank at `coords` stores, before flat ranges are cut into boxes as `place` does."""
     shape = tuple(global_shape)
     regions, local = _compose_axes(layout.axes, shape, coords)
     if not regions:
@@ -280,7 +281,7 @@ def _degree(axes: Iterable[AxisLayout], overlap: Overlap) -> int:
 def _compose_axes(
     axes: Iterable[AxisLayout], shape: tuple[int, ...], coords: Mapping[str, int]
 ) -> tuple[tuple[ShardRegion, ...], tuple[int, ...]]:
-    """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
+    """Regions of the local tensor at `coords`, and its shape; no regions if an axis gives the rank nothing."""
     full = Box.full(shape)
     regions = [ShardRegion(RegionPair(full, full), 0, 0)]
     for number, axis in enumerate(axes):
@@ -302,14 +303,14 @@ def _compose_axes(
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A region of a rank's local tensor, while axes are composed."""
+    """A region of a rank's local tensor."""
 
     pair: RegionPair
-    """Where it lies in the whole, and in the local tensor."""
+    """Its boxes in the global and in the local tensor."""
     replica: int
-    """0 where the rank is the first to hold it."""
+    """0 on the first rank that holds it."""
     term: int
-    """Which summand of a mean it is."""
+    """Number of the summand of a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,15 +318,15 @@ class RankShard:
     """What one rank stores of a tensor."""
 
     regions: tuple[ShardRegion, ...]
-    """Boxes of the whole that make up its local tensor."""
+    """Regions that make up its local tensor."""
     local_shape: tuple[int, ...]
     """Shape of that tensor, elements."""
     flat: tuple[ShardRegion, ...] | None
-    """Ranges of its row-major order that are stored, one after another; None for all of it, in its own shape."""
+    """Ranges of its row-major order that are stored, one after another; None if the tensor itself is stored."""
     flat_copies: int = 1
-    """Copies of it that the axes over that order make."""
+    """Copies that the flat axes make."""
     flat_terms: int = 1
-    """Summands of a mean that they make."""
+    """Summands of a mean that the flat axes make."""
 
     @property
     def strides(self) -> tuple[int, ...]:
