@@ -147,7 +147,7 @@ def _evaluate(node: ast.expr, values: Mapping[str, object]) -> object:
         case ast.BinOp():
             return _evaluate_arithmetic(node, values)
         case ast.Call(func=ast.Name(id=name)):
-            return _FUNCTIONS[name]([_to_int(_evaluate(each, values), name) for each in node.args])
+            return _FUNCTIONS[name]([_to_int(_evaluate(argument, values), name) for argument in node.args])
     raise ExpressionError(f"{ast.unparse(node)} is not understood")
 
 
@@ -168,24 +168,24 @@ def _evaluate_bool(node: ast.BoolOp, values: Mapping[str, object]) -> object:
 
 
 def _evaluate_arithmetic(node: ast.BinOp, values: Mapping[str, object]) -> int:
-    left, right = (_to_int(_evaluate(side, values), ast.unparse(side)) for side in (node.left, node.right))
+    first, second = (_to_int(_evaluate(side, values), ast.unparse(side)) for side in (node.left, node.right))
     if isinstance(node.op, ast.Div):
-        whole, rest = divmod(left, right)
+        quotient, rest = divmod(first, second)
         if rest:
-            raise ExpressionError(f"{left} is not a multiple of {right}")
-        return whole
-    return _ARITHMETIC[type(node.op)](left, right)
+            raise ExpressionError(f"{first} is not a multiple of {second}")
+        return quotient
+    return _ARITHMETIC[type(node.op)](first, second)
 
 
 def _compare(node: ast.Compare, values: Mapping[str, object]) -> bool:
     sides = [_evaluate(side, values) for side in (node.left, *node.comparators)]
-    for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
+    for op, first, second in zip(node.ops, sides, sides[1:], strict=False):
         if isinstance(op, ast.Eq | ast.NotEq):
-            if not all(isinstance(side, int | float | str | None) for side in (left, right)):
+            if not all(isinstance(side, int | float | str | None) for side in (first, second)):
                 raise ExpressionError("expected numbers or texts to be compared")
-            holds = (left == right) is isinstance(op, ast.Eq)
+            holds = (first == second) is isinstance(op, ast.Eq)
         else:
-            holds = _ORDER[type(op)](_to_int(left, "<"), _to_int(right, "<"))
+            holds = _ORDER[type(op)](_to_int(first, "<"), _to_int(second, "<"))
         if not holds:
             return False
     return True

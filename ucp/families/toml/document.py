@@ -185,25 +185,28 @@ def make_lengths(values: Sequence[Formula]) -> tuple[int | Expression, ...]:
     return tuple(Expression(value) if isinstance(value, str) else int(value) for value in values)
 
 
-def make_aliases(ways: AliasWays) -> tuple[Alias, ...]:
+def make_aliases(tables: AliasWays) -> tuple[Alias, ...]:
     """Ways to store a parameter. An empty list: the style has no such buffer. Raises ValueError."""
     return tuple(
-        make_alias((way,), Joining())
-        if isinstance(way, str)
+        make_alias((table,), Joining())
+        if isinstance(table, str)
         else make_alias(
-            way.names or ((way.name,) if way.name is not None else ()), way, when=way.when, beside=way.alongside
+            table.names or ((table.name,) if table.name is not None else ()),
+            table,
+            when=table.when,
+            alongside=table.alongside,
         )
-        for way in (ways if isinstance(ways, list) else [ways])
+        for table in (tables if isinstance(tables, list) else [tables])
     )
 
 
 def make_alias(
-    names: tuple[str, ...], how: Joining, *, when: Formula | None = None, beside: tuple[str, ...] = ()
+    names: tuple[str, ...], how: Joining, *, when: Formula | None = None, alongside: tuple[str, ...] = ()
 ) -> Alias:
     """The alias of stored tensors of these names. Raises ValueError."""
     if not names:
         raise ValueError("expected a name, or names")
-    for name in (*names, *beside):
+    for name in (*names, *alongside):
         if "{=" not in name and "+=" not in name:
             Template(name)
     for key in ("lengths", "views", "orders"):
@@ -224,5 +227,5 @@ def make_alias(
         orders=how.orders,
         lengths=make_lengths(how.lengths),
         when=None if when is None else make_expression(when),
-        alongside=beside,
+        alongside=alongside,
     )
