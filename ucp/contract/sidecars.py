@@ -65,8 +65,8 @@ def sidecar_extra(name: str, path: str, nbytes: int) -> Extra:
     >>> sidecar_extra("rng_state_3.pth", "ckpt/rng_state_3.pth", 14244).rank
     3
     """
-    found = _OF_A_RANK.fullmatch(name)
-    rank = None if found is None else int(found["trainer"] or found["accelerate"] or 0)
+    match = _OF_A_RANK.fullmatch(name)
+    rank = None if match is None else int(match["trainer"] or match["accelerate"] or 0)
     ref = TensorRef(path=path, offset=0, dtype=DType.UINT8, shape=(nbytes,), strides=(1,))
     return Extra(name=SIDECAR + name, value=ref, rank=rank)
 
@@ -93,11 +93,11 @@ def select_sidecars(index: Index, policy: SidecarPolicy) -> Index:
     """`index` with the companion files that `policy` takes along, and a line for those that it leaves."""
     if policy is SidecarPolicy.ALL:
         return index
-    every = list(list_sidecars(index))
-    left = [own for own in every if policy is SidecarPolicy.NONE or own.ref.nbytes > MOST_SMALL]
-    if not left:
+    sidecars = list(list_sidecars(index))
+    left_behind = [sidecar for sidecar in sidecars if policy is SidecarPolicy.NONE or sidecar.ref.nbytes > MOST_SMALL]
+    if not left_behind:
         return index
-    names = {SIDECAR + own.name for own in left}
+    names = {SIDECAR + sidecar.name for sidecar in left_behind}
     why = (
         "--companions none"
         if policy is SidecarPolicy.NONE
@@ -106,7 +106,10 @@ def select_sidecars(index: Index, policy: SidecarPolicy) -> Index:
     return replace(
         index,
         extras=tuple(extra for extra in index.extras if extra.name not in names),
-        dropped=(*index.dropped, describe_left((f"{own.name} ({own.ref.nbytes:,} bytes)" for own in left), why)),
+        dropped=(
+            *index.dropped,
+            describe_left((f"{sidecar.name} ({sidecar.ref.nbytes:,} bytes)" for sidecar in left_behind), why),
+        ),
     )
 
 
@@ -116,7 +119,7 @@ def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()
     Those that a rank saved for itself go only to a run of as many ranks. `own`: names of the files that the target
     writes last, which are not in the plan.
     """
-    taken = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
+    used_names = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
     before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
     alien = (
         f"of single ranks; there were {counted(before, 'rank')}, and will be {now:,}"
@@ -124,22 +127,25 @@ def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()
         else (f"of single ranks, of {counted(before, 'rank')}; what is written is for any number of them")
     )
     carried: list[SidecarFile] = []
-    left: dict[str, list[str]] = {}
-    for found in list_sidecars(index):
-        if found.name in taken:
-            left.setdefault("the target writes what has that name itself", []).append(found.name)
-        elif found.rank is not None and now != before:
-            left.setdefault(alien, []).append(found.name)
+    left_behind: dict[str, list[str]] = {}
+    for sidecar in list_sidecars(index):
+        if sidecar.name in used_names:
+            left_behind.setdefault("the target writes what has that name itself", []).append(sidecar.name)
+        elif sidecar.rank is not None and now != before:
+            left_behind.setdefault(alien, []).append(sidecar.name)
         else:
-            carried.append(found)
-            taken.add(found.name)
-    note = f"carried along from beside the checkpoint: {_names_text(own.name for own in carried)}"
+            carried.append(sidecar)
+            used_names.add(sidecar.name)
+    note = f"carried along from beside the checkpoint: {_names_text(sidecar.name for sidecar in carried)}"
     return replace(
         plan,
-        files=(*plan.files, *(OutputFile(path=own.name, nbytes=own.ref.nbytes) for own in carried)),
-        raw=(*plan.raw, *(RawCopy(src=own.ref, path=own.name, offset=0) for own in carried if own.ref.nbytes)),
+        files=(*plan.files, *(OutputFile(path=sidecar.name, nbytes=sidecar.ref.nbytes) for sidecar in carried)),
+        raw=(
+            *plan.raw,
+            *(RawCopy(src=sidecar.ref, path=sidecar.name, offset=0) for sidecar in carried if sidecar.ref.nbytes),
+        ),
         notes=(*plan.notes, note) if carried else plan.notes,
-        dropped=(*plan.dropped, *(describe_left(names, reason) for reason, names in left.items())),
+        dropped=(*plan.dropped, *(describe_left(names, reason) for reason, names in left_behind.items())),
     )
 
 
@@ -163,9 +169,9 @@ def describe_left(names: Iterable[str], reason: str) -> str:
 
 def _names_text(names: Iterable[str]) -> str:
     """Names in a line, long lists cut."""
-    every = list(names)
-    rest = f" and {len(every) - _MOST_SHOWN:,} more" if len(every) > _MOST_SHOWN else ""
-    return ", ".join(every[:_MOST_SHOWN]) + rest
+    all_names = list(names)
+    rest = f" and {len(all_names) - _MOST_SHOWN:,} more" if len(all_names) > _MOST_SHOWN else ""
+    return ", ".join(all_names[:_MOST_SHOWN]) + rest
 
 
 def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:
@@ -177,7 +183,7 @@ def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable
     if folder is None:
         return index
     files: list[SourceFile] = []
-    left: dict[str, list[str]] = {}
+    left_behind: dict[str, list[str]] = {}
     adapter: list[str] = []
     try:
         for name in sorted(names_of_folder(root := path_of(to_absolute(folder.path)))):
@@ -189,18 +195,18 @@ def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable
                 adapter.append(entry.name)
             reason = _reason(entry) or (f"of {folder.newest}, which was saved last" if folder.newest else "")
             if reason:
-                left.setdefault(reason, []).append(ascii(entry.name)[1:-1])
+                left_behind.setdefault(reason, []).append(ascii(entry.name)[1:-1])
             else:
                 files.append(source_file(str(entry), "companion file"))
     except OSError as error:
-        left = {f"cannot be read ({error.strerror})": [str(error.filename or folder.path)]}
+        left_behind = {f"cannot be read ({error.strerror})": [str(error.filename or folder.path)]}
     unmerged = (_adapter_text(adapter),) if adapter else ()
     return replace(
         index,
         notes=(*index.notes, *unmerged),
-        extras=(*index.extras, *(sidecar_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
+        extras=(*index.extras, *(sidecar_extra(os.path.basename(file.path), file.path, file.nbytes) for file in files)),
         files=(*index.files, *files),
-        dropped=(*index.dropped, *(describe_left(names, reason) for reason, names in left.items()), *unmerged),
+        dropped=(*index.dropped, *(describe_left(names, reason) for reason, names in left_behind.items()), *unmerged),
     )
 
 

@@ -47,8 +47,8 @@ class StoredShard(NamedTuple):
         number = placed.replica if replica is None else replica
         if self.boxes:
             pair, copy = RegionPair(placed.local, placed.box), {"replica": number, "term": placed.term}
-            every = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
-            return tuple(piece for own in every if (piece := map_fragment(pair, own)) is not None)
+            fragments = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
+            return tuple(piece for fragment in fragments if (piece := map_fragment(pair, fragment)) is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
@@ -60,16 +60,22 @@ def place_fragments(layout: Layout, global_shape: Sequence[int], shards: Iterabl
     """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
     return tuple(
         piece
-        for own in shards
-        for placed in place(layout, global_shape, coords=own.coords)
-        for piece in own.pieces(placed, layout)
+        for shard in shards
+        for placed in place(layout, global_shape, coords=shard.coords)
+        for piece in shard.pieces(placed, layout)
     )
 
 
 def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False) -> tuple[Fragment, ...]:
     """The pieces of a tensor, and those of a second one as copies of it, computed from it if `derived`."""
-    number = 1 + max((own.replica for own in first), default=-1)
-    return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
+    number = 1 + max((fragment.replica for fragment in first), default=-1)
+    return (
+        *first,
+        *(
+            replace(fragment, replica=fragment.replica + number, derived=derived or fragment.derived)
+            for fragment in second
+        ),
+    )
 
 
 def map_fragment(pair: RegionPair, fragment: Fragment) -> Fragment | None:
@@ -197,11 +203,11 @@ class _PlacementCache:
         """Coordinates of a rank on the axes of the layout, and the boxes that it holds."""
         if layout is not self._layout and layout != self._layout:
             self._take(layout)
-        at = tuple([rank.coords[axis] for axis in self._axes])
-        placed = self._known.get((shape, at))
+        indexes = tuple([rank.coords[axis] for axis in self._axes])
+        placed = self._known.get((shape, indexes))
         if placed is None:
-            placed = self._known[shape, at] = place(layout, shape, coords=rank.coords)
-        return at, placed
+            placed = self._known[shape, indexes] = place(layout, shape, coords=rank.coords)
+        return indexes, placed
 
 
 def _fragments(
@@ -216,14 +222,14 @@ def _fragments(
         ref = tensor.first.strided(0, shape, contiguous_strides(shape))
         return (Fragment(box=Box.full(shape), ref=ref),)
     pieces: list[Fragment] = []
-    seen: dict[tuple[int, ...], int] = {}
+    stored_before: dict[tuple[int, ...], int] = {}
     copies = {(0, 0): first}
     for layout, stored in tensor.shard_sets:
         for rank in stored:
-            at, every = places.place(layout, shape, rank)
-            nth = seen.get(at, 0)
-            seen[at] = nth + 1
-            for placed in every:
+            indexes, boxes = places.place(layout, shape, rank)
+            nth = stored_before.get(indexes, 0)
+            stored_before[indexes] = nth + 1
+            for placed in boxes:
                 replica = copies.setdefault((nth, placed.replica), first + len(copies))
                 pieces += rank.pieces(placed, layout, replica=replica, derived=derived)
     return tuple(pieces)
@@ -248,7 +254,7 @@ def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[B
 def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:
     """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
     pieces = [piece for count in counts for piece in count.fragments]
-    return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
+    return replace(counts[0], fragments=tuple(replace(piece, replica=number) for number, piece in enumerate(pieces)))
 
 
 _PAST_INT64 = 1 << 63
