@@ -10,13 +10,11 @@ Pure values: files are read in `ucp.families`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from ucp.errors import FamilyError, UsageError, counted, listed
-from ucp.families.expression import Expression, ExpressionError
+from ucp.families.expression import Expression
 from ucp.families.match import Match
 from ucp.families.naming import (
     CANONICAL,
@@ -29,13 +27,11 @@ from ucp.families.naming import (
     describe_ambiguity,
     order_key,
     positions_of,
+    rewrite_names,
 )
 from ucp.families.rule import Alias, Rule
-from ucp.families.template import MOST_SHIFT, Template, kind, outline
+from ucp.families.template import Template, kind, outline
 from ucp.families.toml.config import ConfigPart
-
-_COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
-"""A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
 
 _Spellings = tuple[tuple[Alias, tuple[Template, ...]], ...]
 
@@ -99,7 +95,7 @@ class Family:
         for rule in self.rules:
             rules.setdefault(rule.name.outline, []).append(rule)
         object.__setattr__(self, "_rules", {key: tuple(alike) for key, alike in rules.items()})
-        limits = {name: _evaluate(limit, self.values) for name, limit in self.limits.items()}
+        limits = {name: limit.try_value(self.values) for name, limit in self.limits.items()}
         object.__setattr__(self, "_limits", {name: limit for name, limit in limits.items() if limit is not None})
 
     def bind(
@@ -119,7 +115,7 @@ class Family:
         values = dict(self.constants)
         conflicts = []
         for name, formulas in self.sizes.items():
-            results = ((formula, _evaluate(formula, {**known, **values})) for formula in formulas)
+            results = ((formula, formula.try_value({**known, **values})) for formula in formulas)
             formula, value = next((result for result in results if result[1] is not None), (None, None))
             if value is not None and values.setdefault(name, value) != value:
                 conflicts.append(f"{name} is {values[name]} in the family, {value} in the checkpoint ({formula})")
@@ -196,7 +192,7 @@ class Family:
         """Whether the condition of a rule holds for the model; None when that is not known."""
         if when is None:
             return True
-        value = _evaluate(when, self.values)
+        value = when.try_value(self.values)
         return None if value is None else bool(value)
 
     def _describe_misfits(self, unmatched: Sequence[str], ambiguous: Sequence[str]) -> str:
@@ -358,46 +354,9 @@ class Family:
             aliases = () if description.like is None else self._aliases(rule, description.like)
         complete: list[Alias] = []
         for alias in aliases:
-            rewritten = self._rewritten(alias.names, description)
+            rewritten = rewrite_names(alias.names, description, self.values, self.source)
             complete.extend(alias if names == alias.names else replace(alias, names=names) for names in rewritten)
         return tuple(dict.fromkeys(complete))
-
-    def _rewritten(self, names: tuple[str, ...], style: Style) -> list[tuple[str, ...]]:
-        """The names with the parts that a style writes otherwise, in every way it does; none when a size lacks."""
-        filled = [name for name in map(self._computed, names) if name is not None]
-        if len(filled) < len(names):
-            return []
-        choices = [
-            [(part, replacement) for replacement in replacements]
-            for part, replacements in style.rewrite.items()
-            if any(part in name for name in filled)
-        ]
-        results = []
-        for choice in product(*choices):
-            result = filled
-            for part, replacement in choice:
-                result = [self._replaced(name, part, replacement, style) for name in result]
-            results.append(tuple(result))
-        return results
-
-    def _replaced(self, name: str, part: str, replacement: str, style: Style) -> str:
-        """`name` with `replacement` for `part`. Raises UsageError where that is no name."""
-        try:
-            return Template(name.replace(part, replacement)).text
-        except ValueError as error:
-            where = f"{self.source}: style: {style.name}: rewrite: {part}"
-            raise UsageError(f"{where}: {error}, from {name!r}") from error
-
-    def _computed(self, name: str) -> str | None:
-        """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""
-        if "=" not in name:
-            return name
-        for text in _COMPUTED.findall(name):
-            value = _evaluate(Expression(text), self.values)
-            if value is None or not 0 <= value <= MOST_SHIFT:
-                return None
-            name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
-        return name
 
     def find_tied(self, name: str) -> str | None:
         """The name that a parameter is stored under, when this name is its second; None otherwise."""
@@ -435,11 +394,3 @@ def distinct_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[in
     """One name for every shape that names of a kind have; the others tell nothing new."""
     names = {(kind(name), shape): name for name, shape in shapes.items()}
     return {name: shape for (_, shape), name in names.items()}
-
-
-def _evaluate(expression: Expression, values: Mapping[str, object]) -> int | None:
-    """Value of an expression, or None when it has none with these values."""
-    try:
-        return expression.value(values)
-    except ExpressionError:
-        return None
