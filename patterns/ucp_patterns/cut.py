@@ -18,7 +18,7 @@ from ucp_patterns.dim import check_dim, regions_of
 class Cut(Pattern):
     """A dim cut by recorded widths.
 
-    >>> [str(pair.whole) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
+    >>> [str(pair.global_box) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
     ['[3:4, 0:2]', '[5:6, 0:2]']
     """
 

@@ -33,9 +33,9 @@ class Pieces(Pattern):
     def __post_init__(self) -> None:
         """Raise ValueError for a pair of boxes of other sizes: pieces come out of manifests, too."""
         for pair in (pair for pairs in self.held for pair in pairs):
-            if pair.dims is None and pair.whole.sizes != pair.local.sizes:
+            if pair.dims is None and pair.global_box.sizes != pair.local.sizes:
                 raise ValueError(
-                    f"expected the same sizes in the whole and in the part; got {pair.whole}, {pair.local}"
+                    f"expected the same sizes in the whole and in the part; got {pair.global_box}, {pair.local}"
                 )
 
     @property
@@ -54,7 +54,7 @@ class Pieces(Pattern):
         own = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
         if len(own) != len(local_shapes) or any(a and a != tuple(b) for a, b in zip(own, local_shapes, strict=True)):
             raise ValueError(f"{self.name}: expected parts of {own}; got {[list(shape) for shape in local_shapes]}")
-        return _reach([pair.whole.stops for pairs in self.held for pair in pairs])
+        return _reach([pair.global_box.stops for pairs in self.held for pair in pairs])
 
 
 def _reach(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

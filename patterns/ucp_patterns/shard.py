@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap, Pattern, joined_shape
+from ucp.core.layout import Overlap, Pattern, join_shapes
 from ucp.core.region import RegionPair
 from ucp_patterns.dim import Stretch, check_dim, regions_of
 
@@ -23,9 +23,9 @@ _MOST_BLOCKS = 8192
 class Shard(Pattern):
     """A dim cut into nearly equal parts, the first ones longer by one where it does not divide.
 
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
     ['[2:4, 0:3]', '[5:6, 0:3]']
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
     ['[2:4]', '[8:9]']
     """
 
@@ -89,4 +89,4 @@ class Shard(Pattern):
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
         shapes = tuple(map(tuple, local_shapes))
-        return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
+        return join_shapes(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)

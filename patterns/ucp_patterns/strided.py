@@ -18,7 +18,7 @@ from ucp_patterns.dim import check_dim, chunk, chunks, regions_of
 class Strided(Pattern):
     """A chunk of each of the chunks of a dim, one after another.
 
-    >>> [str(pair.whole) for pair in Strided(dim=0, split_factor=2).regions((8,), 2, 1)]
+    >>> [str(pair.global_box) for pair in Strided(dim=0, split_factor=2).regions((8,), 2, 1)]
     ['[2:4]', '[6:8]']
     """
 

@@ -7,8 +7,8 @@ parameter, and where the parameter's shard begins in the flat tensor of a rank (
 - `Chunks`: a chunk of each parameter, one after another (ZeRO-3);
 - `WholeParameters`: every parameter that a rank's share of a buffer overlaps, in full; ranks that share it hold copies.
 
->>> buffer = FlatBuffer.of({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
->>> buffer.spans(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
+>>> buffer = FlatBuffer.pack({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
+>>> buffer.spans(1), [str(pair.global_box) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
 ({'a': Span(start=0, numel=1), 'b': Span(start=1, numel=2)}, ['[4:5]'])
 >>> buffer.lengths(1), Chunks({"a": 5}, 2).lengths(1)
 (range(3, 5), range(3, 4))
@@ -74,7 +74,7 @@ class FlatBuffer:
     """Where that is known from."""
 
     @classmethod
-    def of(
+    def pack(
         cls,
         numels: Mapping[str, int],
         *,
@@ -104,10 +104,10 @@ class FlatBuffer:
             self.names[at]: Span(
                 max(start := self.starts[at], first) - first, min(self.stops[at], last) - max(start, first)
             )
-            for at in self.touched(rank)
+            for at in self.overlapping(rank)
         }
 
-    def touched(self, rank: int) -> range:
+    def overlapping(self, rank: int) -> range:
         """Positions of the parameters that have an element on `rank`."""
         low = bisect_right(self.stops, rank * self.share)
         return range(low, max(low, bisect_left(self.starts, (rank + 1) * self.share)))
@@ -170,14 +170,14 @@ class WholeParameters:
 
     def spans(self, rank: int) -> Mapping[str, Span]:
         """One after another."""
-        touched = self.buffer.touched(rank)
+        touched = self.buffer.overlapping(rank)
         numels = [self.buffer.stops[at] - self.buffer.starts[at] for at in touched]
         every = zip(touched, accumulate(numels, initial=0), numels, strict=False)
         return {self.buffer.names[at]: Span(start, numel) for at, start, numel in every}
 
     def lengths(self, rank: int) -> range:
         """There is no padding."""
-        total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.touched(rank))
+        total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.overlapping(rank))
         return range(total, total + 1)
 
 
@@ -185,7 +185,7 @@ _WHOLE = {"Replicate": "replicate", "Partial": "partial"}
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DTensorPlacement:
     """How one axis of a DTensor's mesh shards a tensor (torch 2.13, `torch/distributed/tensor/placement_types.py`).
 
     `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim, as tensor
@@ -208,13 +208,14 @@ class Placement:
         return pattern("strided", dim=self.dim, split_factor=self.factor)
 
 
-def axes_of(
-    names: Sequence[str], sizes: Sequence[int], placements: Sequence[Placement], known_from: str
+def placements_to_axes(
+    names: Sequence[str], sizes: Sequence[int], placements: Sequence[DTensorPlacement], known_from: str
 ) -> tuple[AxisLayout, ...]:
     """Layout of each axis of a mesh, outermost first. `sizes`: ranks along each.
 
-    >>> fsdp_after_tp = [Placement("_StridedShard", dim=0, factor=2), Placement("Shard", dim=0)]
-    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes_of(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")]
+    >>> fsdp_after_tp = [DTensorPlacement("_StridedShard", dim=0, factor=2), DTensorPlacement("Shard", dim=0)]
+    >>> axes = placements_to_axes(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")
+    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes]
     ['tp: chunk(dim=0)', 'dp: chunk(dim=0)']
     """
     behind: dict[int, list[int]] = {}
@@ -233,10 +234,10 @@ def axes_of(
     )
 
 
-def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+def holder_axes(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
     """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
 
-    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
+    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in holder_axes("pp", 4, "arguments", holders)]
     ['unique', 'replicate(holders=[0, 3])']
     """
     some = tuple(sorted(set(holders)))

@@ -31,7 +31,7 @@ def check_named(
     *,
     expected: str,
     remedy: str,
-    taken: Iterable[str] = (),
+    reserved: Iterable[str] = (),
     faults: Iterable[tuple[str, str]] = (),
     error: type[DestinationError] = DestinationError,
 ) -> None:
@@ -46,7 +46,7 @@ def check_named(
         fault = _fault(path)
         if fault:
             found.setdefault(name, fault)
-    for name, fault in (*faults, *_meeting([own for own in named if own[0] not in found], taken)):
+    for name, fault in (*faults, *_meeting([own for own in named if own[0] not in found], reserved)):
         found.setdefault(name, fault)
     if found:
         lines = listed(f"{_shown(name)}: {fault}" for name, fault in found.items())

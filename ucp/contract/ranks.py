@@ -2,7 +2,7 @@
 
 Values are compared without reading tensor bytes: tensors by the checksums that their files recorded.
 
->>> Checksums(()).same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
+>>> Checksums(()).is_same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
 True
 """
 
@@ -31,20 +31,20 @@ class Checksums:
         for own in self._by_path.values():
             own.sort(key=attrgetter("offset"))
 
-    def storage(self, ref: TensorRef) -> Record | None:
+    def find_storage(self, ref: TensorRef) -> Record | None:
         """The storage that a tensor lies in, where the file recorded one."""
         own = self._by_path.get(ref.path, ())
         at = bisect_right(own, ref.offset, key=attrgetter("offset"))
         found = own[at - 1] if at else None
         return found if found is not None and ref.offset + ref.extent <= found.offset + found.nbytes else None
 
-    def same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
+    def has_same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
         """Whether two tensors hold the same bytes; None where the files do not tell."""
         if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
             return False
         if a.numel == 0 or (a.path, a.offset) == (b.path, b.offset):
             return True
-        mine, other = self.storage(a), self.storage(b)
+        mine, other = self.find_storage(a), self.find_storage(b)
         if mine is None or other is None:
             return None
         whole = a.offset - mine.offset == b.offset - other.offset and mine.nbytes == other.nbytes
@@ -52,31 +52,31 @@ class Checksums:
             return True
         return False if whole and a.extent == mine.nbytes else None
 
-    def same(self, a: object, b: object) -> bool:
+    def is_same(self, a: object, b: object) -> bool:
         """Whether two values are known to be the same."""
 
         def same(one: object, other: object) -> bool:
             if isinstance(one, TensorRef) and isinstance(other, TensorRef):
-                return self.same_bytes(one, other) is True
+                return self.has_same_bytes(one, other) is True
             return equal_leaves(one, other)
 
         return not any(True for _ in diff(a, b, same))
 
-    def first_same(self, values: Iterable[object]) -> list[int]:
+    def find_first_same(self, values: Iterable[object]) -> list[int]:
         """For each value the position of the first that is known to be the same.
 
-        >>> Checksums(()).first_same(["a", "b", "a"])
+        >>> Checksums(()).find_first_same(["a", "b", "a"])
         [0, 1, 0]
         """
         firsts: dict[int, object] = {}
         found = []
         for at, value in enumerate(values):
-            found.append(next((first for first, own in firsts.items() if self.same(own, value)), at))
+            found.append(next((first for first, own in firsts.items() if self.is_same(own, value)), at))
             firsts.setdefault(found[-1], value)
         return found
 
 
-def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+def make_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
     """Extras for what every rank of `values` (rank to value) saved under `name`.
 
     The first rank's value stands for all; a rank whose value differs has an extra of its own. Dicts are compared key
@@ -88,14 +88,14 @@ def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksum
         shared = {key: value for key, value in common.items() if all(key in own for own in dicts.values())}
         extras = [Extra(name=name, value=shared)] if shared or not common else []
         for rank, own in dicts.items():
-            if checksums.same(own, shared):  # what its values share is then looked into once
+            if checksums.is_same(own, shared):  # what its values share is then looked into once
                 continue
-            apart = {k: v for k, v in own.items() if k not in shared or not checksums.same(v, shared[k])}
+            apart = {k: v for k, v in own.items() if k not in shared or not checksums.is_same(v, shared[k])}
             extras += [Extra(name=name, value=apart, rank=rank)] if apart else []
         return extras
     extras = [Extra(name=name, value=common)]
     others = ((rank, value) for rank, value in values.items() if rank != first)
-    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.same(v, common)]
+    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.is_same(v, common)]
 
 
 @dataclass(slots=True)
@@ -109,10 +109,10 @@ class Problems:
     unsupported: list[str] = field(default_factory=list)
     """Files that are well and not readable here."""
 
-    def agree(self, what: str, values: Mapping[str, object]) -> None:
+    def check_agreement(self, what: str, values: Mapping[str, object]) -> None:
         """Note it when `values` (file name to value) are not all equal; files that have None do not count."""
         known = {file: value for file, value in values.items() if value is not None}
-        firsts = Checksums(()).first_same(known.values())
+        firsts = Checksums(()).find_first_same(known.values())
         if len(set(firsts)) <= 1:
             return
         usual = Counter(firsts).most_common(1)[0][0]
@@ -121,7 +121,7 @@ class Problems:
             if first != usual:
                 self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
 
-    def add(self, others: Problems) -> None:
+    def extend(self, others: Problems) -> None:
         """Add those of another."""
         self.missing += others.missing
         self.wrong += others.wrong

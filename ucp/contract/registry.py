@@ -41,7 +41,7 @@ def _formats() -> list[Format]:
     ]  # what the group promises
 
 
-def is_of_another(name: str, fmt: str) -> bool:
+def is_owned_by_another(name: str, fmt: str) -> bool:
     """Whether a file name is of a format other than `fmt`, by what formats say (`Format.owns`)."""
     return any(other.owns(name) for other in _formats() if other.name != fmt)
 
@@ -51,7 +51,7 @@ def run_extras(index: Index) -> RunExtras:
     return next((fmt.run for fmt in _formats() if fmt.name == (index.origin or index.format)), RunExtras())
 
 
-def names_of(index: Index) -> str:
+def naming_style_of(index: Index) -> str:
     """Naming style that checkpoints of its format are in; empty where they can be in any."""
     return next((fmt.names for fmt in _formats() if fmt.name == (index.origin or index.format)), "")
 
@@ -78,7 +78,7 @@ def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
     from ucp.families.library import Library  # most checkpoints are read without a family
 
-    return Library.of_packages(list(plugins.registered("ucp.families").values()), plugins.pattern_factory)
+    return Library.from_packages(list(plugins.registered("ucp.families").values()), plugins.pattern_factory)
 
 
 def families() -> tuple[str, ...]:
@@ -114,13 +114,13 @@ def choose_family(
     if options is not None and options.patterns is not None:
         found, own = found.with_file(options.patterns)
         name, why = (name, why) if name else (own, f"--patterns {options.patterns}")
-        if replaced := found.replaced(own):
+        if replaced := found.list_replaced(own):
             why += (
                 f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "
                 "joins the wrong rows, and nothing that is read by the same rules can tell"
             )
     if name is not None:
-        bound = found.chosen(name).bind(arguments=arguments, shapes=shapes, axes=axes)
+        bound = found.get_concrete(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
             raise MisfitError(
                 f"the model is not of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
@@ -146,7 +146,7 @@ def target_family(
     return choose_family(names=index.atoms, shapes=index.shapes, arguments=arguments, options=said)
 
 
-def with_callables(index: Index) -> Index:
+def add_call_notes(index: Index) -> Index:
     """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
     usual = {name for fmt in _formats() for name in fmt.pickles}
     kept = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]

@@ -13,7 +13,7 @@ from math import prod
 
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs, whole_pairs
+from ucp.core.region import Box, RegionPair, full_pairs, intersect, locate_flat_range
 from ucp.core.target import Slice
 from ucp.core.tensor import GAP, Tensor, contiguous_strides
 from ucp.errors import CoverError
@@ -163,7 +163,7 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
     Raises CoverError when the source pieces leave part of it unfilled.
     """
-    whole = _whole_piece(target, source.state, start, stop)
+    whole = _full_piece(target, source.state, start, stop)
     if whole is not None:
         return (whole,)
     pieces = tuple(pieces_within(target, source, 0, start, stop))
@@ -177,10 +177,10 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
     return pieces
 
 
-def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
+def _full_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
     """The one copy of a state that is all asked for, and stored in one stretch: the commonest by far; else None."""
     shape = state.global_shape
-    if start or len(state.fragments) != 1 or target.pairs is not whole_pairs(shape) or stop != state.numel:
+    if start or len(state.fragments) != 1 or target.pairs is not full_pairs(shape) or stop != state.numel:
         return None
     (fragment,) = state.fragments
     is_taken = fragment.replica == 0 and state.overlap is not Overlap.MEAN
@@ -198,7 +198,7 @@ def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Pie
     )
 
 
-def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
+def resolve_replicas(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
     """For each replica above 0, the copies of the same elements that it holds; it may hold only part of them."""
     found = (tuple(pieces_within(target, source, replica, start, stop)) for replica in source.replicas)
     return tuple(pieces for pieces in found if pieces)
@@ -215,9 +215,9 @@ def _flat_pieces(target: Slice, source: Locator, replica: int, start: int, stop:
     if len(target.pairs) != 1:
         return None
     (pair,) = target.pairs
-    if pair.local.sizes != target.local_shape or not pair.whole.is_flat_in(source.state.global_shape):
+    if pair.local.sizes != target.local_shape or not pair.global_box.is_flat_in(source.state.global_shape):
         return None
-    base = pair.whole.flat_start(source.state.global_shape)
+    base = pair.global_box.flat_start(source.state.global_shape)
     found = source.flat(base + start, base + stop, replica)
     return None if found is None else (_flat_piece(own, low, high, base + start, source) for own, low, high in found)
 
@@ -239,14 +239,14 @@ def _flat_piece(fragment: Fragment, low: int, high: int, start: int, source: Loc
 def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
-    for run, position in local_flat_pairs(target.local_shape, start, stop):
-        near = RegionPair(run, Box.whole(run.sizes))
+    for run, position in locate_flat_range(target.local_shape, start, stop):
+        near = RegionPair(run, Box.full(run.sizes))
         for pair in filter(None, map(near.after, target.pairs)):
             at = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
-            for fragment in source.near(pair.whole, replica):
-                shared = intersect(pair.whole, fragment.box)
+            for fragment in source.near(pair.global_box, replica):
+                shared = intersect(pair.global_box, fragment.box)
                 if shared is not None:
-                    yield _piece(fragment, shared, pair.whole, at=at, strides=strides, mean=mean)
+                    yield _piece(fragment, shared, pair.global_box, at=at, strides=strides, mean=mean)
 
 
 def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tuple[int, ...], mean: bool) -> Piece:
@@ -255,7 +255,7 @@ def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tu
     src_strides = tuple(s * itemsize for s in ref.strides)
     src = sum((o - b) * s for o, b, s in zip(shared.offsets, fragment.box.offsets, src_strides, strict=True))
     dst = at + sum((o - b) * s for o, b, s in zip(shared.offsets, within.offsets, strides, strict=True))
-    sizes, src_strides, dst_strides = _merged(shared.sizes, src_strides, strides)
+    sizes, src_strides, dst_strides = _merge_dims(shared.sizes, src_strides, strides)
     return Piece(
         ref=ref,
         sizes=sizes,
@@ -268,7 +268,7 @@ def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tu
     )
 
 
-def _merged(
+def _merge_dims(
     sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The same copy in as few dims as possible, at least one."""

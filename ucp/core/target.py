@@ -12,7 +12,7 @@ from math import prod
 
 from ucp.core.index import WEIGHT, Index, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.region import RegionPair, whole_pairs
+from ucp.core.region import RegionPair, full_pairs
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import counted
@@ -92,13 +92,13 @@ class Slice:
         return self.start == 0 and self.stop == prod(self.local_shape)
 
 
-def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
+def full_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
     """The slice that is all of a state."""
     return Slice(
         param=param,
         state=state,
         dtype=dtype or index.dtype,
-        pairs=whole_pairs(index.global_shape),
+        pairs=full_pairs(index.global_shape),
         local_shape=index.global_shape,
         start=0,
         stop=index.numel,
@@ -210,7 +210,7 @@ class Receipts:
     """Path to the CRC-32 of the whole file, of every planned file that holds no placement."""
 
 
-def casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
+def describe_casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
     """One line per state and change of type, with the number of parameters concerned.
 
     The weights that a model computes with stand beside their masters, rounded: that loses nothing, and is no cast;

@@ -1,18 +1,17 @@
-"""The union: what ranks stored of a tensor, put together into one atom, where `place` says that it lies.
+"""The union: what ranks stored of a tensor, joined into one atom where `place` says it lies.
 
-1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
-2. `Union.state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
-3. `Union.atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
-   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter
-   (`scalar_state`).
+1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, its coordinates, a layout.
+2. `Union.build_state` makes the fragments; ranks that differ only along replicated axes hold numbered replicas.
+3. `Union.build_atom` joins the states: the optimizer's master is the weight where there is one, and the model's own
+   tensor is a derived copy of it, which is compared and never taken. `merge_counts` joins counts such as `step`.
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
 >>> layout = Layout((AxisLayout("dp", 2, Replicate()),))
->>> shards = Shards(layout, tuple(Stored({"dp": rank}, ref) for rank in (0, 1)))
->>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), parts=(shards,))
->>> [(str(piece.box), piece.replica) for piece in Union().state(tensor).fragments]
+>>> shards = ShardSet(layout, tuple(StoredShard({"dp": rank}, ref) for rank in (0, 1)))
+>>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), shard_sets=(shards,))
+>>> [(str(piece.box), piece.replica) for piece in Union().build_state(tensor).fragments]
 [('[0:2]', 0), ('[0:2]', 1)]
 """
 
@@ -24,12 +23,12 @@ from struct import pack
 from typing import NamedTuple
 
 from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, StateIndex
-from ucp.core.layout import Layout, Placed, place
+from ucp.core.layout import Layout, PlacedBox, place
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, picked
+from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, select_elements
 
 
-class Stored(NamedTuple):
+class StoredShard(NamedTuple):
     """What one rank stored of a tensor."""
 
     coords: Mapping[str, int]
@@ -42,14 +41,14 @@ class Stored(NamedTuple):
     """Boxes of the local tensor with the elements of each, where it is not stored in one order."""
 
     def pieces(
-        self, placed: Placed, layout: Layout, *, replica: int | None = None, derived: bool = False
+        self, placed: PlacedBox, layout: Layout, *, replica: int | None = None, derived: bool = False
     ) -> tuple[Fragment, ...]:
         """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
         number = placed.replica if replica is None else replica
         if self.boxes:
             pair, copy = RegionPair(placed.local, placed.box), {"replica": number, "term": placed.term}
             every = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
-            return tuple(piece for own in every if (piece := taken(pair, own)) is not None)
+            return tuple(piece for own in every if (piece := map_fragment(pair, own)) is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
@@ -57,45 +56,43 @@ class Stored(NamedTuple):
         return (Fragment(box=placed.box, ref=ref, replica=number, term=placed.term, derived=derived),)
 
 
-def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:
+def place_fragments(layout: Layout, global_shape: Sequence[int], shards: Iterable[StoredShard]) -> tuple[Fragment, ...]:
     """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
     return tuple(
         piece
-        for own in stored
+        for own in shards
         for placed in place(layout, global_shape, coords=own.coords)
         for piece in own.pieces(placed, layout)
     )
 
 
-def with_copies(
-    first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False
-) -> tuple[Fragment, ...]:
+def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False) -> tuple[Fragment, ...]:
     """The pieces of a tensor, and those of a second one as copies of it, computed from it if `derived`."""
     number = 1 + max((own.replica for own in first), default=-1)
     return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
 
 
-def taken(pair: RegionPair, fragment: Fragment) -> Fragment | None:
+def map_fragment(pair: RegionPair, fragment: Fragment) -> Fragment | None:
     """The elements of `pair` that a fragment of its whole stores, as a fragment of the local tensor; None for none."""
     near = pair.within(fragment.box)
     if near is None:
         return None
     ref = fragment.ref
-    inside = map(int.__sub__, near.whole.offsets, fragment.box.offsets)
+    inside = map(int.__sub__, near.global_box.offsets, fragment.box.offsets)
     first = sum(map(int.__mul__, inside, ref.strides))
     sizes, strides = near.local.sizes, ref.strides
     if near.dims is not None:
         steps = zip(near.dims, near.steps, strict=True)
         strides = tuple(0 if dim is None else strides[dim] * step for dim, step in steps)
-    return replace(fragment, box=near.local, ref=picked(ref, first, sizes, strides))
+    return replace(fragment, box=near.local, ref=select_elements(ref, first, sizes, strides))
 
 
-class Shards(NamedTuple):
+class ShardSet(NamedTuple):
     """What some ranks stored of a tensor."""
 
     layout: Layout
     """How the tensor lies over them."""
-    stored: tuple[Stored, ...]
+    shards: tuple[StoredShard, ...]
     """What each stored; where one has several copies, one after another."""
 
 
@@ -107,27 +104,27 @@ class ShardedTensor:
     """Type of its elements."""
     shape: tuple[int, ...]
     """Elements per dim: of what one model-parallel rank has, until all are put together."""
-    parts: tuple[Shards, ...]
+    shard_sets: tuple[ShardSet, ...]
     """What ranks stored. Model-parallel ranks have layouts of their own where their buffers differ."""
 
     @classmethod
-    def whole(cls, *copies: TensorRef) -> ShardedTensor:
+    def unsharded(cls, *copies: TensorRef) -> ShardedTensor:
         """A tensor that a file holds whole, once or more."""
-        stored = tuple(Stored({}, ref) for ref in copies)
-        return cls(dtype=copies[0].dtype, shape=copies[0].shape, parts=(Shards(Layout(), stored),))
+        stored = tuple(StoredShard({}, ref) for ref in copies)
+        return cls(dtype=copies[0].dtype, shape=copies[0].shape, shard_sets=(ShardSet(Layout(), stored),))
 
     @property
     def layout(self) -> Layout:
         """That of the first ranks."""
-        return self.parts[0].layout
+        return self.shard_sets[0].layout
 
     @property
     def first(self) -> TensorRef:
         """What the first rank stored."""
-        return self.parts[0].stored[0].ref
+        return self.shard_sets[0].shards[0].ref
 
 
-State = StateIndex | ShardedTensor
+StateSource = StateIndex | ShardedTensor
 """A state of a parameter: in pieces already, or a tensor that is still to be placed."""
 
 
@@ -135,9 +132,9 @@ class Union:
     """Makes states and atoms; where a layout places a shape is found once per rank, as parameters share it."""
 
     def __init__(self) -> None:
-        self._states, self._models = _Places(), _Places()
+        self._states, self._models = _PlacementCache(), _PlacementCache()
 
-    def state(self, state: State) -> StateIndex:
+    def build_state(self, state: StateSource) -> StateIndex:
         """The state with its pieces."""
         if isinstance(state, StateIndex):
             return state
@@ -148,14 +145,14 @@ class Union:
             overlap=state.layout.overlap,
         )
 
-    def atom(
+    def build_atom(
         self,
         name: str,
         *,
         kind: Kind,
         layout: Layout,
-        states: Mapping[str, State],
-        model: State | None = None,
+        states: Mapping[str, StateSource],
+        model: StateSource | None = None,
         model_dtype: DType | None = None,
     ) -> AtomIndex:
         """The atom of a parameter; `model`: the model's own tensor, `model_dtype`: type in which it computes.
@@ -164,10 +161,10 @@ class Union:
         """
         master = states.get(WEIGHT, model)
         assert master is not None
-        weight = self.state(master)
+        weight = self.build_state(master)
         if model is not None and master is not model and weight.numel:
             if isinstance(model, StateIndex):
-                pieces = with_copies(weight.fragments, model.fragments, derived=True)
+                pieces = add_copies(weight.fragments, model.fragments, derived=True)
             else:
                 first = 1 + max([piece.replica for piece in weight.fragments], default=-1)
                 pieces = weight.fragments + _fragments(model, self._models, first, derived=True)
@@ -177,13 +174,13 @@ class Union:
             name=name,
             global_shape=weight.global_shape,
             kind=kind,
-            states={WEIGHT: weight, **{key: self.state(state) for key, state in states.items() if key != WEIGHT}},
+            states={WEIGHT: weight, **{key: self.build_state(state) for key, state in states.items() if key != WEIGHT}},
             model_dtype=dtype if dtype is not weight.dtype else None,
             layout=layout,
         )
 
 
-class _Places:
+class _PlacementCache:
     """Boxes that ranks hold of a shape, under the layout that was asked for last."""
 
     def __init__(self) -> None:
@@ -191,10 +188,12 @@ class _Places:
 
     def _take(self, layout: Layout) -> None:
         self._layout = layout
-        self._axes = [axis.axis for axis in layout.every]
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Placed, ...]] = {}
+        self._axes = [axis.axis for axis in layout.all_axes]
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[PlacedBox, ...]] = {}
 
-    def of(self, layout: Layout, shape: tuple[int, ...], rank: Stored) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+    def place(
+        self, layout: Layout, shape: tuple[int, ...], rank: StoredShard
+    ) -> tuple[tuple[int, ...], tuple[PlacedBox, ...]]:
         """Coordinates of a rank on the axes of the layout, and the boxes that it holds."""
         if layout is not self._layout and layout != self._layout:
             self._take(layout)
@@ -206,7 +205,7 @@ class _Places:
 
 
 def _fragments(
-    tensor: ShardedTensor, places: _Places, first: int = 0, *, derived: bool = False
+    tensor: ShardedTensor, places: _PlacementCache, first: int = 0, *, derived: bool = False
 ) -> tuple[Fragment, ...]:
     """Pieces of a global tensor; one of no elements where it has none.
 
@@ -215,13 +214,13 @@ def _fragments(
     shape = tensor.shape
     if 0 in shape:
         ref = tensor.first.strided(0, shape, contiguous_strides(shape))
-        return (Fragment(box=Box.whole(shape), ref=ref),)
+        return (Fragment(box=Box.full(shape), ref=ref),)
     pieces: list[Fragment] = []
     seen: dict[tuple[int, ...], int] = {}
     copies = {(0, 0): first}
-    for layout, stored in tensor.parts:
+    for layout, stored in tensor.shard_sets:
         for rank in stored:
-            at, every = places.of(layout, shape, rank)
+            at, every = places.place(layout, shape, rank)
             nth = seen.get(at, 0)
             seen[at] = nth + 1
             for placed in every:
@@ -246,7 +245,7 @@ def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[B
     return StateIndex(dtype=dtype, global_shape=shape, fragments=tuple(pieces))
 
 
-def joined_counts(counts: Sequence[StateIndex]) -> StateIndex:
+def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:
     """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
     pieces = [piece for count in counts for piece in count.fragments]
     return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
@@ -256,10 +255,10 @@ _PAST_INT64 = 1 << 63
 """One past the largest number of a state that is a Python int."""
 
 
-def number_state(number: float) -> StateIndex:
+def state_from_number(number: float) -> StateIndex:
     """A Python number as a 0-d state: bool, int64 or float64, so that no bit is lost.
 
-    >>> number_state(3).dtype, number_state(3.0).dtype
+    >>> state_from_number(3).dtype, state_from_number(3.0).dtype
     (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
     """
     if isinstance(number, bool):
@@ -268,11 +267,11 @@ def number_state(number: float) -> StateIndex:
         ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
     else:
         ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
-    return StateIndex.whole(ref)
+    return StateIndex.from_tensor(ref)
 
 
-def scalar_state(value: object) -> StateIndex | None:
+def state_from_scalar(value: object) -> StateIndex | None:
     """A Python number as a 0-d state, a tensor of one element in its shape; None for anything else."""
     if isinstance(value, float) or (isinstance(value, int) and -_PAST_INT64 <= value < _PAST_INT64):
-        return number_state(value)
-    return StateIndex.whole(value) if isinstance(value, TensorRef) and value.numel == 1 else None
+        return state_from_number(value)
+    return StateIndex.from_tensor(value) if isinstance(value, TensorRef) and value.numel == 1 else None

@@ -14,7 +14,7 @@ from ucp.contract.protocols import Format
 from ucp.core.gaps import check_cover
 from ucp.core.index import WEIGHT, Index
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
 from ucp.io.files import Sources
@@ -161,7 +161,7 @@ class FormatContract:
         for index in indexes:
             gatherer = Gatherer(sources=Sources())
             for atom, name, state in index.states():
-                own, locator = whole_slice(atom.name, name, state), Locator(state)
+                own, locator = full_slice(atom.name, name, state), Locator(state)
                 for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize):
                     data = memoryview(bytearray((high - low) * own.dtype.itemsize))
                     gatherer.fill(data, own.dtype, resolve(own, locator, low, high))

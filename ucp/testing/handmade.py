@@ -74,7 +74,7 @@ class Shards:
 
     def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
         """Append `array` and describe it as a state of one piece."""
-        return StateIndex.whole(self.put(array, file=file))
+        return StateIndex.from_tensor(self.put(array, file=file))
 
     def record(self, ref: TensorRef) -> Record:
         """A checksum of the bytes that `ref` spans, as a writer would record it."""

@@ -12,7 +12,7 @@ import pytest
 from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.source.read import index_of
 from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
@@ -88,7 +88,7 @@ class TargetContract:
             assert fmt.name == options.to
             source, back = index_of(path, options.selection), index_of(own)
             held = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
-            assert compare(replace(source, atoms=held), back, Silent(), cast=True) == []
+            assert compare(replace(source, atoms=held), back, SilentObserver(), cast=True) == []
 
     def test_it_writes_the_same_bytes_again(
         self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
@@ -115,7 +115,7 @@ class _InterruptedRunError(Exception):
     """What stands in for a user who gave up."""
 
 
-class _Impatient(Silent):
+class _Impatient(SilentObserver):
     """Observer that interrupts a run as soon as something is written."""
 
     def advance(self, nbytes: int) -> None:
@@ -124,7 +124,7 @@ class _Impatient(Silent):
 
 
 def _converted(src: Path, dst: Path, options: ConvertOptions) -> Path:
-    carry_out(src, dst, options, Silent())
+    carry_out(src, dst, options, SilentObserver())
     return dst
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ucp.core.gaps import check_cover, gap_text, state_gaps
+from ucp.core.gaps import check_cover, describe_state_gaps, find_state_gaps
 from ucp.core.index import Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
@@ -40,9 +40,9 @@ def remarks(index: Index) -> Iterator[Section]:
 
 def describe_missing(index: Index) -> list[str]:
     """What keeps a checkpoint from being complete: holes in tensors, states that were lost or have no parameter."""
-    lost = state_gaps(index)
-    problems = [gap_text(lost)] if lost else []
-    problems += [] if index.unnamed is None else [index.unnamed.why]
+    lost = find_state_gaps(index)
+    problems = [describe_state_gaps(lost)] if lost else []
+    problems += [] if index.unnamed is None else [index.unnamed.reason]
     try:
         check_cover(index)
     except CoverError as error:
@@ -144,7 +144,7 @@ def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
     every: dict[str, None] = {}
     for param, state, layout in layouts:
         every[state] = None
-        for what, known in layout.described:
+        for what, known in layout.descriptions:
             known_from.setdefault(what, {})[known] = None
             params.setdefault(what, {})[param] = None
             states.setdefault(what, {})[state] = None

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from ucp.contract.locating import SaveFolder
 from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError, counted
-from ucp.io.folder import MARK, PARTIAL, absolute, names_of_folder, path_of
+from ucp.io.folder import MARK, PARTIAL, names_of_folder, path_of, to_absolute
 from ucp.io.provenance import source_file
 
 MOST_SMALL = 64 << 20
@@ -35,7 +36,7 @@ _ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)|adapter_config\.json"
 _MOST_SHOWN = 24
 
 
-class Companions(StrEnum):
+class SidecarPolicy(StrEnum):
     """Which companion files to carry along."""
 
     SMALL = "small"
@@ -47,7 +48,7 @@ class Companions(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companion:
+class SidecarFile:
     """A file beside a checkpoint."""
 
     name: str
@@ -58,10 +59,10 @@ class Companion:
     """Its bytes, all of them."""
 
 
-def companion_extra(name: str, path: str, nbytes: int) -> Extra:
+def sidecar_extra(name: str, path: str, nbytes: int) -> Extra:
     """The extra that stands for the file `path` of `nbytes` bytes.
 
-    >>> companion_extra("rng_state_3.pth", "ckpt/rng_state_3.pth", 14244).rank
+    >>> sidecar_extra("rng_state_3.pth", "ckpt/rng_state_3.pth", 14244).rank
     3
     """
     found = _OF_A_RANK.fullmatch(name)
@@ -75,7 +76,7 @@ def _is_plain_name(name: str) -> bool:
     return name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
 
-def companions_of(index: Index) -> Iterator[Companion]:
+def list_sidecars(index: Index) -> Iterator[SidecarFile]:
     """Companion files of a checkpoint. Raises MalformedError for an extra that can be none: of a damaged store."""
     for extra in (extra for extra in index.extras if extra.is_sidecar):
         name, ref = extra.name.removeprefix(SIDECAR), extra.value
@@ -85,46 +86,46 @@ def companions_of(index: Index) -> Iterator[Companion]:
                 f"expected the bytes of a file of a name without a path as the extra {extra.name!r} of {index.path}; "
                 "got something else. The store is damaged: make it again"
             )
-        yield Companion(name=name, rank=extra.rank, ref=ref)
+        yield SidecarFile(name=name, rank=extra.rank, ref=ref)
 
 
-def chosen_companions(index: Index, policy: Companions) -> Index:
+def select_sidecars(index: Index, policy: SidecarPolicy) -> Index:
     """`index` with the companion files that `policy` takes along, and a line for those that it leaves."""
-    if policy is Companions.ALL:
+    if policy is SidecarPolicy.ALL:
         return index
-    every = list(companions_of(index))
-    left = [own for own in every if policy is Companions.NONE or own.ref.nbytes > MOST_SMALL]
+    every = list(list_sidecars(index))
+    left = [own for own in every if policy is SidecarPolicy.NONE or own.ref.nbytes > MOST_SMALL]
     if not left:
         return index
     names = {SIDECAR + own.name for own in left}
     why = (
         "--companions none"
-        if policy is Companions.NONE
+        if policy is SidecarPolicy.NONE
         else f"larger than {MOST_SMALL >> 20} MiB, and --companions all was not asked for"
     )
     return replace(
         index,
         extras=tuple(extra for extra in index.extras if extra.name not in names),
-        dropped=(*index.dropped, left_text((f"{own.name} ({own.ref.nbytes:,} bytes)" for own in left), why)),
+        dropped=(*index.dropped, describe_left((f"{own.name} ({own.ref.nbytes:,} bytes)" for own in left), why)),
     )
 
 
-def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str] = ()) -> TargetPlan:
+def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()) -> TargetPlan:
     """`plan`, with the companion files of `index` beside its files.
 
     Those that a rank saved for itself go only to a run of as many ranks. `own`: names of the files that the target
     writes last, which are not in the plan.
     """
-    taken = {*own, *(file.path.partition("/")[0] for file in plan.files)}
+    taken = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
     before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
     alien = (
         f"of single ranks; there were {counted(before, 'rank')}, and will be {now:,}"
         if now
         else (f"of single ranks, of {counted(before, 'rank')}; what is written is for any number of them")
     )
-    carried: list[Companion] = []
+    carried: list[SidecarFile] = []
     left: dict[str, list[str]] = {}
-    for found in companions_of(index):
+    for found in list_sidecars(index):
         if found.name in taken:
             left.setdefault("the target writes what has that name itself", []).append(found.name)
         elif found.rank is not None and now != before:
@@ -138,7 +139,7 @@ def place_companions(index: Index, plan: TargetPlan, *, own: Iterable[str] = ())
         files=(*plan.files, *(OutputFile(path=own.name, nbytes=own.ref.nbytes) for own in carried)),
         raw=(*plan.raw, *(RawCopy(src=own.ref, path=own.name, offset=0) for own in carried if own.ref.nbytes)),
         notes=(*plan.notes, note) if carried else plan.notes,
-        dropped=(*plan.dropped, *(left_text(names, reason) for reason, names in left.items())),
+        dropped=(*plan.dropped, *(describe_left(names, reason) for reason, names in left.items())),
     )
 
 
@@ -155,7 +156,7 @@ def _adapter_text(names: Iterable[str]) -> str:
     )
 
 
-def left_text(names: Iterable[str], reason: str) -> str:
+def describe_left(names: Iterable[str], reason: str) -> str:
     """That files beside the checkpoint are not carried along."""
     return f"{_names_text(names)}, beside the checkpoint: {reason}"
 
@@ -167,17 +168,7 @@ def _names_text(names: Iterable[str]) -> str:
     return ", ".join(every[:_MOST_SHOWN]) + rest
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFolder:
-    """A folder that checkpoints were saved in."""
-
-    path: Path
-    """The folder."""
-    newest: str = ""
-    """Name of the one saved last, where it is another than the one read: what lies beside belongs to it."""
-
-
-def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:
+def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:
     """`index`, with the files of `folder` as extras, and a line for whatever else lies there.
 
     Links are never followed, folders not entered. `is_own`: whether an entry is the format's: a checkpoint, or the file
@@ -189,7 +180,7 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
     left: dict[str, list[str]] = {}
     adapter: list[str] = []
     try:
-        for name in sorted(names_of_folder(root := path_of(absolute(folder.path)))):
+        for name in sorted(names_of_folder(root := path_of(to_absolute(folder.path)))):
             entry = root / name
             made_here = name == MARK or name.endswith(PARTIAL) or (entry / MARK).is_file()
             if made_here or is_own(entry):
@@ -207,9 +198,9 @@ def with_companions(index: Index, folder: SaveFolder | None, *, is_own: Callable
     return replace(
         index,
         notes=(*index.notes, *unmerged),
-        extras=(*index.extras, *(companion_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
+        extras=(*index.extras, *(sidecar_extra(os.path.basename(own.path), own.path, own.nbytes) for own in files)),
         files=(*index.files, *files),
-        dropped=(*index.dropped, *(left_text(names, reason) for reason, names in left.items()), *unmerged),
+        dropped=(*index.dropped, *(describe_left(names, reason) for reason, names in left.items()), *unmerged),
     )
 
 
