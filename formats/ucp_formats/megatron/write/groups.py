@@ -99,7 +99,7 @@ def _settings(group: ParamGroup) -> dict[str, object]:
 def _merge_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """Merge groups with the same settings; decayed groups come first."""
     merged: list[ParamGroup] = []
-    same = Checksums(()).same
+    same = Checksums(()).is_same
     for group in groups:
         number = next((n for n, other in enumerate(merged) if same(_settings(other), _settings(group))), None)
         if number is None:
@@ -125,7 +125,7 @@ def _translate_group(group: ParamGroup) -> ParamGroup:
 def _find_step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: bool) -> int | float | None:
     """Steps of all parameters of a group. `exact`: in the type of the source; else an int, as Apex's Adam needs."""
     remedy = "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
-    first = optimizer.counted_by(group.params, keeper="Megatron keeps it", remedy=remedy)
+    first = optimizer.find_common_count(group.params, keeper="Megatron keeps it", remedy=remedy)
     recorded = group.hyper.get("step")
     step = recorded if isinstance(recorded, int | float) else None
     step = step if first is None else optimizer.count(first)
