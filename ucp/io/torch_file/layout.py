@@ -165,13 +165,16 @@ class KnownBytes:
     def add(self, offset: int, data: bytes) -> None:
         """Add bytes."""
         if offset != self._start + len(self._data):
-            self.literals()
+            self._flush()
             self._start = offset
         self._data += data
 
-    def literals(self) -> tuple[Literal, ...]:
-        """All that was added."""
+    def _flush(self) -> None:
         if self._data:
             self._literals.append(Literal(self._start, bytes(self._data)))
             self._start, self._data = self._start + len(self._data), bytearray()
+
+    def literals(self) -> tuple[Literal, ...]:
+        """All that was added."""
+        self._flush()
         return tuple(self._literals)
