@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companion_extra, companions_of
 from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
+from ucp.contract.sidecars import list_sidecars, sidecar_extra
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MisfitError, UsageError, counted, listed
 from ucp.families.family import Family, distinct_shapes
-from ucp.families.library import contradictions
-from ucp.families.recipes import Made, patched
+from ucp.families.library import find_contradictions
+from ucp.families.recipes import TensorRecipe, apply_recipe
 from ucp.families.styles import shape_conflicts
-from ucp.families.toml.config import derived_config
+from ucp.families.toml.config import build_config
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.locate import CONFIG
@@ -103,9 +103,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 def carried_config(index: Index) -> ModelConfig | None:
     """The config.json that came with the checkpoint, if any. Raises UsageError for a damaged one."""
-    for file in companions_of(index):
+    for file in list_sidecars(index):
         if file.name == CONFIG:
-            return _parse_config(companion_extra(file.name, file.ref.path, file.ref.nbytes), file.ref.path, [])
+            return _parse_config(sidecar_extra(file.name, file.ref.path, file.ref.nbytes), file.ref.path, [])
     for extra in index.extras:
         if extra.name == CONFIG_EXTRA and isinstance(extra.value, dict) and "model_type" in extra.value:
             return ModelConfig(values=extra.value, where=f"the config.json of {index.path}")
@@ -114,7 +114,7 @@ def carried_config(index: Index) -> ModelConfig | None:
 
 def _file_extra(path: Path) -> Extra:
     """A file as an extra; links, as in the cache of huggingface_hub, are followed."""
-    return companion_extra(path.name, str(path.resolve()), path.stat().st_size)
+    return sidecar_extra(path.name, str(path.resolve()), path.stat().st_size)
 
 
 def _parse_config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
@@ -197,7 +197,7 @@ def _general_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]
 
 
 def _family_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family) -> Iterator[str]:
-    yield from contradictions(family, arguments=config.values, shapes=shapes)
+    yield from find_contradictions(family, arguments=config.values, shapes=shapes)
     sizes = family.bind(arguments=config.values, shapes=shapes).values
     rows = {"q_proj": ("heads", "num_attention_heads"), "k_proj": ("groups", "num_key_value_heads")}
     for name, shape in shapes.items():
@@ -231,7 +231,7 @@ def derive_config(
             f"no config.json can be made for a model of the family {family.name}: name a folder that has one "
             f"(--set config=DIR), or write the weights alone (--set config={NONE})"
         )
-    values, lines = derived_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
+    values, lines = build_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
     if lines:
         raise MisfitError(
             f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
@@ -289,7 +289,7 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
     for name, atom in ((name, index.atoms[name]) for name in padded):
         if 0 < rows < atom.global_shape[0]:
             shape, state = (rows, *atom.global_shape[1:]), atom.states[WEIGHT]
-            weight = patched(state, Made.whole(name, shape), {name: state.fragments})
+            weight = apply_recipe(state, TensorRecipe.identity(name, shape), {name: state.fragments})
             shortened[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
     if not shortened:
         return index

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.contract.locating import Located, Strength, the_checkpoint
+from ucp.contract.locating import Located, Strength, require_checkpoint
 from ucp.errors import UsageError, counted, listed
 from ucp.io.folder import names_in, read_short_text
 
@@ -198,4 +198,4 @@ def check_model(located: Located[ModelFiles] | None, path: Path) -> Located[Mode
         "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "
         "pytorch_model.bin"
     )
-    return the_checkpoint(located, path, "a Hugging Face model", example)
+    return require_checkpoint(located, path, "a Hugging Face model", example)

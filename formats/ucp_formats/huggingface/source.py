@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import CONFIG_EXTRA, by_number, config_in, in_model_order, tied_output
+from ucp.contract.locating import Evidence, Located, SaveFolder
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, read_config, sort_by_number, sort_in_model_order
 from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
 from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
@@ -52,13 +52,13 @@ class HuggingFaceFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
         located = check_model(locate(path), path)
-        config = config_in(to_absolute(located.root))
+        config = read_config(to_absolute(located.root))
         _check_plain(config, located.root)
         index = _ModelIndexer(located, config, read_weights(located.root, located.content)).index(self.name)
         if located.content.is_single:
             return index
         folder = SaveFolder(path_of(index.path))
-        return with_companions(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
+        return attach_sidecars(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
@@ -93,7 +93,7 @@ class _ModelIndexer:
         root = to_absolute(self.located.root)
         tensors = self._without_ties()
         is_in_order = files.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep the order
-        order = list(tensors) if is_in_order else in_model_order(tensors, self.config.get("model_type"))
+        order = list(tensors) if is_in_order else sort_in_model_order(tensors, self.config.get("model_type"))
         shapes = {name: tensor.global_shape for name, tensor in tensors.items()}
         family = find_family(shapes, self.config)
         buffers = find_buffers(tensors, family)
@@ -111,7 +111,7 @@ class _ModelIndexer:
                     kind=Kind.BUFFER if param in buffers else Kind.PARAMETER,
                     states={WEIGHT: tensors[param]},
                 )
-                for param in order or by_number(tensors)
+                for param in order or sort_by_number(tensors)
             },
             aliases=self.aliases,
             extras=(Extra(name=CONFIG_EXTRA, value=self.config),) if self.config else (),
@@ -142,7 +142,7 @@ class _ModelIndexer:
         self.aliases = second_names(tensors)
         for second in self.aliases:
             del tensors[second]
-        tied = tied_output(tensors, self.config)
+        tied = find_tied_output(tensors, self.config)
         if tied is None or tied[0] in self.aliases:
             return tensors
         output, embedding = tied
@@ -156,7 +156,7 @@ class _ModelIndexer:
                     f"{list(copy.global_shape)} and {list(first.global_shape)} or other types: one of these files is "
                     "of another model"
                 )
-            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
+            tensors[embedding] = replace(first, fragments=add_copies(first.fragments, copy.fragments))
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding
         return tensors

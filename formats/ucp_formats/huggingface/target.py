@@ -20,18 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_adapter, left_text, place_companions
-from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, parse_values, recorded_arguments, run_arguments
 from ucp.contract.output_names import check_text, shorter
 from ucp.contract.protocols import Target
-from ucp.contract.registry import names_of, target_family
+from ucp.contract.registry import naming_style_of, target_family
 from ucp.contract.run_extras import ExtraRow, ExtraTable, ExtraValues
+from ucp.contract.sidecars import add_sidecars, describe_left, is_adapter, list_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
-from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, casts, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, describe_casts, full_slice
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
@@ -81,7 +81,7 @@ class HuggingFaceTarget(Target):
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
         """Whether they are those of transformers: of a model of transformers, or beside its config.json."""
-        return names_of(index) == self.names or _find_config(index, settings.get("config")) is not None
+        return naming_style_of(index) == self.names or _find_config(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model, with the configuration that the user names."""
@@ -89,7 +89,7 @@ class HuggingFaceTarget(Target):
         config = _find_config(index, option)
         if config is None and option is None and not run_arguments(index):
             raise _no_config(index)  # before sizes are asked for, which a configuration may tell
-        return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
+        return {**recorded_arguments(index), **(config.values if config else {}), **parse_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files. Raises UsageError, MissingStateError, MisfitError."""
@@ -116,7 +116,7 @@ class HuggingFaceTarget(Target):
         plan = TargetPlan(
             files=tuple(file.output for file in files),
             placements=tuple(placement for file in files for placement in file.placements),
-            casts=casts(written, slices),
+            casts=describe_casts(written, slices),
             notes=(*notes, *filter(None, [refusal])),
             dropped=tuple(_dropped(index)),
         )
@@ -171,7 +171,7 @@ def _written_index(index: Index, config: ModelConfig | None) -> Index:
         name: replace(index.atoms[first], name=name, states={WEIGHT: index.atoms[first].states[WEIGHT]})
         for name, first in names.items()
     }
-    tied = tied_output(atoms, values)
+    tied = find_tied_output(atoms, values)
     if tied is not None and tied[0] in atoms:
         atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
     family = find_family({name: atom.global_shape for name, atom in atoms.items()}, values)
@@ -189,7 +189,7 @@ def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
             f"{list(weight.global_shape)} or other types: set {_TIES}: false in it"
         )
-    return replace(atom, states={WEIGHT: replace(weight, fragments=with_copies(weight.fragments, copy.fragments))})
+    return replace(atom, states={WEIGHT: replace(weight, fragments=add_copies(weight.fragments, copy.fragments))})
 
 
 def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
@@ -200,7 +200,7 @@ def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
     slices = []
     for name, atom in written.atoms.items():
         source = index.atoms.get(name) or index.atoms[index.aliases[name]]
-        slices.append(whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype_of(source, dtype)))
+        slices.append(full_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype_of(source, dtype)))
     return slices
 
 
@@ -270,15 +270,15 @@ def _dropped(index: Index) -> Iterator[str]:
 
 def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:
     """`plan` with the files that are published with the model: beside the user's config.json, or the checkpoint."""
-    names = [file.name for file in companions_of(written)]
+    names = [file.name for file in list_sidecars(written)]
     published = {name for name in names if is_published(name)}
     others = [name for name in names if name not in published and name != CONFIG]
     others = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list
     sidecars = [extra for extra in written.extras if extra.is_sidecar and extra.name.partition("/")[2] in published]
     files = {extra.name: extra for extra in (*sidecars, *(config.files if config is not None else ()))}
     written = replace(written, extras=tuple(files.values()))
-    plan = place_companions(written, plan)
-    dropped = (left_text(others, "of the training, not of the model"),) if others else ()
+    plan = add_sidecars(written, plan)
+    dropped = (describe_left(others, "of the training, not of the model"),) if others else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)
 
 

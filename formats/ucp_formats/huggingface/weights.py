@@ -171,7 +171,7 @@ def _collect_tensors(files: Mapping[str, _WeightsFile], problems: Problems) -> d
                 problems.wrong.append(f"{file}: holds {name}, as {file_of[name]} does")
                 continue
             file_of[name] = file
-            tensors[name] = StateIndex.whole(ref)
+            tensors[name] = StateIndex.from_tensor(ref)
     return tensors
 
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.contract.model import in_model_order
+from ucp.contract.model import sort_in_model_order
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
 
@@ -68,7 +68,7 @@ def test_the_order_is_that_of_transformers_or_not_known(name: str) -> None:
     """Names of a release in no order: those of one with experts, or of a class that is not listed, have none."""
     names, config = list(NAMES[name]["tensors"]), NAMES[name]["config"]
     random.Random(1).shuffle(names)
-    found = in_model_order(names, config.get("model_type"))
+    found = sort_in_model_order(names, config.get("model_type"))
     assert found is None or sorted(found) == sorted(names)
     if any(".experts." in own for own in names):
         assert found is None
