@@ -50,5 +50,5 @@ class Cut(Pattern):
             raise ValueError(f"widths {self.widths} do not cut the {length} elements of dim {self.dim} in {parts}")
         begins = accumulate(map(sum, self.widths), initial=0)
         starts = [begin + sum(block[:index]) for begin, block in zip(begins, self.widths, strict=False)]
-        stretches = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
-        return regions_of(global_shape, self.dim, stretches)
+        ranges = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
+        return regions_of(global_shape, self.dim, ranges)

@@ -41,7 +41,7 @@ class Pieces(Pattern):
     @property
     def name(self) -> str:
         """Name as printed."""
-        return f"pieces({'+'.join(str(len(own)) for own in self.held)})"
+        return f"pieces({'+'.join(str(len(pairs)) for pairs in self.held)})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """What part `index` holds. `global_shape`: elements. Raises ValueError for another number of parts."""
@@ -51,9 +51,11 @@ class Pieces(Pattern):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The smallest shape that has all boxes. Raises ValueError when the parts have other shapes than these."""
-        own = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
-        if len(own) != len(local_shapes) or any(a and a != tuple(b) for a, b in zip(own, local_shapes, strict=True)):
-            raise ValueError(f"{self.name}: expected parts of {own}; got {[list(shape) for shape in local_shapes]}")
+        shapes = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
+        if len(shapes) != len(local_shapes) or any(
+            a and a != tuple(b) for a, b in zip(shapes, local_shapes, strict=True)
+        ):
+            raise ValueError(f"{self.name}: expected parts of {shapes}; got {[list(shape) for shape in local_shapes]}")
         return _reach([pair.global_box.stops for pairs in self.held for pair in pairs])
 
 

@@ -41,5 +41,5 @@ class Strided(Pattern):
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """This part's chunk of every chunk. `global_shape`: elements. Raises ValueError: no such dim."""
         length = check_dim(global_shape, self.dim)
-        every = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
-        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in every])
+        ranges = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
+        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in ranges])

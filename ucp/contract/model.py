@@ -95,7 +95,7 @@ def _configuration(index: Index) -> Mapping[str, object]:
     for extra in index.extras:
         if extra.name == CONFIG_EXTRA and extra.rank is None:
             return _by_name(extra.value)
-    file = next((own.ref for own in list_sidecars(index) if own.name == _CONFIG_FILE), None)
+    file = next((sidecar.ref for sidecar in list_sidecars(index) if sidecar.name == _CONFIG_FILE), None)
     if file is None or file.codec or file.nbytes > _MOST_BYTES:
         return {}
     with path_of(file.path).open("rb") as stream:
@@ -116,7 +116,7 @@ def _extra(index: Index, names: Collection[str]) -> dict[str, object]:
 
 
 def _by_name(value: object) -> dict[str, object]:
-    return {key: own for key, own in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
+    return {key: entry for key, entry in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
 
 
 _FAMILIES = {
@@ -160,7 +160,10 @@ def sort_by_number(names: Iterable[str]) -> list[str]:
     >>> sort_by_number(["h.10.w", "h.2.w", "e.w"])
     ['e.w', 'h.2.w', 'h.10.w']
     """
-    return sorted(names, key=lambda name: [int(own) if at % 2 else own for at, own in enumerate(_NUMBER.split(name))])
+    return sorted(
+        names,
+        key=lambda name: [int(piece) if position % 2 else piece for position, piece in enumerate(_NUMBER.split(name))],
+    )
 
 
 def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
@@ -173,11 +176,11 @@ def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tu
     """
     inputs = [name for name in names if name.endswith(_INPUTS)]
     outputs = [name for name in _OUTPUTS if name in names]
-    said = config.get("tie_word_embeddings")
-    if len(inputs) != 1 or len(outputs) > 1 or said is False:
+    is_tied = config.get("tie_word_embeddings")
+    if len(inputs) != 1 or len(outputs) > 1 or is_tied is False:
         return None
     if outputs:
-        return (outputs[0], inputs[0]) if said is True else None
+        return (outputs[0], inputs[0]) if is_tied is True else None
     classes = config.get("architectures")
-    has_head = isinstance(classes, list) and any(str(own).endswith(_WITH_HEAD) for own in classes)
+    has_head = isinstance(classes, list) and any(str(name).endswith(_WITH_HEAD) for name in classes)
     return (_OUTPUTS[0], inputs[0]) if has_head else None

@@ -45,7 +45,7 @@ class OptimizerPlan:
         return self._counts.get((param, state))
 
     def count_bytes(self, param: str, state: str) -> bytes:
-        """The bytes of a count, in the type that the source has."""
+        """Bytes of a count, in the dtype of the source."""
         return self._data[param, state]
 
     def find_common_count(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:

@@ -64,14 +64,19 @@ class SchedulerState:
         rest: object = None
         for container, key in zip(reversed(containers), reversed(self.path), strict=False):
             entries = container.items() if isinstance(container, dict) else enumerate(cast("list[object]", container))
-            others = {at: rest if at == key else value for at, value in entries if at != key or rest}
-            rest = others if isinstance(container, dict) else list(others.values())
+            rest_entries = {name: rest if name == key else value for name, value in entries if name != key or rest}
+            rest = rest_entries if isinstance(container, dict) else list(rest_entries.values())
         return replace(extra, value=rest) if rest else None
 
 
 def find_schedulers(index: Index) -> list[SchedulerState]:
     """States of schedulers among the extras that all ranks share, under any key and at any depth."""
-    return [own for extra in index.extras if extra.rank is None for own in find_schedulers_in(extra.name, extra.value)]
+    return [
+        scheduler
+        for extra in index.extras
+        if extra.rank is None
+        for scheduler in find_schedulers_in(extra.name, extra.value)
+    ]
 
 
 def find_schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
@@ -90,7 +95,9 @@ def _is_scheduler(value: object) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(key, str) for key in value)
-        and any(all_of <= value.keys() and any_of & value.keys() for all_of, any_of in _SCHEDULER_ENTRIES)
+        and any(
+            required <= value.keys() and alternatives & value.keys() for required, alternatives in _SCHEDULER_ENTRIES
+        )
     )
 
 

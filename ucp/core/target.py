@@ -211,19 +211,19 @@ class Receipts:
 
 
 def describe_casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
-    """One line per state and change of type, with the number of parameters concerned.
+    """One line per state and change of dtype, with the number of parameters concerned.
 
-    The weights that a model computes with stand beside their masters, rounded: that loses nothing, and is no cast;
-    `names_rounded`: it is named all the same. A master that is made of such a weight, wider than the source has it, is
-    one.
+    Model weights written beside their masters are rounded copies, which lose nothing: they count only with
+    `names_rounded`. A master made of a narrower weight counts.
     """
     slices = list(slices)
     changed: dict[str, set[str]] = {}
-    weights = {(own.param, own.dtype) for own in slices if own.state == WEIGHT}
-    for own in slices:
-        stored = index.atoms[own.param].states[own.state].dtype
-        beside = own.state == WEIGHT and (own.param, stored) in weights and own.dtype.itemsize <= stored.itemsize
-        if stored is not own.dtype and own.stop > own.start and (names_rounded or not beside):
-            line = f"{own.state}: {stored} -> {own.dtype}{' beside the masters' if beside else ''}"
-            changed.setdefault(line, set()).add(own.param)
+    weights = {(item.param, item.dtype) for item in slices if item.state == WEIGHT}
+    for item in slices:
+        stored = index.atoms[item.param].states[item.state].dtype
+        is_narrower = item.dtype.itemsize <= stored.itemsize
+        is_model_copy = item.state == WEIGHT and is_narrower and (item.param, stored) in weights
+        if stored is not item.dtype and item.stop > item.start and (names_rounded or not is_model_copy):
+            line = f"{item.state}: {stored} -> {item.dtype}{' beside the masters' if is_model_copy else ''}"
+            changed.setdefault(line, set()).add(item.param)
     return tuple(f"{line} in {counted(len(params), 'parameter')}" for line, params in changed.items())

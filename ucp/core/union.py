@@ -32,23 +32,23 @@ class StoredShard(NamedTuple):
     """What one rank stored of a tensor."""
 
     coords: Mapping[str, int]
-    """Place of the rank: mesh axis to index."""
+    """Coordinates of the rank: mesh axis to index."""
     ref: TensorRef
-    """Its local tensor; where the layout has flat axes, a one-dimensional one."""
+    """Its local tensor; one-dimensional if the layout has flat axes."""
     start: int = 0
-    """Element of a one-dimensional one where its part of this tensor begins."""
+    """Element of a one-dimensional tensor where the shard of this parameter begins."""
     boxes: tuple[tuple[Box, TensorRef], ...] = ()
-    """Boxes of the local tensor with the elements of each, where it is not stored in one order."""
+    """Boxes of the local tensor, if it is not stored as one tensor."""
 
     def pieces(
         self, placed: PlacedBox, layout: Layout, *, replica: int | None = None, derived: bool = False
     ) -> tuple[Fragment, ...]:
-        """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
+        """Fragments of a box that `place` gave for `layout`. `replica`: number of the copy, if not `placed.replica`."""
         number = placed.replica if replica is None else replica
         if self.boxes:
             pair, copy = RegionPair(placed.local, placed.box), {"replica": number, "term": placed.term}
-            every = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
-            return tuple(piece for own in every if (piece := map_fragment(pair, own)) is not None)
+            fragments = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
+            return tuple(piece for fragment in fragments if (piece := map_fragment(pair, fragment)) is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
@@ -57,23 +57,29 @@ class StoredShard(NamedTuple):
 
 
 def place_fragments(layout: Layout, global_shape: Sequence[int], shards: Iterable[StoredShard]) -> tuple[Fragment, ...]:
-    """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
+    """Fragments of a tensor, from the shards that ranks stored of it."""
     return tuple(
         piece
-        for own in shards
-        for placed in place(layout, global_shape, coords=own.coords)
-        for piece in own.pieces(placed, layout)
+        for shard in shards
+        for placed in place(layout, global_shape, coords=shard.coords)
+        for piece in shard.pieces(placed, layout)
     )
 
 
 def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False) -> tuple[Fragment, ...]:
-    """The pieces of a tensor, and those of a second one as copies of it, computed from it if `derived`."""
-    number = 1 + max((own.replica for own in first), default=-1)
-    return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
+    """Fragments of a tensor, and those of an equal one as further copies (`derived`: computed from the first)."""
+    number = 1 + max((fragment.replica for fragment in first), default=-1)
+    return (
+        *first,
+        *(
+            replace(fragment, replica=fragment.replica + number, derived=derived or fragment.derived)
+            for fragment in second
+        ),
+    )
 
 
 def map_fragment(pair: RegionPair, fragment: Fragment) -> Fragment | None:
-    """The elements of `pair` that a fragment of its whole stores, as a fragment of the local tensor; None for none."""
+    """The part of a fragment inside `pair`, as a fragment of the pair's local tensor; None if they share nothing."""
     near = pair.within(fragment.box)
     if near is None:
         return None
@@ -91,31 +97,31 @@ class ShardSet(NamedTuple):
     """What some ranks stored of a tensor."""
 
     layout: Layout
-    """How the tensor lies over them."""
+    """Layout of the tensor over these ranks."""
     shards: tuple[StoredShard, ...]
-    """What each stored; where one has several copies, one after another."""
+    """Shards of each rank; several copies of a rank follow one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor as it lies in files."""
+    """A tensor as it is stored in files."""
 
     dtype: DType
     """Type of its elements."""
     shape: tuple[int, ...]
-    """Elements per dim: of what one model-parallel rank has, until all are put together."""
+    """Elements per dim: of one model-parallel rank's tensor, until ranks are joined."""
     shard_sets: tuple[ShardSet, ...]
-    """What ranks stored. Model-parallel ranks have layouts of their own where their buffers differ."""
+    """Shards of all ranks; several sets if the buffers of model-parallel ranks differ."""
 
     @classmethod
     def unsharded(cls, *copies: TensorRef) -> ShardedTensor:
-        """A tensor that a file holds whole, once or more."""
+        """A tensor stored in full, once or more."""
         stored = tuple(StoredShard({}, ref) for ref in copies)
         return cls(dtype=copies[0].dtype, shape=copies[0].shape, shard_sets=(ShardSet(Layout(), stored),))
 
     @property
     def layout(self) -> Layout:
-        """That of the first ranks."""
+        """Layout of the first shard set."""
         return self.shard_sets[0].layout
 
     @property
@@ -125,17 +131,17 @@ class ShardedTensor:
 
 
 StateSource = StateIndex | ShardedTensor
-"""A state of a parameter: in pieces already, or a tensor that is still to be placed."""
+"""A state of a parameter: its fragments, or a tensor that is still to be placed."""
 
 
 class Union:
-    """Makes states and atoms; where a layout places a shape is found once per rank, as parameters share it."""
+    """Builds states and atoms; placements are cached, as many parameters share layout and shape."""
 
     def __init__(self) -> None:
         self._states, self._models = _PlacementCache(), _PlacementCache()
 
     def build_state(self, state: StateSource) -> StateIndex:
-        """The state with its pieces."""
+        """The state with its fragments."""
         if isinstance(state, StateIndex):
             return state
         return StateIndex(
@@ -155,9 +161,9 @@ class Union:
         model: StateSource | None = None,
         model_dtype: DType | None = None,
     ) -> AtomIndex:
-        """The atom of a parameter; `model`: the model's own tensor, `model_dtype`: type in which it computes.
+        """The atom of a parameter. `model`: the model's own tensor; `model_dtype`: dtype in which it computes.
 
-        There is a master among `states`, or a tensor of the model.
+        Expects a weight among `states`, or `model`.
         """
         master = states.get(WEIGHT, model)
         assert master is not None
@@ -181,7 +187,7 @@ class Union:
 
 
 class _PlacementCache:
-    """Boxes that ranks hold of a shape, under the layout that was asked for last."""
+    """Results of `place` for one layout, by shape and coordinates."""
 
     def __init__(self) -> None:
         self._take(Layout())
@@ -194,36 +200,33 @@ class _PlacementCache:
     def place(
         self, layout: Layout, shape: tuple[int, ...], rank: StoredShard
     ) -> tuple[tuple[int, ...], tuple[PlacedBox, ...]]:
-        """Coordinates of a rank on the axes of the layout, and the boxes that it holds."""
+        """Coordinates of a rank on the axes of the layout, and its boxes."""
         if layout is not self._layout and layout != self._layout:
             self._take(layout)
-        at = tuple([rank.coords[axis] for axis in self._axes])
-        placed = self._known.get((shape, at))
+        indexes = tuple([rank.coords[axis] for axis in self._axes])
+        placed = self._known.get((shape, indexes))
         if placed is None:
-            placed = self._known[shape, at] = place(layout, shape, coords=rank.coords)
-        return at, placed
+            placed = self._known[shape, indexes] = place(layout, shape, coords=rank.coords)
+        return indexes, placed
 
 
 def _fragments(
     tensor: ShardedTensor, places: _PlacementCache, first: int = 0, *, derived: bool = False
 ) -> tuple[Fragment, ...]:
-    """Pieces of a global tensor; one of no elements where it has none.
-
-    `first`: number of the first copy. `derived`: whether ranks computed it from other pieces.
-    """
+    """Fragments of a global tensor; a single empty one if it has no elements. `first`: number of the first copy."""
     shape = tensor.shape
     if 0 in shape:
         ref = tensor.first.strided(0, shape, contiguous_strides(shape))
         return (Fragment(box=Box.full(shape), ref=ref),)
     pieces: list[Fragment] = []
-    seen: dict[tuple[int, ...], int] = {}
+    stored_before: dict[tuple[int, ...], int] = {}
     copies = {(0, 0): first}
     for layout, stored in tensor.shard_sets:
         for rank in stored:
-            at, every = places.place(layout, shape, rank)
-            nth = seen.get(at, 0)
-            seen[at] = nth + 1
-            for placed in every:
+            indexes, boxes = places.place(layout, shape, rank)
+            nth = stored_before.get(indexes, 0)
+            stored_before[indexes] = nth + 1
+            for placed in boxes:
                 replica = copies.setdefault((nth, placed.replica), first + len(copies))
                 pieces += rank.pieces(placed, layout, replica=replica, derived=derived)
     return tuple(pieces)
@@ -246,9 +249,9 @@ def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[B
 
 
 def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:
-    """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
+    """A count of a parameter that several ranks stored: the first rank's, with the others as copies."""
     pieces = [piece for count in counts for piece in count.fragments]
-    return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
+    return replace(counts[0], fragments=tuple(replace(piece, replica=number) for number, piece in enumerate(pieces)))
 
 
 _PAST_INT64 = 1 << 63
@@ -256,7 +259,7 @@ _PAST_INT64 = 1 << 63
 
 
 def state_from_number(number: float) -> StateIndex:
-    """A Python number as a 0-d state: bool, int64 or float64, so that no bit is lost.
+    """A Python number as a 0-d state of dtype bool, int64 or float64, without loss.
 
     >>> state_from_number(3).dtype, state_from_number(3.0).dtype
     (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
@@ -271,7 +274,7 @@ def state_from_number(number: float) -> StateIndex:
 
 
 def state_from_scalar(value: object) -> StateIndex | None:
-    """A Python number as a 0-d state, a tensor of one element in its shape; None for anything else."""
+    """A Python number or a tensor of one element as a state; None for anything else."""
     if isinstance(value, float) or (isinstance(value, int) and -_PAST_INT64 <= value < _PAST_INT64):
         return state_from_number(value)
     return StateIndex.from_tensor(value) if isinstance(value, TensorRef) and value.numel == 1 else None

@@ -88,6 +88,13 @@ class Expression:
         except (ExpressionError, ZeroDivisionError, OverflowError) as error:
             raise ExpressionError(f"{self.text!r}: {error}") from error
 
+    def try_value(self, values: Mapping[str, object]) -> int | None:
+        """Its value, or None if it has none with these values."""
+        try:
+            return self.value(values)
+        except ExpressionError:
+            return None
+
     def __str__(self) -> str:
         return self.text
 

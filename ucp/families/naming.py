@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from ucp.errors import UsageError
 from ucp.families.expression import Expression
 from ucp.families.rule import Alias, Rule
-from ucp.families.template import Template
-
-if TYPE_CHECKING:
-    from ucp.families.template import Template
+from ucp.families.template import MOST_SHIFT, Template
 
 CANONICAL = "mcore"
 """The style of the names that rules are written in."""
@@ -139,6 +139,48 @@ class StoredName(NamedTuple):
     """Which of them it is."""
     style: str
     """The style."""
+
+
+_COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
+"""A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
+
+
+def rewrite_names(
+    names: tuple[str, ...], style: Style, values: Mapping[str, int], source: str
+) -> list[tuple[str, ...]]:
+    """The names of an alias in every spelling of `style`; none if a size is unknown. `source`: rules file.
+
+    Raises UsageError for a rewrite that gives no valid name.
+    """
+    filled = [name for name in (_fill_computed(name, values) for name in names) if name is not None]
+    if len(filled) < len(names):
+        return []
+    choices = [
+        [(part, replacement) for replacement in replacements]
+        for part, replacements in style.rewrite.items()
+        if any(part in name for name in filled)
+    ]
+    results = []
+    for choice in product(*choices):
+        spelling = filled
+        for part, replacement in choice:
+            try:
+                spelling = [Template(name.replace(part, replacement)).text for name in spelling]
+            except ValueError as error:
+                where = f"{source}: style: {style.name}: rewrite: {part}"
+                raise UsageError(f"{where}: {error}, from {', '.join(map(repr, spelling))}") from error
+        results.append(tuple(spelling))
+    return results
+
+
+def _fill_computed(name: str, values: Mapping[str, int]) -> str | None:
+    """The name with its computed numbers; None if a size is unknown, or no name can have such a number."""
+    for text in _COMPUTED.findall(name) if "=" in name else ():
+        value = Expression(text).try_value(values)
+        if value is None or not 0 <= value <= MOST_SHIFT:
+            return None
+        name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
+    return name
 
 
 def positions_of(templates: Iterable[str]) -> dict[tuple[str, ...], int]:

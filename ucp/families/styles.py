@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.errors import FamilyError, listed
-from ucp.families.expression import Expression, ExpressionError
+from ucp.families.expression import Expression
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.rule import Alias, OptionValue
@@ -103,10 +103,7 @@ def _stored_lengths(family: Family, named: ParsedName) -> _Lengths | None:
 
 def _length(option: OptionValue, values: Mapping[str, object]) -> int | None:
     if isinstance(option, Expression):
-        try:
-            return option.value(values)
-        except ExpressionError:
-            return None
+        return option.try_value(values)
     return option if isinstance(option, int) and option >= 0 else None
 
 

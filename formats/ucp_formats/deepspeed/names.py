@@ -18,7 +18,7 @@ FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/m
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
 which is a save folder too. A tag folder is native when it has files of the grammar, and universal when it has a folder
-`zero/`. Other files of the save folder (`ucp.contract.companions`) belong to the tag that `latest` names, or to
+`zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
 the only one.
 
 >>> name = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")

@@ -198,7 +198,7 @@ def test_a_store_that_names_a_path_is_damaged(saved, name):
 def test_a_store_that_keeps_something_else_under_such_a_name_is_damaged(saved):
     index = ucp.inspect(saved)
     index = replace(index, extras=(Extra(name="companion/x", value={"a": 1}),))
-    with pytest.raises(MalformedError, match="expected the bytes of a file"):
+    with pytest.raises(MalformedError, match="to be the bytes of a file"):
         list(list_sidecars(index))
 
 

@@ -148,10 +148,7 @@ def _value(kind: str, expressions: Iterable[Expression], known: Mapping[str, obj
 
 
 def _holds(condition: Expression, known: Mapping[str, object]) -> bool:
-    try:
-        return bool(condition.value(known))
-    except ExpressionError:
-        return False
+    return bool(condition.try_value(known))
 
 
 def _describe(expression: Expression, known: Mapping[str, object]) -> str:
