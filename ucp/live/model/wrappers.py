@@ -106,7 +106,7 @@ def _describe_unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int)
     is_param = [not is_padding for is_padding in _get(flat, "_is_padding_mask")]
     starts = compress(accumulate(_get(flat, "_numels_with_padding"), initial=0), is_param)
     shapes = [tuple(shape) for shape in _get(flat, "_shapes")]
-    buffer = FlatBuffer.of(
+    buffer = FlatBuffer.pack(
         {str(position): prod(shape) for position, shape in enumerate(shapes)},
         ranks=ranks,
         share=share.numel(),
