@@ -20,7 +20,7 @@ from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import ShardedTensor, State, Union
+from ucp.core.union import ShardedTensor, StateSource, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import join_extras, model_extras
@@ -117,7 +117,7 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
 
 
 def atoms_of(
-    module: ModulePart, states: Mapping[str, Mapping[str, State]], config: RunConfig, mesh: Mesh | None = None
+    module: ModulePart, states: Mapping[str, Mapping[str, StateSource]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
     """Atoms in the order of the model; parameters that the module does not have come last.
 
@@ -137,14 +137,16 @@ def atoms_of(
         if WEIGHT not in param_states and entry.tensor is None:
             raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
         layout = layouts.get(name, Layout())
-        atoms[name] = union.atom(
+        atoms[name] = union.build_atom(
             name, kind=entry.kind, layout=layout, states=param_states, model=entry.tensor, model_dtype=entry.dtype
         )
     dtype = _DTYPES.get(config.precision(()))
     for name, param_states in states.items():
         if name not in atoms and WEIGHT in param_states:
             layout = layouts.get(name, Layout())
-            atoms[name] = union.atom(name, kind=Kind.PARAMETER, layout=layout, states=param_states, model_dtype=dtype)
+            atoms[name] = union.build_atom(
+                name, kind=Kind.PARAMETER, layout=layout, states=param_states, model_dtype=dtype
+            )
     return atoms
 
 

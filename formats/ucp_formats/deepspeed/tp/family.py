@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
-from ucp.core.layout import Layout, whole_shape
+from ucp.core.layout import Layout, infer_global_shape
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
-from ucp.families.match import cut_dim
+from ucp.families.match import find_cut_dim
 from ucp.io.pickle.fields import Shape
 from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.tp.layout import (
@@ -26,7 +26,6 @@ from ucp_formats.deepspeed.tp.layout import (
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
-    from ucp.families.naming import Named
 
 
 def script_arguments(saved: object) -> dict[str, object]:
@@ -62,7 +61,7 @@ class FamilyRules:
         Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
         """
         family = self._choose_family({name: shape for name, (shape, _) in tensors.items()}, 1, over=parts)
-        local = even_parts({name: (shape, cut_dim(family, name)) for name, (shape, _) in tensors.items()}, parts)
+        local = even_parts({name: (shape, find_cut_dim(family, name)) for name, (shape, _) in tensors.items()}, parts)
         shapes = {name: TensorShapes(local=local[name], declared=declared) for name, (_, declared) in tensors.items()}
         return self._find_layouts(family, shapes)
 
@@ -118,7 +117,7 @@ class FamilyRules:
         return None
 
 
-def _find_layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayout:
+def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
     """Layout of a tensor that is a canonical one, or one of several that are joined to it."""
     if named.stacked:
         raise UnsupportedError(f"{named.canonical}: DeepSpeed has no tensors that stack several layers")
@@ -136,4 +135,4 @@ def _find_layout(family: Family, named: Named, shapes: Sequence[Shape]) -> Tenso
         raise MisfitError("DeepSpeed has no expert tensor parallelism (etp)")
     layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
     (axis,) = layout.axes
-    return TensorLayout(axis.pattern, whole_shape(layout, list(shapes)), len(shapes))
+    return TensorLayout(axis.pattern, infer_global_shape(layout, list(shapes)), len(shapes))
