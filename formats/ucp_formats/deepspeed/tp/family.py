@@ -26,6 +26,7 @@ from ucp_formats.deepspeed.tp.layout import (
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
+    from ucp.families.naming import ParsedName
 
 
 def script_arguments(saved: object) -> dict[str, object]:
