@@ -26,7 +26,7 @@ from ucp.core.topology import Topology
 from ucp.core.union import state_from_scalar
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
+from ucp_formats.deepspeed.extras import join_extras, model_extras, universal_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.files import (
@@ -231,7 +231,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
         atoms=atoms_of(module, states, model.config),
         groups=_groups(ranks, states_of_all, stage),
         aliases=module.aliases,
-        extras=joined((*merged.optimizer.extras, *extras), module.extras),
+        extras=join_extras((*merged.optimizer.extras, *extras), module.extras),
         files=tuple(source_files([*roles, *found.files])),
         records=records,
         notes=(*module.notes, *folder_notes(folder), *strays),
