@@ -14,7 +14,7 @@ from typing import Unpack
 
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer
-from ucp.contract.registry import with_callables
+from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
     CompareArguments,
     ConvertArguments,
@@ -67,7 +67,7 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     """
     path = parse_path(path)
     index = read_index(path, source=make_options(**options).source)
-    index = detect_first_step(with_callables(add_doubts(index)))
+    index = detect_first_step(add_call_notes(add_doubts(index)))
     note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 

@@ -15,7 +15,7 @@ from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
 from ucp.errors import FamilyError, UnknownFamilyError
 from ucp.families.family import Family
-from ucp.families.naming import Named
+from ucp.families.naming import ParsedName
 from ucp.families.rule import Rule
 from ucp.families.template import kind
 
@@ -128,7 +128,7 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
 
 
 def _explain_parameter(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> ExplainedParameter:
-    named: Named | None = None
+    named: ParsedName | None = None
     rule: Rule | None = None
     patterns: tuple[str, ...] = ()
     try:
@@ -139,7 +139,7 @@ def _explain_parameter(atom: AtomIndex, family: Family, axes: Mapping[str, int])
             if not named.stacked:
                 (match,) = family.match([named.canonical]).values()
                 rule = match.rule
-                shapes = named.whole_shapes(atom.global_shape)
+                shapes = named.global_shapes(atom.global_shape)
                 layouts = [match.layout(axes=axes, global_shape=shape) for shape in shapes]
                 patterns = tuple(f"{axis.axis}: {axis.pattern.name}" for layout in layouts for axis in layout.axes)
     except FamilyError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ucp.checks.changes import make_tables
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.gaps import gap_text, state_gaps
+from ucp.core.gaps import describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
@@ -340,10 +340,10 @@ def _find_changed_files(index: Index) -> list[str]:
 
 def _list_oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
-    lost = state_gaps(index)
-    return [*(problem.text for problem in index.doubts), *([gap_text(lost)] if lost else [])]
+    lost = find_state_gaps(index)
+    return [*(problem.text for problem in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
 
 
 def _list_unnamed(index: Index) -> tuple[str, ...]:
     """A line for states that could not be given to parameters."""
-    return () if index.unnamed is None else (index.unnamed.why,)
+    return () if index.unnamed is None else (index.unnamed.reason,)

@@ -16,7 +16,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.companions import SaveFolder
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
 from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
@@ -53,6 +52,16 @@ class Evidence:
     """How sure it is."""
     not_read: tuple[str, ...] = ()
     """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFolder:
+    """A folder that checkpoints were saved in."""
+
+    path: Path
+    """The folder."""
+    newest: str = ""
+    """Name of the checkpoint saved last if it is not the one read: sidecar files belong to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +166,9 @@ def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] 
     return None
 
 
-def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: str, pointer: str = "") -> Located[T]:
+def require_checkpoint(
+    located: Located[T] | None, path: Path, what: str, example: str, pointer: str = ""
+) -> Located[T]:
     """The one checkpoint found at `path`. Raises UnknownFormatError, MalformedError (a pointer to none), UsageError.
 
     `what` is expected, such as `example`; `pointer`: the file that would name one of several.

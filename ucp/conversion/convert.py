@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ucp.contract.companions import companions_of
 from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.sidecars import list_sidecars
 from ucp.conversion.destination.disk import DiskDestination, open_destination
 from ucp.conversion.destination.protocol import show_waiting
 from ucp.conversion.execute import Written, execute
@@ -255,7 +255,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
 
 def _keep_companions(index: Index, job: Job) -> Index:
     """`index` without extras, but for the companion files that were carried along."""
-    carried = {extra.name for extra in companions_of(job.index)}
+    carried = {extra.name for extra in list_sidecars(job.index)}
     names = {file.path for file in job.target.files if file.path in carried}
     companions = tuple(extra for extra in index.extras if extra.is_sidecar and extra.name.partition("/")[2] in names)
     return replace(index, extras=companions)

@@ -143,7 +143,7 @@ def path_parser(argument: str, parse: Callable[[type_path], Path] = Path) -> Cal
 
 def parse_dtype(dtype: object) -> DType | None:
     """The floating dtype of that name; None for anything else."""
-    named = DType.named(str(dtype))
+    named = DType.from_name(str(dtype))
     return named if named is not None and named.is_floating else None
 
 

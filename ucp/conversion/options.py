@@ -18,9 +18,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ucp.contract.companions import Companions
 from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
+from ucp.contract.sidecars import SidecarPolicy
 from ucp.conversion.option import (
     Option,
     choice_parser,
@@ -129,7 +129,7 @@ class ConvertOptions:
         "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
         "FROM:STYLE where the source's names are those of several.",
         metavar="STYLE",
-        parse=lambda names: Naming.of(names, None) and names,
+        parse=lambda names: Naming.parse(names, None) and names,
         identity="names",
     )
     rename: Path | None = option(
@@ -205,13 +205,13 @@ class ConvertOptions:
         parse=parse_tag,
         identity="tag",
     )
-    companions: Companions = option(
+    companions: SidecarPolicy = option(
         "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
         "...), keep those of up to 64 MiB each, all, or none.",
-        default=Companions.SMALL,
+        default=SidecarPolicy.SMALL,
         python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
         'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_parser(Companions, "which files beside the checkpoint to carry along,"),
+        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
         identity="companion files",
     )
     engine: Engine | None = option(
@@ -298,7 +298,7 @@ class ConvertOptions:
     @property
     def naming(self) -> Naming:
         """Under which names to write them."""
-        return Naming.of(self.names, self.rename)
+        return Naming.parse(self.names, self.rename)
 
     @property
     def source(self) -> SourceOptions:

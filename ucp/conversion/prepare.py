@@ -10,13 +10,13 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.contract.companions import chosen_companions
 from ucp.contract.plugins import names, producer
 from ucp.contract.protocols import Engine, Observer, Target
+from ucp.contract.registry import add_call_notes, target
 from ucp.contract.registry import engine as registered_engine
-from ucp.contract.registry import target, with_callables
+from ucp.contract.sidecars import select_sidecars
 from ucp.conversion.options import OPTIONS, ConvertOptions, count_cores
-from ucp.core.gaps import check_doubts, gap_text, state_gaps
+from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
@@ -128,11 +128,11 @@ def _describe_gaps(full: Index, index: Index) -> Iterator[str]:
     """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
     lost = {
         name: states
-        for name, states in state_gaps(full).items()
+        for name, states in find_state_gaps(full).items()
         if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}
     }
     if lost:
-        yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
+        yield f"{describe_state_gaps(lost)}\nThe weights are complete (--include '*/weight')"
 
 
 @pause_gc()
@@ -156,7 +156,7 @@ def prepare(
         *(() if chosen.takes_parts else describe_part(full, index)),
     )
     if index.unnamed is not None and chosen.takes_optimizer:
-        raise MissingStateError(index.unnamed.why)
+        raise MissingStateError(index.unnamed.reason)
     check_moments(full, options.zero_moments, selection=index)
     index = resolve_drift(index, options.drift, observer or SilentObserver(), memory=options.memory)
     index, settings = set_frozen(index, options.target.settings)
@@ -168,7 +168,7 @@ def prepare(
         raise UsageError(f"no parameter has a state {', '.join(uncast)} to cast; there are {', '.join(states)}")
     index, settings = drop_extras(index, settings)
     index, settings = place_run_state(index, chosen, settings)
-    index = with_callables(index)
+    index = add_call_notes(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
     optimizer_settings = HYPER if options.optimizer is not None else ()
     if optimizer_settings:
@@ -181,7 +181,7 @@ def prepare(
     if options.target.tag:
         others = (extra for extra in index.extras if extra.name != TAG)
         index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
-    index = chosen_companions(index, options.companions)
+    index = select_sidecars(index, options.companions)
     target_options = replace(
         options.target,
         settings=settings,

@@ -1,7 +1,6 @@
-"""A name that fell under a rule, and the layout that the rule gives it.
+"""A name that matches a rule, and the layout that the rule gives it.
 
-The patterns of a rule are made here, once the degrees of the mesh and the shape of the whole, or of all its parts, are
-known: from the whole inward, or from the parts outward.
+The patterns are made from the degrees of the mesh and either the global shape or the shapes of all parts.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.layout import AxisLayout, Layout, local_shape, whole_shape
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, infer_global_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
@@ -25,20 +24,20 @@ _MOST_PIECES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A name, and the rule it falls under."""
+    """A name and the rule that it matches."""
 
     name: str
     """Canonical name."""
     rules: tuple[Rule, ...]
-    """The rule; several when it takes a size or flag that is not known to choose."""
+    """The rule; several if an unknown size or flag decides between them."""
     fields: Mapping[str, int]
     """Field to number, e.g. {"layer": 7, "expert": 3}."""
     values: Mapping[str, int] = field(repr=False)
-    """Sizes and flags that are known."""
+    """Known sizes and flags."""
 
     @property
     def rule(self) -> Rule:
-        """The one rule. Raises FamilyError when the model is not known well enough to choose."""
+        """The only rule. Raises FamilyError if unknown sizes decide between several layouts."""
         if any(rule.axes != self.rules[0].axes for rule in self.rules):
             wanted = sorted({name for rule in self.rules if rule.when for name in rule.when.names} - set(self.values))
             raise FamilyError(
@@ -49,21 +48,21 @@ class Match:
 
     @property
     def template(self) -> str:
-        """The template that stands for the name."""
+        """The template that matches the name."""
         return self.rules[0].name.text
 
     @property
     def buffer(self) -> bool:
-        """Whether it is no trained parameter."""
+        """Whether it is a buffer."""
         return self.rules[0].buffer
 
     def renamed(self, **fields: int) -> str:
-        """The canonical name with other numbers: `match.renamed(layer=12)`."""
+        """The canonical name with other numbers, e.g. `match.renamed(layer=12)`."""
         return self.rules[0].name.filled({**self.fields, **fields})
 
     def axes(self, axes: Mapping[str, int]) -> tuple[str, ...]:
-        """Axes of `axes` that matter to it, outermost first: what `local_shapes` of `layout` run over."""
-        return tuple(own.axis for own in self.rule.axes if own.axis in axes)
+        """Those of `axes` that the rule names, outermost first: `local_shapes` of `layout` iterate over them."""
+        return tuple(rule.axis for rule in self.rule.axes if rule.axis in axes)
 
     def layout(
         self,
@@ -71,27 +70,25 @@ class Match:
         axes: Mapping[str, int],
         local_shapes: Sequence[tuple[int, ...]] = (),
         global_shape: tuple[int, ...] | None = None,
-        sizes: Mapping[str, int] | None = None,
     ) -> Layout:
-        """How the tensor lies over those of `axes` that the rule names (see `axes`).
+        """Layout of the tensor over those of `axes` that the rule names (see `axes`).
 
-        `axes`: degree of every axis of the mesh. Give the shape of the whole, or those of all parts: one per rank of
-        the rule's axes, the first axis slowest. `sizes`: values for names in expressions, before those found by
-        `Family.bind`. Raises FamilyError when a size is not known or the shapes do not fit the rule.
+        `axes`: degree of every mesh axis. Pass either the global shape, or the shapes of all parts: one per rank of the
+        rule's axes, the first axis slowest. Raises FamilyError if a size is unknown or the shapes do not fit the rule.
         """
-        own = [axis for axis in self.rule.axes if axis.axis in axes]
-        values: dict[str, object] = {**axes, **self.values, **(sizes or {})}
+        axis_rules = [axis for axis in self.rule.axes if axis.axis in axes]
+        values: dict[str, object] = {**axes, **self.values}
         try:
             if global_shape is not None:
-                return _from_whole(own, values, axes, global_shape)
-            return _from_parts(own, values, axes, list(local_shapes))
+                return _from_whole(axis_rules, values, axes, global_shape)
+            return _from_parts(axis_rules, values, axes, list(local_shapes))
         except (ExpressionError, ValueError) as error:
             raise FamilyError(self._misfit(error, global_shape, local_shapes)) from error
 
     def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
+        """Global shape under `layout`. Raises FamilyError if the parts do not fit together."""
         try:
-            return whole_shape(layout, local_shapes)
+            return infer_global_shape(layout, local_shapes)
         except ValueError as error:
             raise FamilyError(self._misfit(error, None, local_shapes)) from error
 
@@ -108,32 +105,35 @@ class Match:
 
 
 def _from_whole(
-    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
+    axis_rules: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
 ) -> Layout:
-    """Patterns from the shape of the whole, outermost first."""
+    """Patterns from the global shape, outermost first."""
     layouts = []
-    whole = shape
-    for axis in own:
+    global_shape = shape
+    for axis in axis_rules:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
-        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
-        shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
-    return _bounded(Layout(tuple(layouts)), whole)
+        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.make_pattern({**values, DIM: length})))
+        shape = compute_local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
+    return _bounded(Layout(tuple(layouts)), global_shape)
 
 
 def _from_parts(
-    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shapes: list[tuple[int, ...]]
+    axis_rules: Sequence[AxisRule],
+    values: Mapping[str, object],
+    degrees: Mapping[str, int],
+    shapes: list[tuple[int, ...]],
 ) -> Layout:
     """Patterns from the shapes of all parts, innermost first."""
-    ranks = prod(degrees[axis.axis] for axis in own)
+    ranks = prod(degrees[axis.axis] for axis in axis_rules)
     if len(shapes) != ranks:
-        over = " x ".join(f"{axis.axis}={degrees[axis.axis]}" for axis in own) or "no axis"
+        over = " x ".join(f"{axis.axis}={degrees[axis.axis]}" for axis in axis_rules) or "no axis"
         raise ValueError(f"expected the shapes of {ranks} parts ({over}); got {len(shapes)}")
     layouts: list[AxisLayout] = []
-    for axis in reversed(own):
+    for axis in reversed(axis_rules):
         parts = degrees[axis.axis]
-        groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
+        groups = [shapes[start : start + parts] for start in range(0, len(shapes), parts)]
         dims = [[shape[axis.dim] for shape in group if axis.dim < len(shape)] for group in groups]
-        patterns = [axis.made({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
+        patterns = [axis.make_pattern({**values, DIM: sum(lengths) if axis.needs_length else 0}) for lengths in dims]
         if any(pattern != patterns[0] for pattern in patterns):
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
@@ -142,18 +142,18 @@ def _from_parts(
 
 
 def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """`layout`, of a tensor of this shape, when its axes together do not make too many pieces. Raises ValueError."""
+    """`layout`, unless its axes cut a tensor of this shape into too many pieces: ValueError."""
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
-        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        shape = compute_local_shape(Layout((axis,)), shape, {axis.axis: 0})
         if pieces > _MOST_PIECES:
             raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
     return layout
 
 
-def cut_dim(family: Family, name: str) -> int | None:
-    """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
+def find_cut_dim(family: Family, name: str) -> int | None:
+    """Dim of a stored tensor that tensor parallelism shards; None if it is replicated, a view, or has no rule."""
     named = family.read(name)
     if named is None or named.stacked or (named.alias is not None and named.alias.view):
         return None

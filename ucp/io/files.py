@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol, Self, cast
 from ucp.core.tensor import GAP
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
 from ucp.io.folder import exists, is_url, names_in, path_of
+from ucp.io.json_text import NotJson, parsed
 
 if TYPE_CHECKING:
     from ucp.core.index import SourceFile as Listed
@@ -38,6 +39,8 @@ OPEN_FILES = 128
 """Most source files held open by one thread."""
 _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
+_MOST_JSON = 256 << 20
+"""Bytes of the largest document that is read from a file of its own."""
 
 
 def join_ranges(
@@ -244,6 +247,23 @@ def open_source(path: str, *, version: str = "", prefetcher: Prefetcher | None =
 
         return RemoteFile(path, parts_of(path), version=version, prefetcher=prefetcher)
     return LocalFile(path, parts_of(path))
+
+
+def read_object(path: str) -> dict[str, object]:
+    """The JSON object in a file. Raises MalformedError."""
+    with open_source(path) as file:
+        if file.nbytes > _MOST_JSON:
+            raise MalformedError(
+                f"expected a JSON document of at most {_MOST_JSON:,} bytes in {path}. Copy the file again"
+            )
+        data = file.read(0, file.nbytes)
+    try:
+        document = parsed(data)
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
+    if not isinstance(document, dict):
+        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
+    return document
 
 
 def parts_of(path: str) -> tuple[str, ...]:

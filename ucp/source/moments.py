@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 
-from ucp.contract.optimizer import step_counts
+from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
 from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError, counted, listed
@@ -50,7 +50,7 @@ def detect_first_step(index: Index) -> Index:
         return index
     try:
         with Prober() as prober:
-            is_new = step_counts(index, prober) == [1]
+            is_new = read_step_counts(index, prober) == [1]
     except SourceError:
         return index
     if not is_new:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from ucp.contract.model import run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
-from ucp.contract.registry import choose_family, library, names_of
+from ucp.contract.registry import choose_family, library, naming_style_of
 from ucp.core.gaps import check_weights
 from ucp.core.index import Index
 from ucp.core.tensor import DType
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
 from ucp.families.family import Family
-from ucp.families.library import rules_text
+from ucp.families.library import read_rules_text
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made, arranged, with_copy
+from ucp.families.recipes import TensorRecipe, add_copy, apply_recipes
 from ucp.families.styles import find_source_style
-from ucp.families.toml.rename import renames_of
-from ucp.families.translate import translated
+from ucp.families.toml.rename import read_renames
+from ucp.families.translate import translate
 from ucp.transfer.probe import Prober
 
 _MOST_SHOWN = 8
@@ -71,7 +71,7 @@ def translate_names(index: Index, family: Family, style: str, source: str = "") 
     index, tensors = restyle(index, family, style, source or shown)
     shapes = index.shapes
     if tensors.keys() == shapes.keys() and all(
-        tensor.renames and tensor.sources == (name,) for name, tensor in tensors.items()
+        tensor.is_rename and tensor.sources == (name,) for name, tensor in tensors.items()
     ):
         return index
     _check_counts(index, tensors)
@@ -80,13 +80,13 @@ def translate_names(index: Index, family: Family, style: str, source: str = "") 
     return replace(index, notes=(*index.notes, note)) if shown else index
 
 
-def restyle(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, Made]]:
+def restyle(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, TensorRecipe]]:
     """The source, each tensor in it once, and every tensor of `style`, made of these. `source`: style; None for any.
 
     Raises FamilyError, UnsupportedError.
     """
     index = _drop_copies(index, family, source)
-    return index, translated(family, index.shapes, style, source=source)
+    return index, translate(family, index.shapes, style, source=source)
 
 
 def list_size_names() -> set[str]:
@@ -113,7 +113,7 @@ def _find_family(
         family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError as error:
         unread = min((_find_unknown(candidate, shapes) for candidate in library().concrete()), key=len)
-        has_names = not naming.style and names_of(index) == target.names
+        has_names = not naming.style and naming_style_of(index) == target.names
         if not unread and not has_names:  # the question is which of those that know them all
             raise
         if naming.style:  # names that no family knows are those to write where the user says so
@@ -180,13 +180,13 @@ def _drop_copies(index: Index, family: Family, style: str | None) -> Index:
         return index
     atoms = {name: atom for name, atom in index.atoms.items() if name not in copies}
     for name, original in copies.items():
-        atoms[original] = with_copy(atoms[original], index.atoms[name])
+        atoms[original] = add_copy(atoms[original], index.atoms[name])
     groups = tuple(replace(group, params=tuple(p for p in group.params if p not in copies)) for group in index.groups)
     return replace(index, atoms=atoms, groups=groups, aliases={**index.aliases, **copies})
 
 
-def _apply_translation(index: Index, tensors: Mapping[str, Made], family: Family, style: str) -> Index:
-    renamed = arranged(index, tensors)
+def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family: Family, style: str) -> Index:
+    renamed = apply_recipes(index, tensors)
     used = {source for item in tensors.values() for source in item.sources}
     unused = [name for name in index.atoms if name not in used]
     dropped = (
@@ -194,11 +194,11 @@ def _apply_translation(index: Index, tensors: Mapping[str, Made], family: Family
         if unused
         else []
     )
-    names = {item.sources[0]: name for name, item in tensors.items() if item.renames}
+    names = {item.sources[0]: name for name, item in tensors.items() if item.is_rename}
     second = {old: _translate_alias(old, family, style) for old, to in index.aliases.items() if to in names}
     aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}
     dropped += _list_lost_aliases(index, {old for old, new in second.items() if new})
-    order = family.in_order(renamed.atoms, style)
+    order = family.sort_names(renamed.atoms, style)
     places = {name: place for place, name in enumerate(order or renamed.atoms)}
     groups = (replace(item, params=tuple(sorted(item.params, key=places.__getitem__))) for item in renamed.groups)
     return replace(
@@ -215,16 +215,16 @@ def _apply_translation(index: Index, tensors: Mapping[str, Made], family: Family
 def _translate_alias(name: str, family: Family, style: str) -> str:
     """The second name of a tied tensor in another style; empty where it has none."""
     canonical = family.canonical(name)
-    spellings = family.spellings(canonical, style) if canonical is not None else ()
+    spellings = family.find_spellings(canonical, style) if canonical is not None else ()
     return spellings[0][1][0] if spellings and spellings[0][0].is_plain else ""
 
 
 def apply_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    tensors, unmatched = renames_of(rules_text(path), str(path), index.shapes)
+    tensors, unmatched = read_renames(read_rules_text(path), str(path), index.shapes)
     _check_counts(index, tensors)
-    names = {tensor.sources[0]: name for name, tensor in tensors.items() if tensor.renames}
-    renamed = arranged(index, tensors)
+    names = {tensor.sources[0]: name for name, tensor in tensors.items() if tensor.is_rename}
+    renamed = apply_recipes(index, tensors)
     note = f"no rule in {path} for, and so left under their names:\n{listed(unmatched)}"
     aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in tensors}
     return replace(
@@ -241,7 +241,7 @@ def _list_lost_aliases(index: Index, known: Collection[str]) -> list[str]:
     return [f"second names of tied tensors, which have none under other names:\n{listed(lost)}"] if lost else []
 
 
-def _check_counts(index: Index, tensors: Mapping[str, Made]) -> None:
+def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
     """Raise UnsupportedError for tensors that are to join and have counted different steps."""
     problems = []
     with Prober() as prober:

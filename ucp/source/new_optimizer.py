@@ -17,7 +17,7 @@ from enum import StrEnum
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor
-from ucp.core.union import number_state
+from ucp.core.union import state_from_number
 from ucp.errors import UsageError, counted
 
 HYPER: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -100,6 +100,6 @@ def _parse_hyper(name: str, text: str) -> float:
 def _add_zero_moments(atom: AtomIndex) -> AtomIndex:
     shape = atom.global_shape
     zero = InlineTensor(data=bytes(DType.FLOAT32.itemsize), dtype=DType.FLOAT32, shape=shape, repeats=True)
-    piece = Fragment(box=Box.whole(shape), ref=zero)
+    piece = Fragment(box=Box.full(shape), ref=zero)
     moment = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(piece,))
-    return replace(atom, states={**atom.states, **dict.fromkeys(_MOMENTS, moment), STEP: number_state(0)})
+    return replace(atom, states={**atom.states, **dict.fromkeys(_MOMENTS, moment), STEP: state_from_number(0)})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.gaps import check_cover, check_names, with_gaps
+from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
 from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
@@ -105,7 +105,7 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 def add_doubts(index: Index) -> Index:
     """`index` with what its own contents tell against it: copied files, and states that were lost."""
-    return with_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
+    return add_state_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
 
 
 def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:

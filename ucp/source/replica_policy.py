@@ -18,7 +18,7 @@ from enum import StrEnum
 from ucp.contract.protocols import Observer
 from ucp.core.index import Fragment, Index, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import uncovered
+from ucp.core.region import find_gaps
 from ucp.errors import ReplicaError, counted, listed
 
 
@@ -74,7 +74,7 @@ def _take_mean(state: StateIndex, label: str) -> StateIndex:
             "first"
         )
     for replica, pieces in terms.items():
-        gaps = uncovered(state.global_shape, [fragment.box for fragment in pieces], most=1)
+        gaps = find_gaps(state.global_shape, [fragment.box for fragment in pieces], most=1)
         if gaps:
             raise ReplicaError(
                 f"{label}: copy {replica} does not hold {gaps[0].box} of {list(state.global_shape)}, so there is no "

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ucp.contract.optimizer import step_counts
+from ucp.contract.optimizer import read_step_counts
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
-from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states
+from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, find_schedulers
 from ucp.core.index import STEP, Extra, Index
 from ucp.errors import UsageError
 from ucp.io.pickle.values import differing_values
@@ -49,7 +49,7 @@ def _set_step(index: Index, text: str | None) -> Index:
     if index.step is not None:
         return index
     with Prober() as prober:
-        counts = step_counts(index, prober)
+        counts = read_step_counts(index, prober)
     if not any(counts):
         return index
     if len(counts) == 1 and counts[0].is_integer():
@@ -71,7 +71,7 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
         return index
     if chosen.scheduler is None:
         raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={key}")
-    known = {scheduler.key: scheduler for scheduler in scheduler_states(index)}
+    known = {scheduler.key: scheduler for scheduler in find_schedulers(index)}
     if key is not None and key.replace("/", ".") not in known:
         raise UsageError(
             f"expected the key of a scheduler's state in {index.path} (--set {SCHEDULER}=KEY); got {key}. It has "
@@ -99,7 +99,7 @@ def _move_scheduler(index: Index, scheduler: SchedulerState, chosen: Target) -> 
     keeps = (index.origin or index.format) in chosen.keeps_extras_of
     extras: list[Extra] = [Extra(name=chosen.scheduler, value=scheduler.state)]
     for extra in index.extras:
-        rest = scheduler.taken_out_of(extra) if extra.name == scheduler.extra and not keeps else extra
+        rest = scheduler.remove_from(extra) if extra.name == scheduler.extra and not keeps else extra
         if rest is not None and rest.name != chosen.scheduler:
             extras.append(rest)
     note = f"the scheduler's state is taken from {scheduler.key}, as {chosen.scheduler}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, Loss
+from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, LostStates
 from ucp.errors import UsageError, counted, listed
 from ucp.source.moments import find_odd_moments
 
@@ -95,7 +95,7 @@ def select(index: Index, names: NameFilter) -> Index:
     )
 
 
-def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, Loss]:
+def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostStates]:
     """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
     lost = {name: loss for name, loss in index.lost.items() if name in atoms}
     kept_states = {state for atom in atoms.values() for state in atom.states}
@@ -105,7 +105,7 @@ def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, Loss]:
         ]
         if states and name not in lost:
             why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
-            lost[name] = Loss(why=why, chosen=True)
+            lost[name] = LostStates(reason=why, is_chosen=True)
     return lost
 
 

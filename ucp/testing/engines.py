@@ -56,20 +56,20 @@ class EngineContract:
     def test_every_task_is_reported_once(self, job: Job, tmp_path: Path, workers: int, threads: int) -> None:
         """Whatever the number of workers, and that of tasks."""
         done = self._run(job, tmp_path / "out", workers=workers, threads=threads)
-        assert sorted(own.task for own in done) == [task.number for task in job.tasks]
+        assert sorted(report.task for report in done) == [task.number for task in job.tasks]
 
     def test_it_writes_what_the_serial_engine_writes(self, job: Job, tmp_path: Path) -> None:
         """Bytes, and reports but for their order."""
         done = self._run(job, tmp_path / "out")
         wanted = list(SerialEngine().run(job, _created(job, tmp_path / "serial"), job.tasks, workers=1, threads=1))
         assert _tree(tmp_path / "out") == _tree(tmp_path / "serial")
-        assert sorted(done, key=lambda own: own.task) == wanted
+        assert sorted(done, key=lambda report: report.task) == wanted
 
     def test_it_does_the_tasks_it_is_given(self, job: Job, tmp_path: Path) -> None:
         """And no others: the rest was done before."""
-        some = job.tasks[1::3]
-        done = self._run(job, tmp_path / "out", tasks=some)
-        assert sorted(own.task for own in done) == [task.number for task in some]
+        chosen = job.tasks[1::3]
+        done = self._run(job, tmp_path / "out", tasks=chosen)
+        assert sorted(report.task for report in done) == [task.number for task in chosen]
 
     def test_nothing_to_do_gives_nothing(self, job: Job, tmp_path: Path) -> None:
         """No task, no report, no error."""
@@ -104,12 +104,12 @@ class EngineContract:
         with pytest.raises((UcpError, IndexError)):
             self._run(job, tmp_path / "out", tasks=tasks)
 
-    @pytest.mark.parametrize("taken", [0, 1, 5])
-    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, taken: int) -> None:
+    @pytest.mark.parametrize("reports_read", [0, 1, 5])
+    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, reports_read: int) -> None:
         """Closing the stream of reports stops the work, also before the first."""
         root = _created(job, tmp_path / "out")
         stream = self.make().run(job, root, job.tasks, workers=2, threads=1)
-        for _ in range(taken):
+        for _ in range(reports_read):
             next(stream)
         stream.close()
         assert list(stream) == []

@@ -16,7 +16,7 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.core.index import Index, StateIndex
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import Slice, whole_slice
+from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import GAP, DType, Record, TensorRef
 from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import differing, viewed, widened, without_payloads
@@ -119,7 +119,7 @@ def find_drifting_states(
         _StatePart(part, locator)
         for param, name, state in replicated
         for locator in (Locator(state),)
-        for part in split_blocks(whole_slice(param, name, state), state, nbytes=BLOCK)
+        for part in split_blocks(full_slice(param, name, state), state, nbytes=BLOCK)
     )
     nbytes = sum(state.nbytes for _, _, state in replicated)
     _run_stage(bundle(parts, limit=BLOCK), compare_batch, threads, observer, title="copies", nbytes=nbytes)
@@ -207,7 +207,7 @@ def scan_digests(index: Index, observer: Observer, threads: int = THREADS) -> li
     parts = (
         _StatePart(replace(full, start=low, stop=high), locator)
         for param, name, state in digested
-        for full, locator in ((whole_slice(param, name, state), Locator(state)),)
+        for full, locator in ((full_slice(param, name, state), Locator(state)),)
         for low, high in block_ranges(0, full.stop, state.digest_nbytes // state.dtype.itemsize)
     )
     nbytes = sum(state.nbytes for _, _, state in digested)
@@ -273,8 +273,8 @@ def _choose_dtype(a: StateIndex, b: StateIndex, *, cast: bool) -> DType:
 def _pair_parts(pair: Pair, *, cast: bool) -> Iterator[_PartPair]:
     """All elements of both states, a block at a time, so that each source is read once."""
     param, name, a, b = pair
-    slice_a = whole_slice(param, name, a, dtype=_choose_dtype(a, b, cast=cast))
-    slice_b, locators = whole_slice(param, name, b), (Locator(a), Locator(b))
+    slice_a = full_slice(param, name, a, dtype=_choose_dtype(a, b, cast=cast))
+    slice_b, locators = full_slice(param, name, b), (Locator(a), Locator(b))
     if 0 < a.numel * _WIDEST <= BLOCK:
         yield _PartPair(_StatePart(slice_a, locators[0]), _StatePart(slice_b, locators[1]))
         return

@@ -22,9 +22,9 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_replicas
 from ucp.core.target import Slice
-from ucp.core.tensor import TensorRef, starts_of
+from ucp.core.tensor import TensorRef, list_offsets
 from ucp.errors import CorruptError
 from ucp.io.elements import encode_block
 from ucp.io.files import Sources
@@ -184,7 +184,7 @@ class Worker:
             yield from resolve(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
             if is_checked and locator.replicas:
                 yield from chain.from_iterable(
-                    resolve_copies(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
+                    resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
                 )
 
     def _needed_tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
@@ -392,7 +392,7 @@ def _scatter_piece(output: _SliceOutput, piece: Piece, data: memoryview) -> None
         for low in range(0, len(values), rows):
             packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
             sizes = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
-            starts = starts_of(sizes, steps[:lead], first=first + low * steps[0])
+            starts = list_offsets(sizes, steps[:lead], first=first + low * steps[0])
             nbytes = packed.nbytes // len(starts)
             for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
                 write_at(descriptor, packed[at : at + nbytes], start)

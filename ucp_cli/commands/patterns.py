@@ -78,7 +78,7 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     """
     shown = registry.library().family(family)
     if style is not None and shown.rules:
-        shown.written(shown.rules[0], style)  # raises for a style that there is not, with --json too
+        shown.written_names(shown.rules[0], style)  # raises for a style that there is not, with --json too
     if as_json:
         write_json(family_document(shown))
     else:

@@ -33,7 +33,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
     rows = [
         (
             rule.name.text,
-            *([", ".join(family.written(rule, style)) or "-"] if style else []),
+            *([", ".join(family.written_names(rule, style)) or "-"] if style else []),
             "; ".join(map(str, rule.axes)) or "one owner",
             "" if rule.when is None else str(rule.when),
             rule.meaning,
@@ -49,7 +49,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
                 ("recognised by", ", ".join(evidence.names)),
                 ("and not by", ", ".join(evidence.absent)),
                 ("with", ", ".join(f"{name} = {value!r}" for name, value in evidence.arguments.items())),
-                ("given", ", ".join(f"{name} = {value}" for name, value in family.given.items())),
+                ("given", ", ".join(f"{name} = {value}" for name, value in family.constants.items())),
                 ("names in", ", ".join((CANONICAL, *family.styles))),
             ]
         ),
@@ -150,7 +150,7 @@ def family_document(family: Family) -> dict[str, object]:
             "absent": list(family.evidence.absent),
             "arguments": dict(family.evidence.arguments),
         },
-        "given": dict(family.given),
+        "given": dict(family.constants),
         "sizes": {name: [str(way) for way in sources] for name, sources in family.sizes.items()},
         "styles": list(family.styles),
         "rules": [_rule_document(rule) for rule in family.rules],
@@ -216,7 +216,7 @@ def _alias_document(alias: Alias) -> dict[str, object]:
         "view": _plain(alias.view),
         "order": list(alias.order),
         "when": None if alias.when is None else str(alias.when),
-        "beside": list(alias.beside),
+        "beside": list(alias.alongside),
     }
 
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
 
-from ucp.core.gaps import gaps
+from ucp.core.gaps import find_lacking_states
 from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.families.family import Family
-from ucp.families.library import contradictions
+from ucp.families.library import find_contradictions
 from ucp.io.pickle.fields import described
 from ucp.io.pickle.values import GlobalName, Stub
 
@@ -190,7 +190,7 @@ def compare_sizes(
     if any(arguments.get(key) for key in _HETEROGENEOUS):
         return ()
     said = {key: own for key, own in arguments.items() if not pads_on_load or key != _PADDING}
-    return contradictions(family, arguments=said, shapes=shapes)
+    return find_contradictions(family, arguments=said, shapes=shapes)
 
 
 def check_recorded(
@@ -229,7 +229,7 @@ def check_gaps(
     where that is known. `without_master`: parameters that need none.
     """
     lacking: dict[str, list[str]] = {}
-    for name, own in gaps({name: own - {STEP} for name, own in states.items()}, optimizers).items():
+    for name, own in find_lacking_states({name: own - {STEP} for name, own in states.items()}, optimizers).items():
         for state in own:
             if state != WEIGHT or name not in without_master:
                 lacking.setdefault(name, []).append("master" if state == WEIGHT else state)

@@ -28,7 +28,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.core.index import STEP, Loss, ParamGroup
+from ucp.core.index import STEP, LostStates, ParamGroup
 from ucp.errors import counted
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
@@ -268,7 +268,7 @@ class AssignedGroups:
 
     groups: tuple[ParamGroup, ...]
     """The saved groups, with the names of their parameters."""
-    lost: Mapping[str, Loss]
+    lost: Mapping[str, LostStates]
     """Parameters whose group is not known, and why."""
     step: object
     """The step of those: the one that all groups record; None where they differ, or record none."""
@@ -295,7 +295,7 @@ def assign_groups(
     steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
     return AssignedGroups(
         groups=groups,
-        lost={name: Loss(why=why, detail=str(list(shapes[name]))) for name in left},
+        lost={name: LostStates(reason=why, detail=str(list(shapes[name]))) for name in left},
         step=steps[0] if steps and all(type(own) is type(steps[0]) and own == steps[0] for own in steps) else None,
         note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
         f"arguments ({'; '.join(rule.describe())}); a no_weight_decay_cond or config_overrides of the run's own would "

@@ -25,10 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract import locating
-from ucp.contract.companions import with_companions
-from ucp.contract.locating import Evidence, Located, Pointer, the_checkpoint
+from ucp.contract.locating import Evidence, Located, Pointer, require_checkpoint
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import exists, names_in, read_short_text
@@ -87,7 +87,7 @@ def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[Save
         f"a folder with {TRACKER}, or an iteration folder such as iter_0001000 with {METADATA} or folders like "
         "mp_rank_00"
     )
-    return the_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
+    return require_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
 
 
 def is_of_the_format(path: Path) -> bool:
@@ -237,7 +237,7 @@ class MegatronFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = require_folder(locate(path), path)
-        return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
+        return attach_sidecars(self._read(located), located.saved_in, is_own=is_of_the_format)
 
     def _read(self, located: Located[SavedAs]) -> Index:
         refusal = None

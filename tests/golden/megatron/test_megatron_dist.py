@@ -20,7 +20,7 @@ from ucp.api import convert
 from ucp.core.gaps import check_cover
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import MissingStateError
 from ucp.io.files import Sources
@@ -68,7 +68,7 @@ def contents(case: str) -> dict[str, torch.Tensor]:
     gatherer = Gatherer(sources=Sources())
     found = {}
     for atom, key, state in index_of(case).states():
-        own = whole_slice(atom.name, key, state)
+        own = full_slice(atom.name, key, state)
         data = memoryview(bytearray(own.nbytes))
         gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
         name = "buffer" if atom.kind is Kind.BUFFER and key == WEIGHT else key

@@ -10,7 +10,7 @@ import pytest
 
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.core.tensor import DType
-from ucp.core.union import number_state
+from ucp.core.union import state_from_number
 from ucp.errors import MalformedError
 from ucp.io.elements import numpy_dtype
 from ucp.source.moments import ZeroMoments, check_moments, describe_zero_moments, detect_first_step
@@ -31,7 +31,7 @@ def made(tmp_path) -> Made:
             for state, values in moments.items():
                 states[name, state] = shards.whole(values)
             if step is not None:
-                states[name, "step"] = number_state(step)
+                states[name, "step"] = state_from_number(step)
         return make_index(tmp_path, states, groups=(group,) if group else ())
 
     return make

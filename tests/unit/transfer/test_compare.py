@@ -194,7 +194,7 @@ class TestScans:
         array = np.arange(100, dtype="float32")
         other = array.copy()
         other[[10, 90]] += 3
-        box = Box.whole((100,))
+        box = Box.full((100,))
         fragments = (
             Fragment(box=box, ref=shards.put(array)),
             Fragment(box=box, ref=shards.put(other, file="copy.bin"), replica=1),
@@ -248,7 +248,7 @@ class Counted(tuple):
 
 def test_thousands_of_copies_are_gone_through_a_few_times(shards):
     """Not once for each."""
-    ref, box = shards.put(np.arange(4, dtype="float32")), Box.whole((4,))
+    ref, box = shards.put(np.arange(4, dtype="float32")), Box.full((4,))
     copies = (Fragment(box=box, ref=ref, replica=n) for n in range(2000))
     state = StateIndex(dtype=DType.FLOAT32, global_shape=(4,), fragments=Counted(copies), overlap=Overlap.EQUAL)
     own = make_index(shards.folder, {("w", "weight"): state})

@@ -179,7 +179,7 @@ def hash_slices(slices: Sequence[Slice]) -> list[int]:
     counts: Counter[int] = Counter()
     hashes = []
     for piece in slices:
-        boxes = tuple((pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in piece.pairs)
+        boxes = tuple((pair.global_box.offsets, pair.local.offsets, pair.local.sizes) for pair in piece.pairs)
         kind = boxes, piece.dtype.value, piece.local_shape, piece.start, piece.stop
         if kind not in texts:
             texts[kind] = repr(kind)

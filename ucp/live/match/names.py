@@ -14,14 +14,14 @@ from functools import reduce
 from itertools import islice
 from pathlib import Path
 
-from ucp.contract.model import recorded_arguments, said_values
+from ucp.contract.model import parse_values, recorded_arguments
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family, library
 from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError, nearest
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
@@ -53,7 +53,7 @@ class NameOptions:
 
     def choose_family(self, index: Index) -> Family:
         """The family of the checkpoint. Raises UnknownFamilyError."""
-        arguments = {**recorded_arguments(index), **said_values(self.settings)}
+        arguments = {**recorded_arguments(index), **parse_values(self.settings)}
         names = index.shapes
         return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
 
@@ -119,7 +119,7 @@ class _Styles:
 
     family: Family | None = None
     """The family that they are of."""
-    tensors: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
     """Style to the tensors of the checkpoint in it."""
     with_shapes: frozenset[str] = frozenset()
     """Styles in which they have the shapes of this rank."""
@@ -159,7 +159,7 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         family = options.choose_family(index)
     except UnknownFamilyError:
         return _Styles()
-    translated: dict[str, Mapping[str, Made]] = {}
+    translated: dict[str, Mapping[str, TensorRecipe]] = {}
     failures: dict[str, str] = {}
     try:
         source = find_source_style(family, index.shapes)

@@ -107,7 +107,7 @@ class LoadRequest:
                 accept=options.accept,
             ),
             names=NameOptions(
-                naming=Naming.of(options.names, rules), rename=function, settings=settings, source=options.source
+                naming=Naming.parse(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _parse_dtype(dtype),
             rank_extras=choice_parser(RankPolicy, "rank_extras as one")(rank_extras),

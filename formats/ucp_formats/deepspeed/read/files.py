@@ -67,7 +67,7 @@ def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
     """Every file with a known name that can be read. Raises UnsupportedError for layouts that ucp does not read."""
     files = []
     for file, wrong in read_side_by_side(partial(try_read, folder.path), list(folder.files)):
-        problems.add(wrong)
+        problems.extend(wrong)
         files += [file] if file is not None else []
     refused: dict[str, str] = {}
     for file in files:

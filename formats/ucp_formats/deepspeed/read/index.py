@@ -20,10 +20,10 @@ from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import ShardedTensor, State, Union
+from ucp.core.union import ShardedTensor, StateSource, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.extras import joined, model_extras
+from ucp_formats.deepspeed.extras import join_extras, model_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
 from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
@@ -68,7 +68,7 @@ def read_native(
         atoms=atoms_of(module, optimizer.states, run.config, mesh),
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
-        extras=joined(optimizer.extras, module.extras),
+        extras=join_extras(optimizer.extras, module.extras),
         files=tuple(source_files((file.path, file.name.label) for file in grid.files)),
         records=tuple(record for file in grid.files for record in file.records),
         notes=(*grid.notes, *module.notes, *optimizer.notes, *folder_notes(folder)),
@@ -117,7 +117,7 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
 
 
 def atoms_of(
-    module: ModulePart, states: Mapping[str, Mapping[str, State]], config: RunConfig, mesh: Mesh | None = None
+    module: ModulePart, states: Mapping[str, Mapping[str, StateSource]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
     """Atoms in the order of the model; parameters that the module does not have come last.
 
@@ -137,14 +137,16 @@ def atoms_of(
         if WEIGHT not in param_states and entry.tensor is None:
             raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
         layout = layouts.get(name, Layout())
-        atoms[name] = union.atom(
+        atoms[name] = union.build_atom(
             name, kind=entry.kind, layout=layout, states=param_states, model=entry.tensor, model_dtype=entry.dtype
         )
     dtype = _DTYPES.get(config.precision(()))
     for name, param_states in states.items():
         if name not in atoms and WEIGHT in param_states:
             layout = layouts.get(name, Layout())
-            atoms[name] = union.atom(name, kind=Kind.PARAMETER, layout=layout, states=param_states, model_dtype=dtype)
+            atoms[name] = union.build_atom(
+                name, kind=Kind.PARAMETER, layout=layout, states=param_states, model_dtype=dtype
+            )
     return atoms
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ucp.contract.layouts import Chunks, chunk_axis
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, Stored
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.config import RunConfig
@@ -213,7 +213,7 @@ def read_module(
     others = {rank: module_of(file).others for rank, file in models.items()}
     for key in dict.fromkeys(key for values in others.values() for key in values):
         values = {rank: values[key] for rank, values in others.items() if key in values}
-        part.extras += per_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
+        part.extras += make_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
     if model.buffers is None:
         part.notes.append("the checkpoint does not record which tensors are buffers: they count as frozen parameters")
     if sharded:
@@ -251,7 +251,7 @@ def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: Modul
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
             copies.setdefault(name, []).insert(0, fragment)
         others = (copy for copy in copies.get(name, ()) if (copy.path, copy.offset) != (ref.path, ref.offset))
-        tensor = ShardedTensor.whole(ref, *others)
+        tensor = ShardedTensor.unsharded(ref, *others)
         part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -269,19 +269,19 @@ def _add_sharded(
             continue
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
         shape = recorded.get(name, ref.shape)
-        tensor = ShardedTensor.whole(ref) if ref.shape == shape and ref.numel else None
+        tensor = ShardedTensor.unsharded(ref) if ref.shape == shape and ref.numel else None
         if name in model.frozen and name not in trained:
             kind, tensor = Kind.FROZEN, _frozen(name, models, ref.dtype)
         elif name not in recorded and prod(model.empty.get(name, (1,))) == 0 == ref.numel:
             kind, shape = Kind.FROZEN, model.empty[name]
-            tensor = ShardedTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
+            tensor = ShardedTensor.unsharded(ref.strided(0, shape, contiguous_strides(shape)))
         elif name not in recorded:
             if not ref.numel and kind is not Kind.BUFFER:
                 part.dropped.append(
                     f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
                 )
                 continue
-            tensor = ShardedTensor.whole(ref)
+            tensor = ShardedTensor.unsharded(ref)
             _keep_other_buffers(name, ref, models, checksums, part)
         part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
 
@@ -291,7 +291,7 @@ def _keep_other_buffers(
 ) -> None:
     """Keep buffers that differ from rank 0's, such as running statistics, as extras."""
     copies = ((rank, module_of(model).tensors.get(name)) for rank, model in models.items() if rank)
-    differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
+    differing = {rank: value for rank, value in copies if not checksums.is_same(ref, value)}
     part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
     if differing:
         ranks = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
@@ -327,7 +327,7 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
     numel = prod(shape)
     chunks = Chunks({name: numel}, ranks)
     length = chunks.lengths(0).start
-    stored: list[Stored] = []
+    stored: list[StoredShard] = []
     missing: list[str] = []
     for rank in range(ranks):
         if rank and name not in chunks.spans(rank):
@@ -345,11 +345,11 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
             )
         if flat is None or flat.shape != (length,) or not flat.is_contiguous:
             raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
-        stored.append(Stored({"dp": rank}, flat))
+        stored.append(StoredShard({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
             f"every rank has a chunk of a frozen parameter, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    shards = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
-    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(shards,))
+    shards = ShardSet(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
+    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, shard_sets=(shards,))

@@ -330,10 +330,10 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
     """Check that all files of a model-parallel rank record the same."""
     files: list[ModelStates | OptimizerFile] = [*models, *optimizers]
     _check_steps(models, problems)
-    problems.agree("ds_version", {file.name.name: file.file.version for file in files})
-    problems.agree("zero_stage", {file.name.name: file.stage for file in optimizers})
+    problems.check_agreement("ds_version", {file.name.name: file.file.version for file in files})
+    problems.check_agreement("zero_stage", {file.name.name: file.stage for file in optimizers})
     if optimizers:
-        problems.agree("the number of ranks", {file.name.name: file.ranks for file in files})
+        problems.check_agreement("the number of ranks", {file.name.name: file.ranks for file in files})
     for key in ("param_shapes", "frozen_param_shapes"):
         known = [value for model in models if (value := model.file.root.get(key)) is not None]
         if any(other != known[0] for other in known[1:]):
@@ -343,7 +343,7 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
 
 def _check_steps(models: Iterable[ModelStates], problems: Problems) -> None:
     for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        problems.agree(key, {model.name.name: model.file.root.get(key) for model in models})
+        problems.check_agreement(key, {model.name.name: model.file.root.get(key) for model in models})
 
 
 def _check_runs_agree(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
@@ -355,7 +355,7 @@ def _check_runs_agree(runs: Mapping[int, SavedRun], folder: TagFolder, size: int
     ]
     with_model = [run for run in runs.values() if 0 in run.models]
     _check_steps([run.model for run in with_model], problems)
-    problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in with_model})
+    problems.check_agreement("the ZeRO stage", {run.model.name.name: run.stage for run in with_model})
 
 
 def _check_layers(

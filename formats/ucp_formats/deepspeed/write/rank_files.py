@@ -200,7 +200,7 @@ class RankFiles:
             yield draft.finish(self._optim(draft, chunked_state(draft, facts, groups, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
-        config = draft.carried(self.facts.config.staged(self.facts.stage))
+        config = draft.carried(self.facts.config.with_stage(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 
     def _path(self, kind: str, rank: int) -> str:

@@ -57,7 +57,7 @@ class SavedObjects:
         for key, value in sorted(self.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
             if is_wanted(key.kind):
                 is_first = (key.chain, key.kind) not in usual
-                if is_first or not checksums.same(value, usual[key.chain, key.kind]):
+                if is_first or not checksums.is_same(value, usual[key.chain, key.kind]):
                     yield key, value, is_first
                 usual.setdefault((key.chain, key.kind), value)
 

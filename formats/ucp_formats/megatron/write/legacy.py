@@ -22,7 +22,7 @@ from functools import cached_property
 from math import prod
 
 from ucp.core.index import WEIGHT
-from ucp.core.layout import Layout, Overlap, local_shape, place
+from ucp.core.layout import Layout, Overlap, compute_local_shape, place
 from ucp.core.region import RegionPair
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
@@ -64,7 +64,7 @@ class ModuleNaming:
         before_experts = ".pre_mlp_layernorm." in tensor.name and tensor.layer in self.expert_layers
         if not self.is_fused or before_experts or (tensor.expert is not None and not self.is_grouped):
             return name
-        return self.family.styled(name, "te")
+        return self.family.to_style(name, "te")
 
     def order_keys(self, keys: Mapping[str, TargetTensor]) -> list[str]:
         """Keys in the order of registration. `keys`: in the order of megatron-core's own modules."""
@@ -206,7 +206,7 @@ class _LegacyPlan:
         ranks = {"tp": rank.tp, "etp": self._grid.expert_part(rank).etp}
         layout = tensor.match.layout(axes=degrees, global_shape=tensor.shape)
         coords = {axis.axis: ranks[axis.axis] for axis in layout.axes}
-        shape = local_shape(layout, tensor.shape, coords)
+        shape = compute_local_shape(layout, tensor.shape, coords)
         pairs = tuple(RegionPair(placed.box, placed.local) for placed in place(layout, tensor.shape, coords=coords))
         axes = with_source(layout, f"family {self._run.model.family.name}")
         return _LocalTensor(key=key, tensor=tensor, pairs=pairs, shape=shape, layout=Layout(axes))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
@@ -61,7 +61,7 @@ class TargetTensor:
         self, pairs: tuple[RegionPair, ...], local_shape: tuple[int, ...], state: str, dtype: DType, layout: Layout
     ) -> Part:
         """The slice that fills a local tensor with `pairs` of this one. `layout`: of the state over ranks."""
-        numel = Box.whole(local_shape).numel
+        numel = Box.full(local_shape).numel
         part = Slice(
             param=self.name, state=state, dtype=dtype, pairs=pairs, local_shape=local_shape, start=0, stop=numel
         )
@@ -110,7 +110,7 @@ def build_model(index: Index, family: Family, *, weights: DType | None = None) -
     """
     matches = family.match(index.atoms)
     tensors = []
-    for name in family.sorted(matches):
+    for name in family.sort_canonical(matches):
         match, atom = matches[name], index.atoms[name]
         shape, states = atom.global_shape, atom.states
         is_buffer = match.buffer or atom.kind is Kind.BUFFER
@@ -219,8 +219,10 @@ def make_axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
         owner = None if expert is None else expert * mesh.ep // run.model.experts
         return (
             *(pipeline_axes(mesh.pp, mesh.vpp, chunks, "order of the layers") if layers_by_chunk else ()),
-            *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
-            *along("dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+            *(() if owner is None else holder_axes("ep", mesh.ep, "order of the experts", (owner,))),
+            *holder_axes(
+                "dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"
+            ),
         )
 
     return axes_of

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import place_companions
-from ucp.contract.model import recorded_arguments, run_arguments, said_values
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.model import parse_values, recorded_arguments, run_arguments
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
@@ -29,7 +29,7 @@ from ucp.transfer.probe import Prober
 from ucp_formats.megatron.groups import is_by_named_optimizer
 from ucp_formats.megatron.modules import choose_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.write.arguments import configured, derived_arguments, relaid_arguments, scaling_note
+from ucp_formats.megatron.write.arguments import derive_arguments, parse_config, scaling_note, update_arguments
 from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
 from ucp_formats.megatron.write.extras import (
     common_state,
@@ -39,7 +39,7 @@ from ucp_formats.megatron.write.extras import (
     lost_lines,
     lost_states,
 )
-from ucp_formats.megatron.write.groups import is_native, optimizer_chain
+from ucp_formats.megatron.write.groups import is_native, make_chain
 from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import (
     TargetModel,
@@ -92,7 +92,7 @@ class MegatronTarget(Target):
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """Those of a run of Megatron, with the modules that its layers are built of."""
-        native, asked = run_arguments(index), said_values(settings)
+        native, asked = run_arguments(index), parse_values(settings)
         check_settings(asked, native)
         modules = choose_modules(index, native, asked)
         return {**recorded_arguments(index), **modules.settings, **asked}
@@ -117,7 +117,7 @@ class MegatronTarget(Target):
             optimizer = OptimizerPlan(index, prober)
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
         check_division(run)
-        asked = said_values(options.settings)
+        asked = parse_values(options.settings)
         check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
@@ -132,7 +132,7 @@ class MegatronTarget(Target):
             dropped=(*lost_lines(run, lost, plan.placements), *lost_extras(run)),
             regrouped=not is_native(index),
         )
-        return place_companions(index, plan, own=(TRACKER,))
+        return add_sidecars(index, plan, reserved=(TRACKER,))
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The tracker, which makes the iteration the one to load."""
@@ -146,14 +146,14 @@ def _run(
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
     check_weights(index)
-    native, asked = run_arguments(index), said_values(options.settings)
+    native, asked = run_arguments(index), parse_values(options.settings)
     modules = choose_modules(index, native, asked)
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
     model = build_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
-    chain, notes = optimizer_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
+    chain, notes = make_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
     trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
     has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
@@ -173,13 +173,13 @@ def _run(
         index=index,
         model=model,
         topology=topology,
-        arguments=relaid_arguments(
+        arguments=update_arguments(
             arguments,
             topology,
             ckpt_format=layout,
             iteration=index.step or 0,
             has_optimizer=bool(chain),
-            has_random=bool(random),
+            has_rng=bool(random),
         ),
         chain=chain,
         common=common_state(index, chain, iteration=index.step or 0, samples=samples or 0),
@@ -198,9 +198,9 @@ def _made_arguments(
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """Arguments for a model that no run of Megatron trained, and what a user may not expect of them."""
     recorded = recorded_arguments(index)
-    stated = configured(recorded)
+    stated = parse_config(recorded)
     dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is Kind.PARAMETER}
-    arguments = derived_arguments(model.shapes, dtypes, asked={**stated, **said}, source=index.path)
+    arguments = derive_arguments(model.shapes, dtypes, settings={**stated, **said}, source=index.path)
     others = {name: own for name, own in stated.items() if name in said and said[name] != own}
     notes = [f"--set {name}={said[name]}, where config.json says {own}" for name, own in others.items()]
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
@@ -217,10 +217,10 @@ def _stepped(index: Index, names: Iterable[str]) -> list[str]:
 
 def _check_states(index: Index, model: TargetModel, arguments: Mapping[str, object]) -> None:
     """Prove that trained parameters have all states that some have; `arguments`: of the run."""
-    lacking = missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
+    lacking = find_missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
     if lacking:
         lines = listed(f"{name}: {', '.join(states)}" for name, states in lacking.items())
-        reasons = index.reasons(lacking)
+        reasons = index.loss_reasons(lacking)
         two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
         raise MissingStateError(

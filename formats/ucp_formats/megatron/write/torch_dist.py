@@ -112,12 +112,12 @@ def key_style(arguments: Mapping[str, object]) -> KeyStyle:
 
 def stored_parts(tensor: TargetTensor, model: TargetModel, style: KeyStyle) -> tuple[StoredPart, ...]:
     """The tensors that a parameter is stored as. Raises FamilyError if it has no name in torch_dist."""
-    names = model.family.stored_as(tensor.name, "torch_dist" if style.stacked else "torch_dist_layers")[1]
+    names = model.family.find_spelling(tensor.name, "torch_dist" if style.stacked else "torch_dist_layers")[1]
     layer, expert = tensor.layer, tensor.expert
     if style.norms is not Norms.RENAMED and len(names) == 1 and expert is None:
         before_experts = ".pre_mlp_layernorm." in tensor.name and layer in model.expert_layers
         keeps_name = style.norms is Norms.SEPARATE or before_experts
-        name = tensor.name if keeps_name else model.family.styled(tensor.name, "te")
+        name = tensor.name if keeps_name else model.family.to_style(tensor.name, "te")
         names = (stacked_key(name, layer=style.stacked),)
     lead = ((layer, model.layers),) if style.stacked and layer is not None else ()
     if expert is not None:
@@ -129,10 +129,10 @@ def stored_parts(tensor: TargetTensor, model: TargetModel, style: KeyStyle) -> t
 def _boxes(tensor: TargetTensor, count: int) -> tuple[Box, ...]:
     """The `count` blocks that the rule cuts one by one; the full tensor for one."""
     if count == 1:
-        return (Box.whole(tensor.shape),)
+        return (Box.full(tensor.shape),)
     layout = tensor.match.layout(axes={"tp": 1, "etp": 1}, global_shape=tensor.shape)
     pairs = [axis.pattern.regions(tensor.shape, 1, 0) for axis in layout.axes]
-    boxes = tuple(pair.whole for pair in max(pairs, key=len, default=()))
+    boxes = tuple(pair.global_box for pair in max(pairs, key=len, default=()))
     if len(boxes) != count:
         raise FamilyError(
             f"{tensor.name} is {count} tensors in torch_dist, but its rule has {len(boxes)} blocks to cut it into. "
@@ -216,7 +216,7 @@ def _chunks(tensor: TargetTensor, part: StoredPart, state: str, dtype: DType, la
         pair = _intersect(box, part.box)
         if pair is None:
             continue
-        offsets = tuple(a - b for a, b in zip(pair.whole.offsets, part.box.offsets, strict=True))
+        offsets = tuple(a - b for a, b in zip(pair.global_box.offsets, part.box.offsets, strict=True))
         sizes = pair.local.sizes
         parts = (tensor.to_part((pair,), sizes, state, dtype, layout),)
         yield NewChunk(offsets=(*lead, *offsets), sizes=(*((1,) * len(lead)), *sizes), parts=parts)
@@ -226,7 +226,7 @@ def _chunks(tensor: TargetTensor, part: StoredPart, state: str, dtype: DType, la
 def _intersect(box: Box, other: Box) -> RegionPair | None:
     """The intersection: the same object for all tensors with equal boxes."""
     shared = intersect(box, other)
-    return None if shared is None else RegionPair(shared, Box.whole(shared.sizes))
+    return None if shared is None else RegionPair(shared, Box.full(shared.sizes))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import in_model_order, tied_output
+from ucp.contract.locating import Evidence, Located, SaveFolder
+from ucp.contract.model import find_tied_output, sort_in_model_order
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.ranks import Checksums
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
@@ -77,7 +77,7 @@ class TorchFormat(Format):
         def is_own(path: Path) -> bool:
             return path.name in names or (not is_one_file and is_of_the_format(path))
 
-        return with_companions(index, folder, is_own=is_own)
+        return attach_sidecars(index, folder, is_own=is_own)
 
 
 class _TorchIndexer:
@@ -107,7 +107,7 @@ class _TorchIndexer:
         self._entries: SavedEntries = split_flat_params(entries, flat_shapes, self._where)
         self._saved: StateDict = self._sort()
         self._is_shared = any(GlobalTensor.of(entry).is_shared for entry in self._saved.model.values())
-        tied = tied_output(self._saved.model, self._config)
+        tied = find_tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
 
@@ -129,7 +129,7 @@ class _TorchIndexer:
             # the order of what the user points to, or of a known model
             in_shapes = None if self._shapes is None else [*self._shapes]
             weights = weights.in_order_of(
-                in_shapes or in_model_order(weights.tensors, weights.config.get("model_type"))
+                in_shapes or sort_in_model_order(weights.tensors, weights.config.get("model_type"))
             )
             self._in_order = weights.is_in_order
             self._config = weights.config

@@ -431,7 +431,7 @@ class TestDamage:
 def test_copies_that_differ(tmp_path, dst, small_blocks):
     """Told by every part that compares them, and at the end."""
     shards, array = Shards(tmp_path / "drifted"), np.arange(240, dtype="float32").reshape(30, 8)
-    box = Box.whole(array.shape)
+    box = Box.full(array.shape)
     pieces = [Fragment(box=box, ref=shards.put(array + n, file=f"{n}.bin"), replica=n) for n in (0, 1)]
     state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=tuple(pieces))
     write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))

@@ -19,7 +19,7 @@ from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import AtomIndex, Index
-from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
+from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
 from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
 from ucp.live.adapters import LiveModel
 from ucp.live.match.items import find_atoms
@@ -165,7 +165,7 @@ class LayoutFinder:
 
     def _fits(self, layout: Layout, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
         try:
-            part = part_of(layout, shape, coords=self._mesh.coords)
+            part = locate_shard(layout, shape, coords=self._mesh.coords)
         except ValueError:
             return False
         return part.local_shape == local or (part.numel == prod(local) == 0)

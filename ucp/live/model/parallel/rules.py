@@ -10,7 +10,7 @@ from ucp.core.layout import AxisLayout, Layout, Pattern
 from ucp.errors import FamilyError
 from ucp.families.expression import Expression, ExpressionError
 from ucp.families.family import Family
-from ucp.families.naming import Named
+from ucp.families.naming import ParsedName
 from ucp.families.rule import DIM, Alias, AxisRule
 
 
@@ -58,11 +58,11 @@ class FamilyRules:
         return RuleLayouts(layouts=tuple(map(Layout, layouts)), padded=padded)
 
     def _find_patterns(
-        self, rule: AxisRule, named: Named, shape: tuple[int, ...], local_shape: tuple[int, ...]
+        self, rule: AxisRule, named: ParsedName, shape: tuple[int, ...], local_shape: tuple[int, ...]
     ) -> Iterator[Pattern]:
         values, parts = {**self.degrees, **self.family.values}, self.degrees[rule.axis]
         if DIM not in rule.options:
-            yield rule.made(values)
+            yield rule.make_pattern(values)
             return
         dim, alias = _find_stored_dim(named, rule.dim), named.alias
         if alias is not None and alias.blocks:
@@ -70,7 +70,7 @@ class FamilyRules:
             return
         is_joined = alias is not None and len(alias.names) > 1
         if len(rule.options) > 1 and not is_joined:
-            yield replace(rule, options={**rule.options, DIM: dim}).made({**values, DIM: shape[dim]})
+            yield replace(rule, options={**rule.options, DIM: dim}).make_pattern({**values, DIM: shape[dim]})
             return
         is_grouped = alias is not None and alias.groups is not None
         yield from cut_patterns(dim, parts, shape, local_shape, is_grouped=is_grouped)
@@ -101,6 +101,6 @@ def cut_patterns(
         yield pattern("shard", dim=dim, blocks=(shape[dim],), copies=(copies,))
 
 
-def _find_stored_dim(named: Named, dim: int) -> int:
+def _find_stored_dim(named: ParsedName, dim: int) -> int:
     order = () if named.alias is None else named.alias.order
     return order[dim] if order else dim + len(named.stacked)

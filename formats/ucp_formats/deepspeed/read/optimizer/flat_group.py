@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.contract.layouts import FlatLayout
-from ucp.contract.ranks import Checksums, Problems, per_rank_extras
-from ucp.core.index import STEP, WEIGHT, Extra, Fragment, Loss, ParamGroup, StateIndex
+from ucp.contract.ranks import Checksums, Problems, make_rank_extras
+from ucp.core.index import STEP, WEIGHT, Extra, Fragment, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, State, Stored, number_state, scalar_state
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, state_from_number, state_from_scalar
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
 
@@ -29,7 +29,7 @@ _UNPLACED = "optimizer states that cannot be assigned to single parameters are k
 class OptimizerPart:
     """Everything read of the optimizer."""
 
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    states: dict[str, dict[str, StateSource]] = field(default_factory=dict)
     """Trained parameter to state name to state; `weight` where there is a master."""
     groups: list[ParamGroup] = field(default_factory=list)
     """Parameter groups."""
@@ -39,12 +39,12 @@ class OptimizerPart:
     """Assumptions."""
     dropped: list[str] = field(default_factory=list)
     """Left-out states, each with the reason."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters with states that cannot be assigned to single parameters."""
 
     def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
         """Report states of `params` that are kept as extras; `unplaced`: a description of each."""
-        loss = Loss(why=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
+        loss = LostStates(reason=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
         self.lost |= dict.fromkeys(params, loss)
         self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{listed(unplaced)}")
 
@@ -55,7 +55,7 @@ class OptimizerPart:
         """
         for number, group in enumerate(self.groups):
             params = [states for name in group.params if (states := self.states.get(name, {})).keys() - {WEIGHT}]
-            step = scalar_state(group.hyper.get(STEP))
+            step = state_from_scalar(group.hyper.get(STEP))
             if step is None or not params or any(STEP in states for states in params):
                 continue
             for states in params:
@@ -136,7 +136,7 @@ class _Reader:
         label, shards = self.group.label, self.group.shards
         values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-        numbers = {r: value for r, value in values.items() if r not in tensors and scalar_state(value) is not None}
+        numbers = {r: value for r, value in values.items() if r not in tensors and state_from_scalar(value) is not None}
         if not values:
             self.part.dropped.append(f"{label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
@@ -151,13 +151,13 @@ class _Reader:
             self.add_number(name, numbers)
         elif tensors or numbers:
             shown = {self.files[rank]: described(value) for rank, value in values.items()}
-            self.problems.agree(f"the kind of {name} of {label}", shown)
+            self.problems.check_agreement(f"the kind of {name} of {label}", shown)
         else:
             self.keep(name, values, f"{label}: state {name} is {described(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
         """Keep a state as an extra; `what`: its description."""
-        self.part.extras += per_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
+        self.part.extras += make_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
         self.unplaced.append(what)
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
@@ -170,15 +170,15 @@ class _Reader:
         starts_by_param = self._find_starts(layout)
         for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
             if param not in starts_by_param:
-                shards = Shards(unsplit, (Stored(self.group.coords, first),))
+                shards = ShardSet(unsplit, (StoredShard(self.group.coords, first),))
             elif layout.ranks == 1:
                 ref = first.strided(starts_by_param[param][1][0][1], shape, contiguous_strides(shape))
-                shards = Shards(unsplit, (Stored(self.group.coords, ref),))
+                shards = ShardSet(unsplit, (StoredShard(self.group.coords, ref),))
             else:
                 split, starts = starts_by_param[param]
-                stored = [Stored(self.coords[rank], tensors[rank], start) for rank, start in starts]
-                shards = Shards(split, tuple(stored))
-            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(shards,))
+                stored = [StoredShard(self.coords[rank], tensors[rank], start) for rank, start in starts]
+                shards = ShardSet(split, tuple(stored))
+            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
 
     def _find_starts(self, layout: FlatLayout) -> dict[str, tuple[Layout, list[tuple[int, int]]]]:
         """Parameter with elements to its layout, and to the ranks that have some, each with the start in its tensor."""
@@ -199,21 +199,23 @@ class _Reader:
         rank, first = next(iter(tensors.items()))
         if not self._check_dtype(name, tensors) or not self._check_present(name, self._ranks_without(tensors)):
             return
-        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
+        differing = [other for other, ref in tensors.items() if self.checksums.has_same_bytes(first, ref) is False]
         self.problems.wrong += [
             f"{self.files[other]}: of another run: {name} of {self.group.label} differs from {self.files[rank]}"
             for other in differing
         ]
-        box = Box.whole(first.shape)
+        box = Box.full(first.shape)
         fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(tensors.values()))
         self._share_state(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
 
     def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
         """Add a state that is a Python number, equal on every rank."""
-        self.problems.agree(f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()})
+        self.problems.check_agreement(
+            f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()}
+        )
         number = next(iter(numbers.values()))
         if self._check_present(name, self._ranks_without(numbers)) and isinstance(number, int | float):
-            self._share_state(name, number_state(number))
+            self._share_state(name, state_from_number(number))
 
     def _share_state(self, name: str, state: StateIndex) -> None:
         for states in self.states.values():
@@ -230,7 +232,7 @@ class _Reader:
 
     def _check_dtype(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
-        self.problems.agree(f"the type of {name} of {self.group.label}", dtypes)
+        self.problems.check_agreement(f"the type of {name} of {self.group.label}", dtypes)
         return len(set(dtypes.values())) == 1
 
     def find_layout(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
