@@ -198,7 +198,7 @@ def _has_ranks(layout: Layout, shape: Shape, pieces: Iterable[Fragment], ranks: 
 def _expected(layout: Layout, shape: Shape, coords: Coords) -> NDArray[np.bool_]:
     """Elements of all ranks at `coords`, which may leave axes open."""
     known = dict(coords)
-    axes = layout.every
+    axes = layout.all_axes
     ranges = ([known[axis.axis]] if axis.axis in known and axis.parts > 1 else range(axis.parts) for axis in axes)
     ranks = (dict(zip((axis.axis for axis in axes), at, strict=True)) for at in product(*ranges))
     return _marked(shape, {own.box for rank in ranks for own in place(layout, shape, coords=rank)})
@@ -228,7 +228,7 @@ def kinds(index: Index, atom: AtomIndex) -> dict[str, str]:
         told = ranks_told(index, atom)
     except ValueError:  # no tensor of its shape can lie like this
         told = None
-    laid = {axis.axis: axis for axis in atom.layout.every}
+    laid = {axis.axis: axis for axis in atom.layout.all_axes}
     parts = {axis: own.parts for axis, own in laid.items()}
     if "dp" not in laid:  # the split of HSDP, of which either may be 1
         laid["dp"] = laid.get("dp_shard") or laid.get("dp_replicate")

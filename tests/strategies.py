@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Layout, Pattern
-from ucp.core.region import Box, RegionPair, flat_boxes
+from ucp.core.region import Box, RegionPair, cut_flat_range
 from ucp.core.target import Slice
 from ucp.core.tensor import DType, Tensor
 from ucp.io.elements import numpy_dtype
@@ -49,11 +49,11 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, ...]:
             boxes = _grid([draw(cuts(length)) for length in shape])
         case "flat":
             edges = draw(cuts(prod(shape)))
-            boxes = tuple(b for low, high in pairwise(edges) for b in flat_boxes(shape, low, high))
+            boxes = tuple(b for low, high in pairwise(edges) for b in cut_flat_range(shape, low, high))
         case "splits":
-            boxes = _split(draw, Box.whole(shape), draw(st.integers(0, 6)))
+            boxes = _split(draw, Box.full(shape), draw(st.integers(0, 6)))
         case _:
-            boxes = (Box.whole(shape),)
+            boxes = (Box.full(shape),)
     return tuple(draw(st.permutations(boxes)))
 
 
@@ -130,7 +130,7 @@ def slices_of(draw: st.DrawFn, state: StateIndex, pattern: st.SearchStrategy[Pat
     """A slice of a state: a box of it, or what one rank of a mesh holds, whole or a flat range of that."""
     if draw(st.booleans()):
         box = draw(boxes_in(state.global_shape))
-        pairs: tuple[RegionPair, ...] = (RegionPair(box, Box.whole(box.sizes)),)
+        pairs: tuple[RegionPair, ...] = (RegionPair(box, Box.full(box.sizes)),)
         local = box.sizes
     else:
         parts = draw(st.integers(1, 4))

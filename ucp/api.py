@@ -14,7 +14,7 @@ from typing import Unpack
 
 import ucp  # the return types, which are imported when they are looked at
 from ucp.contract.protocols import Observer
-from ucp.contract.registry import with_callables
+from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
     CompareArguments,
     ConvertArguments,
@@ -23,14 +23,14 @@ from ucp.conversion.arguments import (
     takes_options,
 )
 from ucp.conversion.destination.disk import is_begun
+from ucp.conversion.option import switch_parser, type_path
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
-from ucp.conversion.prepare import Silent
-from ucp.conversion.values import switch_of, type_path
+from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
-from ucp.io.folder import given, is_url
-from ucp.source.moments import before_first_step, moments_note
-from ucp.source.read import Survey, index_of, judged, no_cycle_collection, read_index, survey
+from ucp.io.folder import is_url, parse_path
+from ucp.source.moments import describe_zero_moments, detect_first_step
+from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
 
 __all__ = [
     "PlanReport",
@@ -54,21 +54,21 @@ def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:
     """
     from ucp.live.checkpoint import Checkpoint
 
-    return Checkpoint(index_of(given(path), source=make_options(**options).source))
+    return Checkpoint(index_of(parse_path(path), source=make_options(**options).source))
 
 
 @takes_options(SourceArguments)
-@no_cycle_collection()
+@pause_gc()
 def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
 
     `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError; `survey(path)` then
     gives what is known.
     """
-    path = given(path)
+    path = parse_path(path)
     index = read_index(path, source=make_options(**options).source)
-    index = before_first_step(with_callables(judged(index)))
-    note = moments_note(index)
+    index = detect_first_step(add_call_notes(add_doubts(index)))
+    note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
 
 
@@ -80,7 +80,7 @@ def plan(src: type_path, dst: type_path | None = None, **options: Unpack[PlanArg
     nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift` "first"
     or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
     """
-    return preview(given(src), make_options(**options), None if dst is None else given(dst))
+    return preview(parse_path(src), make_options(**options), None if dst is None else parse_path(dst))
 
 
 @takes_options(ConvertArguments)
@@ -109,12 +109,12 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(given(src), given(dst), make_options(**options), observer or Silent())
+    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or SilentObserver())
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
-    return is_begun(given(dst))
+    return is_begun(parse_path(dst))
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -144,16 +144,16 @@ def verify(
     `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight
     with a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
     """
-    from ucp.checks.verify import prove
+    from ucp.checks.verify import verify_checkpoint
 
     checked = make_options(**options)
-    return prove(
-        given(path),
-        against=None if against is None else given(against),
+    return verify_checkpoint(
+        parse_path(path),
+        against=None if against is None else parse_path(against),
         names=checked.selection,
         source=checked.source,
         threads=_threads(checked, (path, against)),
-        observer=observer or Silent(),
+        observer=observer or SilentObserver(),
     )
 
 
@@ -171,15 +171,15 @@ def diff(
     `extras`: also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`, `patterns`,
     `shapes_from`, `param_order`, `workers`, `memory`: see `verify`.
     """
-    from ucp.checks.verify import differences
+    from ucp.checks.verify import diff_checkpoints
 
     checked = make_options(**options)
-    return differences(
-        given(a),
-        given(b),
+    return diff_checkpoints(
+        parse_path(a),
+        parse_path(b),
         names=checked.selection,
-        extras=switch_of("extras")(extras),
+        extras=switch_parser("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
-        observer=observer or Silent(),
+        observer=observer or SilentObserver(),
     )

@@ -221,13 +221,21 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     names = list(known)
     first, *rest = name.split("_")
-    shortened = [own for own in names if own.split("_")[0] == first and _leaves_out(rest, own.split("_")[1:])]
+    shortened = [
+        candidate
+        for candidate in names
+        if candidate.split("_")[0] == first and _leaves_out(rest, candidate.split("_")[1:])
+    ]
     near = get_close_matches(name, names, 1)
-    initials = [own for own in names if len(name) in (2, 3) and own[:1] == name[0] and _leaves_out(name, own)]
+    initials = [
+        candidate
+        for candidate in names
+        if len(name) in (2, 3) and candidate[:1] == name[0] and _leaves_out(name, candidate)
+    ]
     return next(iter((shortened if rest else []) + near + initials), None)
 
 
-def _leaves_out(some: Iterable[str], every: Iterable[str]) -> bool:
-    """Whether `some` are `every` in their order, with others between."""
-    left = iter(every)
-    return all(own in left for own in some)
+def _leaves_out(parts: Iterable[str], all_parts: Iterable[str]) -> bool:
+    """Whether `parts` are `all_parts` in their order, with others between."""
+    remaining = iter(all_parts)
+    return all(part in remaining for part in parts)

@@ -35,10 +35,10 @@ def main() -> None:
         failure.show()
         sys.exit(failure.exit_code)
     finally:
-        if "ucp.io.remote.link" in sys.modules:
-            from ucp.io.files import let_go
+        if "ucp.io.remote.connections" in sys.modules:
+            from ucp.io.files import close_connections
 
-            let_go()  # or the interpreter would wait for requests that nobody needs any more
+            close_connections()  # or the interpreter would wait for requests that nobody needs any more
         gc.freeze()  # or the interpreter would look for cycles in all there is, only to end
 
 

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 import click
 
 from ucp.contract import plugins, registry
-from ucp.conversion.arguments import CompareArguments, SourceArguments, options_of
-from ucp.conversion.option import Option
-from ucp.conversion.values import nbytes_of
+from ucp.conversion.arguments import CompareArguments, SourceArguments, list_options
+from ucp.conversion.option import Option, parse_memory
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
@@ -31,7 +30,7 @@ class _AnyPath(click.Path):
         if value == "":
             self.fail("expected a path; got '' (is a shell variable unset?)", param, ctx)
         try:
-            return given(value)
+            return parse_path(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
 
@@ -52,7 +51,7 @@ def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
     return value
 
 
-memory_of = _parsed(nbytes_of)
+memory_of = _parsed(parse_memory)
 """Bytes of text like 512M, 1GiB or 2GB. Raises BadParameter."""
 
 
@@ -136,7 +135,7 @@ def takes_options(arguments: type[SourceArguments]) -> Callable[[F], F]:
     """Add the options that are among `arguments`, passed under the names of the library's arguments."""
 
     def decorate(command: F) -> F:
-        for option in reversed(options_of(arguments)):
+        for option in reversed(list_options(arguments)):
             command = _option(option, arguments)(command)
         return command
 
@@ -152,7 +151,7 @@ def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F
     if option.shown or isinstance(option.default, str):
         keywords |= {"default": option.shown or option.default, "show_default": bool(option.shown)}
     text = option.comparing if arguments is CompareArguments and option.comparing else option.help
-    names = filter(None, (option.flag, option.also, option.name))
+    names = filter(None, (option.flag, option.alternative, option.name))
     return click.option(*names, help=text, **keywords | _DETAILS.get(option.name, {}))
 
 

@@ -1,21 +1,20 @@
-"""What is recognised by name and not read: checkpoints of other libraries, parts of one.
+"""Advice for files that are recognised by name but not read: checkpoints of other libraries, and incomplete ones.
 
-Asked only where no format recognises a path, so that a file beside a checkpoint never hides it.
+It is asked only if no format recognises a path, so that a file beside a checkpoint never hides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    what: str
+    description: str
     """What it is, with its article."""
     globs: tuple[str, ...]
-    """Names of which one is there; of the file itself, or of an entry of the folder."""
+    """Patterns of the name of the file, or of an entry of the folder; one must match."""
     advice: str
     """What to do with it."""
 
@@ -57,19 +56,13 @@ _KINDS = (
 
 
 def remedy(path: Path) -> str | None:
-    """What `path` is, though no format reads it, and what to do about it; None for what is not known either.
+    """What `path` is, and what to do about it; None if that is not known either.
 
     >>> remedy(Path("llama.gguf")).partition(",")[0]
     'It looks like a GGUF model (llama.cpp)'
     """
-    held = _held(path)
-    kind = next((kind for kind in _KINDS if any(map(held, kind.globs))), None)
-    return None if kind is None else f"It looks like {kind.what}, which is not read. {kind.advice}"
-
-
-def _held(path: Path) -> Callable[[str], bool]:
-    """Whether a glob fits the file at `path`, or an entry of the folder."""
-    if path.is_dir():
-        entries = [Path(entry.name) for entry in path.iterdir()]
-        return lambda glob: any(entry.match(glob) for entry in entries)
-    return path.match
+    entries = list(path.iterdir()) if path.is_dir() else [path]
+    for kind in _KINDS:
+        if any(entry.match(glob) for glob in kind.globs for entry in entries):
+            return f"It looks like {kind.description}, which is not read. {kind.advice}"
+    return None

@@ -17,7 +17,7 @@ from ucp_patterns.dim import check_dim, chunk, regions_of
 class Chunk(Pattern):
     """A dim cut into chunks.
 
-    >>> [str(pair.whole) for index in range(4) for pair in Chunk(0).regions((9,), 4, index)]
+    >>> [str(pair.global_box) for index in range(4) for pair in Chunk(0).regions((9,), 4, index)]
     ['[0:3]', '[3:6]', '[6:9]', '[0:0]']
     """
 

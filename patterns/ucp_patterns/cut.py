@@ -18,7 +18,7 @@ from ucp_patterns.dim import check_dim, regions_of
 class Cut(Pattern):
     """A dim cut by recorded widths.
 
-    >>> [str(pair.whole) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
+    >>> [str(pair.global_box) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
     ['[3:4, 0:2]', '[5:6, 0:2]']
     """
 
@@ -50,5 +50,5 @@ class Cut(Pattern):
             raise ValueError(f"widths {self.widths} do not cut the {length} elements of dim {self.dim} in {parts}")
         begins = accumulate(map(sum, self.widths), initial=0)
         starts = [begin + sum(block[:index]) for begin, block in zip(begins, self.widths, strict=False)]
-        stretches = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
-        return regions_of(global_shape, self.dim, stretches)
+        ranges = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]
+        return regions_of(global_shape, self.dim, ranges)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ucp.core.region import Box, RegionPair
 
-Stretch = tuple[int, int, int]
+DimRange = tuple[int, int, int]
 """First element and one past the last, of the dim of the whole; and which copy of them it is."""
 
 
@@ -17,12 +17,12 @@ def check_dim(shape: Sequence[int], dim: int) -> int:
     return shape[dim]
 
 
-def regions_of(shape: tuple[int, ...], dim: int, stretches: Iterable[Stretch]) -> tuple[RegionPair, ...]:
-    """A part that holds `stretches` of a dim one after another; one empty box where that is nothing."""
+def regions_of(shape: tuple[int, ...], dim: int, ranges: Iterable[DimRange]) -> tuple[RegionPair, ...]:
+    """A part that holds `ranges` of a dim one after another; one empty box where that is nothing."""
     zero = (0,) * len(shape)
     pairs = []
     local = 0
-    for start, stop, copy in stretches:
+    for start, stop, copy in ranges:
         if stop > start:
             sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
             pairs.append(RegionPair(Box(_at(zero, dim, start), sizes), Box(_at(zero, dim, local), sizes), copy))
@@ -42,8 +42,8 @@ def chunks(length: int, parts: int) -> list[tuple[int, int]]:
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     """One of `chunks`."""
-    each = -(-length // parts)
-    return min(index * each, length), min((index + 1) * each, length)
+    length_of_each = -(-length // parts)
+    return min(index * length_of_each, length), min((index + 1) * length_of_each, length)
 
 
 def _at(offsets: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -23,5 +23,5 @@ class Partial(Pattern):
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """The whole, for any `index`. `global_shape`: elements."""
         del parts
-        whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole, index),)
+        full = Box.full(global_shape)
+        return (RegionPair(full, full, index),)

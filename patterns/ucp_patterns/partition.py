@@ -18,7 +18,7 @@ from ucp.core.region import Box, RegionPair
 class Partition(Pattern):
     """The elements of a flattened parameter that lie in the share of each part.
 
-    >>> [str(pair.whole) for index in range(2) for pair in Partition(start=3, share=4).regions((4,), 2, index)]
+    >>> [str(pair.global_box) for index in range(2) for pair in Partition(start=3, share=4).regions((4,), 2, index)]
     ['[0:1]', '[1:4]']
     """
 

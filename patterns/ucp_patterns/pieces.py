@@ -33,15 +33,15 @@ class Pieces(Pattern):
     def __post_init__(self) -> None:
         """Raise ValueError for a pair of boxes of other sizes: pieces come out of manifests, too."""
         for pair in (pair for pairs in self.held for pair in pairs):
-            if pair.dims is None and pair.whole.sizes != pair.local.sizes:
+            if pair.dims is None and pair.global_box.sizes != pair.local.sizes:
                 raise ValueError(
-                    f"expected the same sizes in the whole and in the part; got {pair.whole}, {pair.local}"
+                    f"expected the same sizes in the whole and in the part; got {pair.global_box}, {pair.local}"
                 )
 
     @property
     def name(self) -> str:
         """Name as printed."""
-        return f"pieces({'+'.join(str(len(own)) for own in self.held)})"
+        return f"pieces({'+'.join(str(len(pairs)) for pairs in self.held)})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """What part `index` holds. `global_shape`: elements. Raises ValueError for another number of parts."""
@@ -51,10 +51,12 @@ class Pieces(Pattern):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The smallest shape that has all boxes. Raises ValueError when the parts have other shapes than these."""
-        own = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
-        if len(own) != len(local_shapes) or any(a and a != tuple(b) for a, b in zip(own, local_shapes, strict=True)):
-            raise ValueError(f"{self.name}: expected parts of {own}; got {[list(shape) for shape in local_shapes]}")
-        return _reach([pair.whole.stops for pairs in self.held for pair in pairs])
+        shapes = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
+        if len(shapes) != len(local_shapes) or any(
+            a and a != tuple(b) for a, b in zip(shapes, local_shapes, strict=True)
+        ):
+            raise ValueError(f"{self.name}: expected parts of {shapes}; got {[list(shape) for shape in local_shapes]}")
+        return _reach([pair.global_box.stops for pairs in self.held for pair in pairs])
 
 
 def _reach(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

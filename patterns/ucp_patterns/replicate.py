@@ -39,5 +39,5 @@ class Replicate(Pattern):
             raise ValueError(f"holders {list(self.holders)} are not all among {parts} parts")
         if self.holders and index not in self.holders:
             return ()
-        whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole, self.holders.index(index) if self.holders else index),)
+        full = Box.full(global_shape)
+        return (RegionPair(full, full, self.holders.index(index) if self.holders else index),)

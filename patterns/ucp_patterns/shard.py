@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ucp.core.layout import Overlap, Pattern, joined_shape
+from ucp.core.layout import Overlap, Pattern, join_shapes
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import Stretch, check_dim, regions_of
+from ucp_patterns.dim import DimRange, check_dim, regions_of
 
 _MOST_BLOCKS = 8192
 """Gate and up of twice as many experts as any layer has; each block costs some 30 microseconds per rank."""
@@ -23,9 +23,9 @@ _MOST_BLOCKS = 8192
 class Shard(Pattern):
     """A dim cut into nearly equal parts, the first ones longer by one where it does not divide.
 
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(4, 2)).regions((6, 3), 2, 1)]
     ['[2:4, 0:3]', '[5:6, 0:3]']
-    >>> [str(pair.whole) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
+    >>> [str(pair.global_box) for pair in Shard(dim=0, blocks=(8, 2), copies=(1, 2)).regions((10,), 4, 1)]
     ['[2:4]', '[8:9]']
     """
 
@@ -76,17 +76,17 @@ class Shard(Pattern):
         if any(parts % copies for copies in self.copies):
             raise ValueError(f"{self.name}: copies do not divide {parts} parts")
         blocks = self.blocks * self.repeat or (length,)
-        stretches: list[Stretch] = []
+        ranges: list[DimRange] = []
         begin = 0
         for block, copies in zip(blocks, self.copies * self.repeat or (1,) * len(blocks), strict=True):
-            at = index // copies
-            each, longer = divmod(block, parts // copies)
-            low = begin + at * each + min(at, longer)
-            stretches.append((low, low + each + (at < longer), index % copies))
+            cut_number = index // copies
+            length_of_cut, longer = divmod(block, parts // copies)
+            low = begin + cut_number * length_of_cut + min(cut_number, longer)
+            ranges.append((low, low + length_of_cut + (cut_number < longer), index % copies))
             begin += block
-        return regions_of(global_shape, self.dim, stretches)
+        return regions_of(global_shape, self.dim, ranges)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
         shapes = tuple(map(tuple, local_shapes))
-        return joined_shape(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
+        return join_shapes(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)

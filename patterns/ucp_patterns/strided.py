@@ -18,7 +18,7 @@ from ucp_patterns.dim import check_dim, chunk, chunks, regions_of
 class Strided(Pattern):
     """A chunk of each of the chunks of a dim, one after another.
 
-    >>> [str(pair.whole) for pair in Strided(dim=0, split_factor=2).regions((8,), 2, 1)]
+    >>> [str(pair.global_box) for pair in Strided(dim=0, split_factor=2).regions((8,), 2, 1)]
     ['[2:4]', '[6:8]']
     """
 
@@ -41,5 +41,5 @@ class Strided(Pattern):
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """This part's chunk of every chunk. `global_shape`: elements. Raises ValueError: no such dim."""
         length = check_dim(global_shape, self.dim)
-        every = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
-        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in every])
+        ranges = [(start, *chunk(stop - start, parts, index)) for start, stop in chunks(length, self.split_factor)]
+        return regions_of(global_shape, self.dim, [(start + low, start + high, 0) for start, low, high in ranges])

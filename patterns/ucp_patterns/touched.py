@@ -44,5 +44,5 @@ class Touched(Pattern):
             raise ValueError(f"elements {self.start} to {stop} leave a buffer of {parts} x {self.share} elements")
         if not self.start < (index + 1) * self.share or not stop > index * self.share:
             return ()
-        whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole, index - self.start // self.share),) if global_shape[0] else ()
+        full = Box.full(global_shape)
+        return (RegionPair(full, full, index - self.start // self.share),) if global_shape[0] else ()

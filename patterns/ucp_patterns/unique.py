@@ -30,5 +30,5 @@ class Unique(Pattern):
         """The whole on the owner, nothing elsewhere. `global_shape`: elements."""
         if not 0 <= self.owner < parts:
             raise ValueError(f"owner {self.owner} is none of {parts} parts")
-        whole = Box.whole(global_shape)
-        return (RegionPair(whole, whole),) if index == self.owner else ()
+        full = Box.full(global_shape)
+        return (RegionPair(full, full),) if index == self.owner else ()

@@ -70,7 +70,7 @@ def items_of(tensors: int, layout: Layout, coords: dict[str, int]) -> Iterator[L
                 strides = contiguous_strides(shape)
                 ref = TensorRef(path=f"/x/{number % 64}", offset=at, dtype=DType.FLOAT32, shape=shape, strides=strides)
                 source = StateIndex(
-                    dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=ref),)
+                    dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.full(shape), ref=ref),)
                 )
                 param = f"model.layers.{number // EXPERTS}.mlp.experts.{number % EXPERTS}.{name}.weight"
                 rows = -(-shape[0] // (layout.axes[0].parts if isinstance(layout.axes[0].pattern, Chunk) else 1))

@@ -98,7 +98,7 @@ class TestShardWithCopies(PatternContract):
     def test_neighbours_hold_the_same(self):
         pattern = Shard(0, (8, 2), (1, 2))
         held = [pattern.regions((10,), 4, index)[1] for index in range(4)]
-        assert [(pair.whole.offsets[0], pair.copy) for pair in held] == [(8, 0), (8, 1), (9, 0), (9, 1)]
+        assert [(pair.global_box.offsets[0], pair.copy) for pair in held] == [(8, 0), (8, 1), (9, 0), (9, 1)]
 
     def test_copies_must_divide_the_parts(self):
         with pytest.raises(ValueError, match="copies do not divide 3 parts"):
@@ -167,7 +167,7 @@ class TestChunk(PatternContract):
     cases = tuple((Chunk(dim), shape, parts) for shape in SHAPES for parts in PARTS for dim in range(len(shape)))
 
     def test_the_last_parts_are_short_or_empty(self):
-        assert [Chunk(0).regions((9,), 4, index)[0].whole.numel for index in range(4)] == [3, 3, 3, 0]
+        assert [Chunk(0).regions((9,), 4, index)[0].global_box.numel for index in range(4)] == [3, 3, 3, 0]
 
 
 class TestStrided(PatternContract):
@@ -213,7 +213,7 @@ def test_torch_cuts_alike(length: int, parts: int) -> None:
     whole = torch.arange(2 * length).reshape(length, 2)
 
     def held(pattern: Chunk | Strided, index: int) -> list[list[int]]:
-        boxes = [pair.whole for pair in pattern.regions((length, 2), parts, index)]
+        boxes = [pair.global_box for pair in pattern.regions((length, 2), parts, index)]
         return torch.cat([whole[box.offsets[0] : box.stops[0]] for box in boxes]).tolist()
 
     chunks = [own.tolist() for own in torch.chunk(whole, parts)]

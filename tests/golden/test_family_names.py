@@ -20,10 +20,10 @@ import pytest
 from safetensors import safe_open
 
 from ucp.contract.registry import choose_family, families, family
-from ucp.core.region import Box, uncovered
+from ucp.core.region import Box, find_gaps
 from ucp.errors import FamilyError
 from ucp.families.family import Family
-from ucp.families.naming import Named
+from ucp.families.naming import ParsedName
 from ucp.families.rule import Alias, Rule
 from ucp.families.template import Template
 
@@ -86,7 +86,7 @@ class Model:
         return family(self.made["family"]).bind(arguments=self.config, shapes=self.shapes).among(self.shapes)
 
     @cached_property
-    def named(self) -> dict[str, Named]:
+    def named(self) -> dict[str, ParsedName]:
         """Name in the file to what it stands for; None where there is no rule."""
         return {name: self.family.read(name, STYLE) for name in self.shapes}
 
@@ -128,7 +128,7 @@ def truth(model: str) -> dict[str, tuple[int, ...]]:
 
 
 def whole_shape(alias: Alias, shapes: list[tuple[int, ...]], values: Mapping[str, int]) -> tuple[int, ...]:
-    stops = [pair.whole.stops for pair in alias.pieces(shapes, values)]
+    stops = [pair.global_box.stops for pair in alias.locate_parts(shapes, values)]
     return tuple(map(max, zip(*stops, strict=True)))
 
 
@@ -147,10 +147,10 @@ def test_every_name_has_a_rule_and_leads_back(name):
     model.family.match([named.canonical for named in model.named.values()])
     for own, named in model.named.items():
         assert model.family.canonical(own) == named.canonical, "other styles do not read it as something else"
-        spellings = [names for _, names in model.family.spellings(named.canonical, STYLE)]
+        spellings = [names for _, names in model.family.find_spellings(named.canonical, STYLE)]
         assert own in {names[named.part] for names in spellings if len(names) > named.part}
         if name not in BASE and own not in COPIES:
-            assert model.family.stored_as(named.canonical, STYLE)[1][named.part] == own
+            assert model.family.find_spelling(named.canonical, STYLE)[1][named.part] == own
 
 
 @every_model
@@ -165,10 +165,10 @@ def test_the_tensors_make_up_the_parameter(name):
     model = MODELS[name]
     for canonical in model.parameters:
         alias, shapes = model.joined(canonical)
-        pairs = alias.pieces(shapes, model.family.values)
-        assert uncovered(whole_shape(alias, shapes, model.family.values), [pair.whole for pair in pairs]) == ()
+        pairs = alias.locate_parts(shapes, model.family.values)
+        assert find_gaps(whole_shape(alias, shapes, model.family.values), [pair.global_box for pair in pairs]) == ()
         for part, shape in enumerate(shapes):
-            assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
+            assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
 
 
 @every_model
@@ -213,8 +213,8 @@ def joined(model: Model, canonical: str, stored: list[np.ndarray]) -> np.ndarray
         elements = alias.elements(own.shape, values)
         strides = [own.itemsize * stride for stride in elements.strides]
         seen.append(np.lib.stride_tricks.as_strided(own, elements.shape, strides))
-    for pair in alias.pieces(shapes, values):
-        whole[slices(pair.whole)] = seen[pair.tensor][slices(pair.local)]
+    for pair in alias.locate_parts(shapes, values):
+        whole[slices(pair.global_box)] = seen[pair.tensor][slices(pair.local)]
     return whole
 
 
@@ -246,7 +246,9 @@ def test_gate_comes_before_up(name):
             assert names[0].endswith(("gate_proj.weight", "w1.weight"))
             alias, shapes = model.joined(canonical)
             half, hidden = shapes[0]
-            boxes = [(pair.tensor, pair.whole.offsets, pair.whole.sizes) for pair in alias.pieces(shapes, {})]
+            boxes = [
+                (pair.tensor, pair.global_box.offsets, pair.global_box.sizes) for pair in alias.locate_parts(shapes, {})
+            ]
             assert boxes == [(0, (0, 0), (half, hidden)), (1, (half, 0), (half, hidden))]
 
 
@@ -273,7 +275,7 @@ def test_the_configuration_says_the_sizes(name):
 def test_a_tied_head_is_the_embedding(name):
     model = MODELS[name]
     if "tie_word_embeddings" in model.config:
-        tied = model.family.tied_to("output_layer.weight")
+        tied = model.family.find_tied("output_layer.weight")
         assert tied == ("embedding.word_embeddings.weight" if model.config["tie_word_embeddings"] else None)
         assert ("output_layer.weight" in model.parameters) == (tied is None and name not in BASE)
 
@@ -283,7 +285,7 @@ def test_megatrons_tensors_are_those_of_the_model_of_the_same_sizes(name):
     """Both directions, for a whole model: no name of either side is left over, and all shapes agree."""
     model = MODELS[name]
     whole = truth(TWINS[name])
-    stored = {own: model.family.stored_as(own, STYLE)[1] for own in whole}
+    stored = {own: model.family.find_spelling(own, STYLE)[1] for own in whole}
     assert sorted(each for names in stored.values() for each in names) == sorted(model.shapes)
     for canonical, shape in whole.items():
         assert model.parameters[canonical] == list(stored[canonical])
@@ -307,7 +309,7 @@ def test_the_norms_of_a_hybrid_go_by_what_else_the_layer_has(name):
     twice = found.among([*model.shapes, *(f"backbone.layers.{n}.mixer.in_proj.weight" for n in range(len(kinds)))])
     for layer, kind in enumerate(kinds):
         canonical, stored = Template(NORMS[kind]).filled({"layer": layer}), NORM.filled({"layer": layer})
-        assert model.family.styled(canonical, STYLE) == stored
+        assert model.family.to_style(canonical, STYLE) == stored
         assert found.canonical(stored) == found.canonical(stored, STYLE) == canonical
         for unsure, said in ((alone, "none of these is in the checkpoint"), (twice, f"what speaks for .*{canonical}")):
             if unsure is alone or kind != "linear_attention":
@@ -323,7 +325,7 @@ def test_no_name_of_a_family_is_unproven(name):
     own = [model for model in MODELS.values() if model.made["family"] == name]
     unproven, nameless = [], []
     for rule in own[0].family.rules:
-        if not any(model.family.written(rule, STYLE) for model in own):
+        if not any(model.family.written_names(rule, STYLE) for model in own):
             nameless.append(rule.name.text.replace("mtp.layers.{mtp}.transformer_layer.", "decoder.layers.{layer}."))
         elif not any(names <= set(model.made["tensors"]) for model in own for names in written(rule, model)):
             unproven.append(rule.name.text)
@@ -335,7 +337,7 @@ def written(rule: Rule, model: Model) -> Iterator[set[str]]:
     """Names in Hugging Face of every parameter of a rule that the model has, or may have under a name for several."""
     for canonical in model.parameters:
         if rule.name.fields_in(canonical) is not None:
-            yield set(model.family.stored_as(canonical, STYLE)[1])
+            yield set(model.family.find_spelling(canonical, STYLE)[1])
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from ucp.contract.registry import choose_family, family
 from ucp.errors import FamilyError, UnsupportedError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.template import Template
-from ucp.families.translate import translated
+from ucp.families.translate import translate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = json.loads((FIXTURES / "huggingface" / "names-5.23.0.json").read_text())["models"]
@@ -102,16 +102,16 @@ def counted(name: str) -> dict[str, np.ndarray]:
     return {own: tensor for own, tensor in found.items() if own not in COPIES}
 
 
-def carried_out(made: Mapping[str, Made], sources: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def carried_out(made: Mapping[str, TensorRecipe], sources: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors that are to be made; every element must be."""
     found = {}
     for name, own in made.items():
         whole = np.full(own.shape, -1, np.int32)
         for patch in own.patches:
             source = sources[patch.source]
-            steps = [0 if dim is None else step * source.strides[dim] for dim, step in patch.ways]
+            steps = [0 if dim is None else step * source.strides[dim] for dim, step in patch.dim_steps]
             part = np.lib.stride_tricks.as_strided(
-                source[(*map(slice, patch.whole.offsets, source.shape),)], patch.local.sizes, steps
+                source[(*map(slice, patch.global_box.offsets, source.shape),)], patch.local.sizes, steps
             )
             whole[tuple(map(slice, patch.local.offsets, patch.local.stops))] = part
         assert (whole >= 0).all(), name
@@ -132,7 +132,7 @@ def same(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> N
 
 @every_model
 def test_tensors_are_those_that_the_framework_makes(model):
-    made = translated(model.family, on_disk(model.name), model.style, source=DISK)
+    made = translate(model.family, on_disk(model.name), model.style, source=DISK)
     found = carried_out(made, counted(model.name))
     assert {name: (*own.shape, digest(own)) for name, own in found.items()} == {
         name: tuple(own) for name, own in model.tensors.items() if name in model.shapes
@@ -142,8 +142,8 @@ def test_tensors_are_those_that_the_framework_makes(model):
 @every_model
 def test_the_way_back_gives_the_file(model):
     disk = counted(model.name)
-    theirs = carried_out(translated(model.family, on_disk(model.name), model.style, source=DISK), disk)
-    same(carried_out(translated(model.family, model.shapes, DISK, source=model.style), theirs), disk)
+    theirs = carried_out(translate(model.family, on_disk(model.name), model.style, source=DISK), disk)
+    same(carried_out(translate(model.family, model.shapes, DISK, source=model.style), theirs), disk)
 
 
 @every_model
@@ -158,10 +158,10 @@ def test_metas_names_and_pairs_of_rows_are_those_of_torchtitan_0_2(name):
     """torchtitan took both over from Meta's model; its way to DCP from `consolidated.*.pth` renames nothing."""
     model = taken("torchtitan_0_2")[name]
     assert (
-        carried_out(translated(model.family, on_disk(name), "meta", source=DISK), counted(name)).keys()
+        carried_out(translate(model.family, on_disk(name), "meta", source=DISK), counted(name)).keys()
         == model.shapes.keys()
     )
-    made = {style: translated(model.family, on_disk(name), style, source=DISK) for style in ("meta", "torchtitan_0_2")}
+    made = {style: translate(model.family, on_disk(name), style, source=DISK) for style in ("meta", "torchtitan_0_2")}
     same(*(carried_out(own, counted(name)) for own in made.values()))
 
 
@@ -174,7 +174,7 @@ def test_rows_of_queries_and_keys_go_by_pairs_in_torchtitans_llama():
 
     disk, config = counted("llama-3"), NAMES["llama-3"]["config"]
     assert config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]
-    found = carried_out(translated(bound("llama-3"), on_disk("llama-3"), "torchtitan", source=DISK), disk)
+    found = carried_out(translate(bound("llama-3"), on_disk("llama-3"), "torchtitan", source=DISK), disk)
     for layer in range(config["num_hidden_layers"]):
         own = {kind: found[f"layers.{layer}.attention.qkv_linear.w{kind}.weight"] for kind in "qkv"}
         theirs = {kind: disk[f"model.layers.{layer}.self_attn.{kind}_proj.weight"] for kind in "qkv"}
@@ -190,8 +190,8 @@ def test_no_name_of_a_style_is_unproven(style):
     unproven = []
     for found in map(bound, {NAMES[name]["family"]: name for name in taken(style)}.values()):
         for rule in found.rules:
-            names = found.written(rule, style)
-            if names != found.written(rule, DISK) and not any(is_shown(name, shown) for name in names):
+            names = found.written_names(rule, style)
+            if names != found.written_names(rule, DISK) and not any(is_shown(name, shown) for name in names):
                 unproven.append(rule.name.text)
     assert set(unproven) == (DERIVED if style == "torchtitan" else set())
 
@@ -204,17 +204,17 @@ def is_shown(template: str, names: set[str]) -> bool:
 def test_every_style_leads_back(name):
     """From the canonical tensors to a style and back, for every style that has a name for all of them."""
     found = bound(name)
-    canonical = carried_out(translated(found, on_disk(name), CANONICAL, source=DISK), counted(name))
+    canonical = carried_out(translate(found, on_disk(name), CANONICAL, source=DISK), counted(name))
     shapes = {own: tensor.shape for own, tensor in canonical.items()}
     complete = set()
     for style in found.styles:
         try:
-            there = translated(found, shapes, style, source=CANONICAL)
+            there = translate(found, shapes, style, source=CANONICAL)
         except (FamilyError, UnsupportedError):
             continue
         complete.add(style)
         stored = carried_out(there, canonical)
-        back = translated(found, {own: tensor.shape for own, tensor in stored.items()}, CANONICAL, source=style)
+        back = translate(found, {own: tensor.shape for own, tensor in stored.items()}, CANONICAL, source=style)
         same(carried_out(back, stored), canonical)
     assert complete & OURS == ALWAYS | WITH_STYLES.get(found.name, set())
 
@@ -227,7 +227,7 @@ def test_a_buffer_that_transformers_lacks_is_left_out() -> None:
     found, _ = choose_family(names=shapes, shapes=shapes, arguments=NAMES[model.name]["config"])
     assert found.name == "qwen3-moe"
     for style in (DISK, "transformers"):
-        assert translated(found, shapes, style) == translated(model.family, model.shapes, style)
-    canonical = translated(found, shapes, CANONICAL)
+        assert translate(found, shapes, style) == translate(model.family, model.shapes, style)
+    canonical = translate(found, shapes, CANONICAL)
     assert canonical["decoder.layers.1.mlp.router.expert_bias"].sources == ("layers.1.moe.expert_bias_E",)
-    assert translated(found, shapes, "torchtitan").keys() == shapes.keys()
+    assert translate(found, shapes, "torchtitan").keys() == shapes.keys()

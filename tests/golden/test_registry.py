@@ -150,6 +150,9 @@ def test_a_plan_has_the_layout_that_the_files_are_read_with(
     for atom in (own for own in index.atoms.values() if own.nbytes):
         for name, state, layout in atom.layouts():
             planned = plan.layouts.get((name, state), Layout())
-            assert {what for what, _ in planned.described} == {what for what, _ in layout.described}, (name, state)
-            assert {axis.axis for axis in planned.every} >= degrees(index, name).keys() - {"dp"}
-            assert all(axis.known_from for axis in planned.every)
+            assert {what for what, _ in planned.descriptions} == {what for what, _ in layout.descriptions}, (
+                name,
+                state,
+            )
+            assert {axis.axis for axis in planned.all_axes} >= degrees(index, name).keys() - {"dp"}
+            assert all(axis.known_from for axis in planned.all_axes)

@@ -17,9 +17,9 @@ from ucp_patterns.shard import Shard
 import ucp
 from tests.strategies import random_array, shapes, states_of
 from ucp.core.index import Fragment, StateIndex
-from ucp.core.region import Box, flat_boxes
+from ucp.core.region import Box, cut_flat_range
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.io.files import Sources
 from ucp.source.read import index_of
@@ -84,7 +84,7 @@ def test_there_and_back(data, first, second):
 
 
 def read(state: StateIndex) -> bytes:
-    own = whole_slice("p", "s", state)
+    own = full_slice("p", "s", state)
     data = memoryview(bytearray(own.nbytes))
     gatherer = Gatherer(sources=Sources())
     gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
@@ -99,12 +99,12 @@ def test_every_source_byte_is_read_once(tmp_path, cut):
     shards = Shards(tmp_path / "source")
     if cut == "flat":
         edges = [0, 700, 701, 1999, 3000]
-        boxes = [box for low, high in pairwise(edges) for box in flat_boxes(array.shape, low, high)]
+        boxes = [box for low, high in pairwise(edges) for box in cut_flat_range(array.shape, low, high)]
     elif cut == "whole":
-        boxes = [Box.whole(array.shape)]
+        boxes = [Box.full(array.shape)]
     else:
         pattern = Shard(1 if cut == "columns" else 0)
-        boxes = [pair.whole for index in range(4) for pair in pattern.regions(array.shape, 4, index)]
+        boxes = [pair.global_box for index in range(4) for pair in pattern.regions(array.shape, 4, index)]
     fragments = []
     for box in boxes:
         part = array[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]

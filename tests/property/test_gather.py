@@ -23,8 +23,8 @@ from tests.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slice
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, block_ranges, in_file_order, resolve, resolve_copies, runs_of
-from ucp.core.target import Slice, whole_slice
+from ucp.core.slices import Locator, block_ranges, in_file_order, resolve, resolve_replicas, runs_of
+from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import DType
 from ucp.errors import CoverError
 from ucp.io.elements import numpy_dtype, viewed
@@ -77,7 +77,7 @@ def gathered(own: Slice, state: StateIndex, low: int, high: int) -> np.ndarray:
 def wanted(own: Slice, array: np.ndarray) -> np.ndarray:
     local = np.zeros(own.local_shape, dtype=array.dtype)
     for pair in own.pairs:
-        local[index_of(pair.local)] = array[index_of(pair.whole)]
+        local[index_of(pair.local)] = array[index_of(pair.global_box)]
     return local.reshape(-1)
 
 
@@ -126,7 +126,7 @@ def test_copies_are_found_where_they_lie(array, data):
         places = wanted(own, np.arange(array.size).reshape(array.shape))
         gatherer = Gatherer(sources=Sources())
         seen: dict[int, int] = {}
-        for pieces in resolve_copies(own, Locator(state), own.start, own.stop):
+        for pieces in resolve_replicas(own, Locator(state), own.start, own.stop):
             for piece in pieces:
                 for part, values in gatherer.read_values(piece):
                     at = part.dst_offset + sum(
@@ -178,7 +178,7 @@ def test_a_hole_is_never_filled_with_silence(array, data):
             global_shape=state.global_shape,
             fragments=tuple(f for f in state.fragments if f is not lost),
         )
-        own = whole_slice("p", "s", holed)
+        own = full_slice("p", "s", holed)
         with pytest.raises(CoverError, match="p/s: the source holds"):
             resolve(own, Locator(holed), own.start, own.stop)
 
@@ -190,9 +190,7 @@ def test_an_expanded_tensor_repeats_its_elements(shape, data):
     with shards() as folder, limits(*data.draw(LIMITS)):
         strides = tuple(step // array.itemsize for step in np.broadcast_to(array, shape).strides)
         ref = replace(folder.put(array), shape=shape, strides=strides)
-        state = StateIndex(
-            dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=ref),)
-        )
+        state = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.full(shape), ref=ref),))
         own = data.draw(slices_of(state, patterns(shape), DType.FLOAT32))
         full = np.broadcast_to(array, shape)
         assert same(gathered(own, state, own.start, own.stop), wanted(own, full)[own.start : own.stop])

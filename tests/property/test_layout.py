@@ -20,8 +20,8 @@ from ucp_patterns.unique import Unique
 
 from tests.property.test_region import compose
 from tests.strategies import coordinates, cuts, shapes
-from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, part_of, place
-from ucp.core.region import RegionPair, uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, compute_local_shape, locate_shard, place
+from ucp.core.region import RegionPair, find_gaps
 
 
 @st.composite
@@ -99,7 +99,7 @@ def test_a_rank_holds_what_numpy_cuts(case):
         if wanted is None:
             assert placed == ()
         else:
-            assert local_shape(layout, shape, rank) == wanted.shape
+            assert compute_local_shape(layout, shape, rank) == wanted.shape
             assert held(placed, whole, wanted.size).tolist() == wanted.reshape(-1).tolist()
 
 
@@ -115,7 +115,7 @@ def test_a_flat_partition_holds_a_range_of_the_local_tensor(case, data):
         for low, high in itertools.pairwise(edges):
             flat = cut_flat(layout, low, high, wanted.size)
             placed = place(flat, shape, coords={**rank, "dp": 1})
-            assert part_of(flat, shape, coords={**rank, "dp": 1}).numel == high - low
+            assert locate_shard(flat, shape, coords={**rank, "dp": 1}).numel == high - low
             assert held(placed, whole, high - low).tolist() == wanted.reshape(-1)[low:high].tolist()
 
 
@@ -134,7 +134,7 @@ def test_split_then_union_is_the_identity(case, dp):
     degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
     assert len(copies) in (0, degree)
     for boxes in copies.values():
-        assert uncovered(shape, boxes) == ()
+        assert find_gaps(shape, boxes) == ()
         union = np.full(shape, -1)
         for box in boxes:
             index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
@@ -153,7 +153,7 @@ def test_axes_compose_in_any_grouping(case, data):
         if not pairs:
             return
         steps.append(pairs)
-        local = local_shape(Layout((axis,)), local, rank)
+        local = compute_local_shape(Layout((axis,)), local, rank)
     if len(steps) == 3:
         a, b, c = steps
         left, right = compose(compose(a, b), c), compose(a, compose(b, c))
@@ -168,7 +168,7 @@ class TestHybrid:
     def test_a_rank_holds_its_columns_of_its_experts(self):
         (own,) = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 0})
         assert str(own.box) == "[2:4, 0:3, 0:3]"
-        assert local_shape(self.layout, (4, 3, 6), {"ep": 1, "tp": 0}) == (2, 3, 3)
+        assert compute_local_shape(self.layout, (4, 3, 6), {"ep": 1, "tp": 0}) == (2, 3, 3)
 
     def test_a_zero_partition_of_it_is_a_few_boxes(self):
         found = place(cut_flat(self.layout, 4, 13, 18), (4, 3, 6), coords={"ep": 1, "tp": 1, "dp": 1})
@@ -215,7 +215,7 @@ class TestPartsThatHoldNothing:
             "[2:4, 0:3]",
             "[5:6, 0:3]",
         ]
-        assert prod(local_shape(layout, (6, 3), {"pp": 0, "tp": 0})) == 0
+        assert prod(compute_local_shape(layout, (6, 3), {"pp": 0, "tp": 0})) == 0
 
     def test_a_scalar_that_is_not_owned(self):
         layout = Layout((AxisLayout("pp", 2, Unique(0)),))
@@ -225,7 +225,7 @@ class TestPartsThatHoldNothing:
     @pytest.mark.parametrize("blocks", [(), (1, 1), (0, 2)])
     def test_more_parts_than_elements_keep_the_other_dims(self, blocks):
         layout = Layout((AxisLayout("ep", 4, Shard(0, blocks)), AxisLayout("tp", 2, Shard(1, (4, 2)))))
-        shapes_held = [local_shape(layout, (2, 6), {"ep": e, "tp": 1}) for e in range(4)]
+        shapes_held = [compute_local_shape(layout, (2, 6), {"ep": e, "tp": 1}) for e in range(4)]
         assert shapes_held[3] == (0, 3)
         assert sum(prod(own) for own in shapes_held) == 6
 
@@ -237,7 +237,7 @@ def test_layouts_of_no_axis_hold_the_whole():
 
 def test_pairs_of_a_shard_by_blocks_follow_one_another():
     pairs = Shard(0, (5, 0, 3)).regions((8, 2), 2, 0)
-    assert [(pair.whole.offsets[0], pair.local.offsets[0], pair.whole.sizes[0]) for pair in pairs] == [
+    assert [(pair.global_box.offsets[0], pair.local.offsets[0], pair.global_box.sizes[0]) for pair in pairs] == [
         (0, 0, 3),
         (5, 3, 2),
     ]

@@ -50,7 +50,7 @@ def ref_of(shape, dtype=DType.FLOAT32, path="/src/shard"):
 
 
 def state_of(numel: int, dtype=DType.FLOAT32) -> StateIndex:
-    box = Box.whole((numel,))
+    box = Box.full((numel,))
     return StateIndex(dtype=dtype, global_shape=(numel,), fragments=(Fragment(box=box, ref=ref_of((numel,), dtype)),))
 
 
@@ -65,7 +65,7 @@ def index_of(**states: StateIndex) -> Index:
 
 
 def slice_of(param: str, numel: int, start: int, stop: int, *, state="weight", dtype=DType.FLOAT32) -> Slice:
-    whole = Box.whole((numel,))
+    whole = Box.full((numel,))
     return Slice(
         param=param,
         state=state,
@@ -267,7 +267,7 @@ class TestCheckingPlacements:
     def shard(self, pattern, shape, index, *, parts=2):
         pairs = pattern.regions(shape, parts, index)
         local = tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
-        numel = sum(pair.whole.numel for pair in pairs)
+        numel = sum(pair.global_box.numel for pair in pairs)
         return Slice(
             param="p", state="weight", dtype=DType.FLOAT32, pairs=pairs, local_shape=local, start=0, stop=numel
         )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import boxes_in, shapes, tilings
-from ucp.core.region import Box, RegionPair, flat_boxes, intersect, local_flat_pairs, uncovered
+from ucp.core.region import Box, RegionPair, cut_flat_range, find_gaps, intersect, locate_flat_range
 
 
 def positions(shape: tuple[int, ...], box: Box) -> np.ndarray:
@@ -30,14 +30,14 @@ def draw_range(data: st.DataObject, numel: int) -> tuple[int, int]:
 @given(shapes(most_dims=4), st.data())
 def test_flat_boxes_are_the_range_in_order(shape, data):
     start, stop = draw_range(data, prod(shape))
-    found = [positions(shape, box) for box in flat_boxes(shape, start, stop)]
+    found = [positions(shape, box) for box in cut_flat_range(shape, start, stop)]
     assert np.concatenate([np.arange(0), *found]).tolist() == list(range(start, stop))
 
 
 @given(shapes(most_dims=5, most=5), st.data())
 def test_flat_boxes_are_few_and_contiguous(shape, data):
     start, stop = draw_range(data, prod(shape))
-    boxes = flat_boxes(shape, start, stop)
+    boxes = cut_flat_range(shape, start, stop)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     for box in boxes:
         assert box.is_flat_in(shape)
@@ -57,14 +57,14 @@ def test_is_flat_in_means_consecutive(shape, data):
 @given(shapes(), st.data())
 def test_local_flat_pairs_are_flat_boxes_with_their_places(shape, data):
     start, stop = draw_range(data, prod(shape))
-    for box, position in local_flat_pairs(shape, start, stop):
+    for box, position in locate_flat_range(shape, start, stop):
         assert box.flat_start(shape) == start + position
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_the_tensor_is_refused(start, stop):
     with pytest.raises(ValueError, match="does not lie in"):
-        flat_boxes((2, 3), start, stop)
+        cut_flat_range((2, 3), start, stop)
 
 
 @given(shapes(), st.data())
@@ -110,7 +110,7 @@ def test_composition_follows_every_element(ndim, data):
         return [
             move
             for pair in pairs
-            for move in zip(positions(whole, pair.whole), positions(local, pair.local), strict=True)
+            for move in zip(positions(whole, pair.global_box), positions(local, pair.local), strict=True)
         ]
 
     far, near = moves(outer, a, b), moves(inner, b, c)
@@ -120,7 +120,7 @@ def test_composition_follows_every_element(ndim, data):
 
 @given(shapes(most_dims=4, most=4), st.data())
 def test_tilings_have_no_gap(shape, data):
-    assert uncovered(shape, data.draw(tilings(shape))) == ()
+    assert find_gaps(shape, data.draw(tilings(shape))) == ()
 
 
 @given(shapes(most_dims=3, most=5), st.data())
@@ -133,7 +133,7 @@ def test_uncovered_finds_exactly_the_holes_and_overlaps(shape, data):
     for box in boxes:
         held[index_of(box)] += 1
     found = np.ones(shape, dtype=int)
-    for gap in uncovered(shape, boxes, most=1 << 30):
+    for gap in find_gaps(shape, boxes, most=1 << 30):
         assert (found[index_of(gap.box)] == 1).all(), "a gap is named twice"
         found[index_of(gap.box)] = len(gap.owners)
         for owner in range(len(boxes)):
@@ -144,19 +144,19 @@ def test_uncovered_finds_exactly_the_holes_and_overlaps(shape, data):
 @given(shapes(least=1), st.data())
 def test_most_bounds_the_gaps(shape, data):
     boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
-    every = uncovered(shape, boxes, most=1 << 30)
+    every = find_gaps(shape, boxes, most=1 << 30)
     for most in range(1, 4):
-        assert uncovered(shape, boxes, most=most) == every[:most]
+        assert find_gaps(shape, boxes, most=most) == every[:most]
 
 
 @given(shapes(least_dims=1), st.data())
 def test_a_box_past_the_shape_is_refused(shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
-    whole = Box.whole(shape)
+    whole = Box.full(shape)
     sizes = (*whole.sizes[:dim], whole.sizes[dim] + 1, *whole.sizes[dim + 1 :])
     for box in (Box(whole.offsets, sizes), Box((0, *whole.offsets), (1, *whole.sizes))):
         with pytest.raises(ValueError, match="does not lie in"):
-            uncovered(shape, [box])
+            find_gaps(shape, [box])
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_box_prints_as_slices():
 def test_thousands_of_flat_pieces_are_proved_quickly():
     shape = (4096, 512)
     edges = [round(n * prod(shape) / 4097) for n in range(4098)]
-    boxes = [box for low, high in itertools.pairwise(edges) for box in flat_boxes(shape, low, high)]
-    assert uncovered(shape, boxes) == ()
-    (gap,) = uncovered(shape, boxes[:5000] + boxes[5001:])
+    boxes = [box for low, high in itertools.pairwise(edges) for box in cut_flat_range(shape, low, high)]
+    assert find_gaps(shape, boxes) == ()
+    (gap,) = find_gaps(shape, boxes[:5000] + boxes[5001:])
     assert gap.owners == ()
     assert gap.box == boxes[5000]

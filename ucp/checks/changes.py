@@ -59,11 +59,11 @@ _MOST_ROWS = 20
 """Rows of a table; the one that matters is not to be lost among hundreds."""
 
 
-def _short(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Section:
+def _short_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Section:
     return table(title, columns, rows, most=_MOST_ROWS, all_in="`changes` and --json list all differences")
 
 
-def change_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:
+def make_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:
     """Differences, grouped; nothing without any. `a`, `b`: what the two checkpoints are called."""
     if not changes:
         return
@@ -73,36 +73,36 @@ def change_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part
     others = [change for change in changes if change.what not in {"values", "group", "extra"}]
     structure = [
         (row.label, row.times, row.first.state, row.first.what, row.first.a, row.first.b)
-        for row in _grouped(others, lambda change: (*_alike(change), change.a, change.b))
+        for row in _group_rows(others, lambda change: (*_similarity(change), change.a, change.b))
     ]
     settings = [
         (row.first.state or row.label, row.first.a, row.first.b, counted(row.changes, "parameter"))
-        for row in _grouped(hyper, lambda change: (change.state or _alike(change), change.a, change.b))
+        for row in _group_rows(hyper, lambda change: (change.state or _similarity(change), change.a, change.b))
     ]
     by_state = [
         (row.first.state, count_text(row.changes), count_text(row.numel), f"{row.largest:.3g}")
-        for row in _grouped(values, lambda change: change.state)
+        for row in _group_rows(values, lambda change: change.state)
     ]
     by_parameter = [
         (row.label, row.times, row.first.state, count_text(row.numel), f"{row.largest:.3g}")
-        for row in _grouped(values, _alike)
+        for row in _group_rows(values, _similarity)
     ]
     yield ""
     yield facts([("a", a), ("b", b)])
-    yield _short("Structure", ("parameter", ">", "state", "differs in", "a", "b"), structure)
-    yield _short("Hyper-parameters", ("name", "a", "b", "of"), settings)
-    yield _short("Extras", ("extra", "entry", "a", "b"), extras)
-    yield _short("Values, by state", ("state", ">tensors", ">elements", ">largest"), by_state)
-    yield _short("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), by_parameter)
+    yield _short_table("Structure", ("parameter", ">", "state", "differs in", "a", "b"), structure)
+    yield _short_table("Hyper-parameters", ("name", "a", "b", "of"), settings)
+    yield _short_table("Extras", ("extra", "entry", "a", "b"), extras)
+    yield _short_table("Values, by state", ("state", ">tensors", ">elements", ">largest"), by_state)
+    yield _short_table("Values, by parameter", ("parameter", ">", "state", ">elements", ">largest"), by_parameter)
 
 
-def _grouped(changes: Iterable[Change], key: Callable[[Change], object]) -> list[_Row]:
+def _group_rows(changes: Iterable[Change], key: Callable[[Change], object]) -> list[_Row]:
     rows: dict[object, _Row] = {}
     for change in changes:
         rows.setdefault(key(change), _Row(change)).add(change)
     return list(rows.values())
 
 
-def _alike(change: Change) -> tuple[str, str, str]:
+def _similarity(change: Change) -> tuple[str, str, str]:
     """What changes of one layer after another have in common."""
     return _NUMBER.sub("#", change.param), change.state, change.what

@@ -15,7 +15,7 @@ from ucp.contract.registry import choose_family, recognise
 from ucp.core.index import AtomIndex, Index
 from ucp.errors import FamilyError, UnknownFamilyError
 from ucp.families.family import Family
-from ucp.families.naming import Named
+from ucp.families.naming import ParsedName
 from ucp.families.rule import Rule
 from ucp.families.template import kind
 
@@ -24,7 +24,7 @@ NO_RULE = "no rule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
+class ExplainedParameter:
     """One parameter, and what is known of it."""
 
     name: str
@@ -61,7 +61,7 @@ class FamilyReport:
     """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
     reasons: tuple[str, ...] = ()
     """Why it is this one."""
-    parameters: tuple[Explained, ...]
+    parameters: tuple[ExplainedParameter, ...]
     """Every parameter, in the order of the checkpoint."""
     unused: tuple[Rule, ...] = ()
     """Rules that hold for the model, and no name falls under."""
@@ -101,7 +101,7 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
             path=index.path,
             format=index.format,
             parameters=tuple(
-                Explained(
+                ExplainedParameter(
                     name=atom.name,
                     global_shape=atom.global_shape,
                     template=kind(f".{atom.name}").removeprefix("."),
@@ -113,7 +113,9 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
         )
     topology = index.topology
     axes = {"tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
-    explained = tuple(_explained(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name))
+    explained = tuple(
+        _explain_parameter(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name)
+    )
     used = {own.rule.name for own in explained if own.rule is not None}
     return FamilyReport(
         path=index.path,
@@ -125,8 +127,8 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
     )
 
 
-def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Explained:
-    named: Named | None = None
+def _explain_parameter(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> ExplainedParameter:
+    named: ParsedName | None = None
     rule: Rule | None = None
     patterns: tuple[str, ...] = ()
     try:
@@ -137,13 +139,13 @@ def _explained(atom: AtomIndex, family: Family, axes: Mapping[str, int]) -> Expl
             if not named.stacked:
                 (match,) = family.match([named.canonical]).values()
                 rule = match.rule
-                shapes = named.whole_shapes(atom.global_shape)
+                shapes = named.global_shapes(atom.global_shape)
                 layouts = [match.layout(axes=axes, global_shape=shape) for shape in shapes]
                 patterns = tuple(f"{own.axis}: {own.pattern.name}" for layout in layouts for own in layout.axes)
     except FamilyError as error:
         problem = str(error)
     template = "" if named is None else named.alias.names[named.part] if named.alias else named.rule.name.text
-    return Explained(
+    return ExplainedParameter(
         name=atom.name,
         global_shape=atom.global_shape,
         canonical=named.canonical if named else "",

@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.checks.changes import change_tables
+from ucp.checks.changes import make_tables
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
-from ucp.conversion.verify import damage
-from ucp.conversion.verify import drift as find_drift
-from ucp.core.gaps import gap_text, state_gaps
+from ucp.core.gaps import describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
@@ -31,7 +29,7 @@ from ucp.io.folder import path_of
 from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
-from ucp.transfer.compare import count_checked_bytes
+from ucp.transfer.compare import count_checked_bytes, find_corruption, find_drift
 from ucp.transfer.differences import Change, compare, describe_casts, find_equal_casts, keeps_extras, pair_states
 
 _ALL = NameFilter()
@@ -91,7 +89,7 @@ class VerifyReport(Report):
         yield lines("Optimizer", self.unnamed)
         yield lines("Copies that differ", self.drift)
         yield lines("Notes", self.notes)
-        yield from change_tables(self.changes, a=self.path, b=self.against or "")
+        yield from make_tables(self.changes, a=self.path, b=self.against or "")
 
     def _verdict(self) -> str:
         """The first line: what was found, in a word."""
@@ -134,11 +132,11 @@ class DiffReport(Report):
         """The verdict, and the differences as tables."""
         verdict = "equal" if self.equal else counted(len(self.changes), "difference")
         yield f"{verdict}; {counted(self.compared, 'state')} of {nbytes_text(self.nbytes_compared)} compared"
-        yield from change_tables(self.changes, a=self.a, b=self.b)
+        yield from make_tables(self.changes, a=self.a, b=self.b)
         yield lines("Notes", self.notes)
 
 
-def prove(
+def verify_checkpoint(
     path: Path,
     *,
     against: Path | None,
@@ -154,8 +152,8 @@ def prove(
     if against is None and names != _ALL:
         raise UsageError("--include, --exclude and --weights choose what is compared: say with what by --against")
     recognise(path)
-    told = _Told(source)
-    other = None if against is None else told.index_of(against)
+    told = _SourceReader(source)
+    other = None if against is None else told.read(against)
     changes: list[Change] = []
     drift: list[str] = []
     casts: tuple[str, ...] = ()
@@ -163,19 +161,19 @@ def prove(
     checked = 0
     unnamed: tuple[str, ...] = ()
     try:
-        index = told.index_of(path)
+        index = told.read(path)
         told.check_used()
-        problems = [*_oddities(index), *_changed_files(index), *damage(index, observer, threads)]
+        problems = [*_list_oddities(index), *_find_changed_files(index), *find_corruption(index, observer, threads)]
         drift = find_drift(index, observer, threads)
-        unnamed = _unnamed(index)
+        unnamed = _list_unnamed(index)
         problems += [*drift, *unnamed]
         checked = count_checked_bytes(index)
         notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         if other is not None and len(problems) == len(unnamed):
             kept = keeps_extras(other, index) and names == _ALL
-            a, b = _compared((_without_chosen(other, index), _without_chosen(index, index)), names)
+            a, b = _select_compared((_drop_optional(other, index), _drop_optional(index, index)), names)
             changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
-            casts, notes = describe_casts(a, b), (*notes, *_strangers(other, index))
+            casts, notes = describe_casts(a, b), (*notes, *_describe_no_overlap(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
     except _DAMAGE as error:
@@ -193,14 +191,14 @@ def prove(
     )
 
 
-def _without_chosen(index: Index, store: Index) -> Index:
+def _drop_optional(index: Index, store: Index) -> Index:
     """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
     held = {extra.name for extra in store.extras}
     extras = (own for own in index.extras if own.name in held or not own.is_sidecar)
     return replace(index, extras=tuple(own for own in extras if own.name != TAG))
 
 
-def _compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
+def _select_compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
     """Two checkpoints with what `names` keeps, and hyper-parameters where it keeps optimizer states.
 
     Raises UsageError for a glob that matches nothing in either.
@@ -208,11 +206,11 @@ def _compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Inde
     if names == _ALL:
         return both
     names.check_used((atom.name, state) for index in both for atom, state, _ in index.states())
-    a, b = (_narrowed(index, names) for index in both)
+    a, b = (_narrow(index, names) for index in both)
     return a, b
 
 
-def _narrowed(index: Index, names: NameFilter) -> Index:
+def _narrow(index: Index, names: NameFilter) -> Index:
     kept = {
         name: replace(atom, states={state: stored for state, stored in atom.states.items() if names.keeps(name, state)})
         for name, atom in index.atoms.items()
@@ -228,7 +226,7 @@ def _narrowed(index: Index, names: NameFilter) -> Index:
     )
 
 
-def differences(
+def diff_checkpoints(
     a: Path,
     b: Path,
     *,
@@ -242,13 +240,13 @@ def differences(
 
     `names`: which parameters and states are compared.
     """
-    told = _Told(source)
-    left, right = told.index_of(a), told.index_of(b)
+    told = _SourceReader(source)
+    left, right = told.read(a), told.read(b)
     told.check_used()
-    left, right = _compared((left, right), names)
+    left, right = _select_compared((left, right), names)
     both = [pair.a for pair in pair_states(left, right) if pair.a.global_shape == pair.b.global_shape]
     changes = compare(left, right, observer, extras=extras, threads=threads)
-    recast = _recast(changes, left)
+    recast = _find_recast_counts(changes, left)
     casts = find_equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
     check_unchanged((*left.files, *right.files))
     return DiffReport(
@@ -259,25 +257,25 @@ def differences(
         nbytes_compared=sum(state.nbytes for state in both),
         changes=tuple(own for own in changes if own not in recast),
         notes=(
-            *_strangers(left, right),
+            *_describe_no_overlap(left, right),
             *casts,
             *(
                 f"{line}, of {counted(count, 'parameter')}: the numbers are equal, only their type is another"
                 for line, count in Counter(f"{own.state} is {own.a} in a, {own.b} in b" for own in recast).items()
             ),
-            *(f"{own.path}: {line}" for own in (left, right) for line in (*_oddities(own), *_unnamed(own))),
+            *(f"{own.path}: {line}" for own in (left, right) for line in (*_list_oddities(own), *_list_unnamed(own))),
         ),
     )
 
 
-def _recast(changes: Iterable[Change], index: Index) -> list[Change]:
+def _find_recast_counts(changes: Iterable[Change], index: Index) -> list[Change]:
     """Changes of dtype of counts, such as `step`, that kept every number: of no consequence."""
     valued = {(own.param, own.state) for own in changes if own.what == "values"}
     of_type = (own for own in changes if own.what == "dtype" and (own.param, own.state) not in valued)
     return [own for own in of_type if index.atoms[own.param].is_count(own.state)]
 
 
-def _strangers(a: Index, b: Index) -> tuple[str, ...]:
+def _describe_no_overlap(a: Index, b: Index) -> tuple[str, ...]:
     """What to say where two checkpoints have no name in common."""
     if not a.atoms or not b.atoms or a.atoms.keys() & b.atoms.keys():
         return ()
@@ -289,7 +287,7 @@ def _strangers(a: Index, b: Index) -> tuple[str, ...]:
     return (note,)
 
 
-class _Told:
+class _SourceReader:
     """What the user says of several checkpoints: each takes it that has a use for it, and one of them must."""
 
     def __init__(self, source: SourceOptions) -> None:
@@ -297,7 +295,7 @@ class _Told:
         self._idle: IdleOptionError | None = None
         self._is_used = False
 
-    def index_of(self, path: Path) -> Index:
+    def read(self, path: Path) -> Index:
         """Index of one of them."""
         try:
             index = index_of(path, source=self._source)
@@ -313,7 +311,7 @@ class _Told:
             raise self._idle
 
 
-def _changed_files(index: Index) -> list[str]:
+def _find_changed_files(index: Index) -> list[str]:
     """A line for each file of tensors, and each that says what these hold, that is not as the conversion wrote it.
 
     Checksums do not see bytes that somebody appended, and a framework may refuse the file for them.
@@ -329,12 +327,12 @@ def _changed_files(index: Index) -> list[str]:
         return [str(error)]
 
 
-def _oddities(index: Index) -> list[str]:
+def _list_oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
-    lost = state_gaps(index)
-    return [*(doubt.text for doubt in index.doubts), *([gap_text(lost)] if lost else [])]
+    lost = find_state_gaps(index)
+    return [*(doubt.text for doubt in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
 
 
-def _unnamed(index: Index) -> tuple[str, ...]:
+def _list_unnamed(index: Index) -> tuple[str, ...]:
     """A line for states that could not be given to parameters."""
-    return () if index.unnamed is None else (index.unnamed.why,)
+    return () if index.unnamed is None else (index.unnamed.reason,)

@@ -7,8 +7,8 @@ parameter, and where the parameter's shard begins in the flat tensor of a rank (
 - `Chunks`: a chunk of each parameter, one after another (ZeRO-3);
 - `WholeParameters`: every parameter that a rank's share of a buffer overlaps, in full; ranks that share it hold copies.
 
->>> buffer = FlatBuffer.of({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
->>> buffer.spans(1), [str(pair.whole) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
+>>> buffer = FlatBuffer.pack({"a": 5, "b": 2}, ranks=2, share=4, known_from="param_shapes")
+>>> buffer.spans(1), [str(pair.global_box) for pair in buffer.axes()["a"].pattern.regions((5,), 2, 1)]
 ({'a': Span(start=0, numel=1), 'b': Span(start=1, numel=2)}, ['[4:5]'])
 >>> buffer.lengths(1), Chunks({"a": 5}, 2).lengths(1)
 (range(3, 5), range(3, 4))
@@ -38,20 +38,20 @@ class Span(NamedTuple):
 
 
 class FlatLayout(Protocol):
-    """Where the elements of parameters lie in the flat tensor of each rank."""
+    """Where parameters lie in the flat tensor of each rank."""
 
     @property
     def ranks(self) -> int:
         """Ranks that hold a tensor each."""
 
     def lengths(self, rank: int) -> range:
-        """Elements that the flat tensor of `rank` can have."""
+        """Possible lengths of the flat tensor of `rank`, in elements."""
 
     def axes(self) -> Mapping[str, AxisLayout]:
-        """How the row-major order of each parameter with elements lies over the ranks."""
+        """Layout of the row-major order of each parameter that is not empty."""
 
     def spans(self, rank: int) -> Mapping[str, Span]:
-        """Parameters that `rank` has elements of, with the elements of its tensor that are theirs; in that order."""
+        """Range of each parameter in the flat tensor of `rank`, in that order; without parameters it has none of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +59,22 @@ class FlatBuffer:
     """Equal shares of one buffer."""
 
     names: tuple[str, ...]
-    """Parameters with elements, in the order of the buffer."""
+    """Parameters that are not empty, in the order of the buffer."""
     starts: tuple[int, ...]
-    """Element of the buffer where each starts."""
+    """First element of each in the buffer."""
     stops: tuple[int, ...]
     """One past the last element of each."""
     share: int
-    """Elements that each rank holds, padding counted."""
+    """Elements per rank, with padding."""
     ranks: int
     """Ranks."""
     axis: str = "dp"
-    """Axis of the mesh that they lie along."""
+    """Mesh axis of the ranks."""
     known_from: str
-    """Where that is known from."""
+    """Source of this knowledge."""
 
     @classmethod
-    def of(
+    def pack(
         cls,
         numels: Mapping[str, int],
         *,
@@ -84,36 +84,38 @@ class FlatBuffer:
         axis: str = "dp",
         starts: Sequence[int] | None = None,
     ) -> FlatBuffer:
-        """The buffer of parameters of so many elements; `starts`: where each starts, if not end to end."""
+        """The buffer of parameters with these numbers of elements; `starts`: of each, if not end to end."""
         starts = [*accumulate(numels.values(), initial=0)][:-1] if starts is None else starts
-        live = [(name, at, at + numel) for (name, numel), at in zip(numels.items(), starts, strict=True) if numel]
+        live = [
+            (name, start, start + numel) for (name, numel), start in zip(numels.items(), starts, strict=True) if numel
+        ]
         names, firsts, stops = zip(*live, strict=True) if live else ((), (), ())
         return cls(names=names, starts=firsts, stops=stops, share=share, ranks=ranks, axis=axis, known_from=known_from)
 
     def axes(self, name: str = "partition") -> Mapping[str, AxisLayout]:
-        """A pattern of that name for each parameter."""
+        """A pattern of this name for each parameter."""
         return {
             param: AxisLayout(self.axis, self.ranks, pattern(name, start=start, share=self.share), self.known_from)
             for param, start in zip(self.names, self.starts, strict=True)
         }
 
     def spans(self, rank: int) -> Mapping[str, Span]:
-        """Those of the parameters that the share touches."""
+        """Ranges of the parameters that the share overlaps."""
         first, last = rank * self.share, (rank + 1) * self.share
         return {
-            self.names[at]: Span(
-                max(start := self.starts[at], first) - first, min(self.stops[at], last) - max(start, first)
+            self.names[number]: Span(
+                max(start := self.starts[number], first) - first, min(self.stops[number], last) - max(start, first)
             )
-            for at in self.touched(rank)
+            for number in self.overlapping(rank)
         }
 
-    def touched(self, rank: int) -> range:
-        """Positions of the parameters that have an element on `rank`."""
+    def overlapping(self, rank: int) -> range:
+        """Numbers of the parameters that have an element on `rank`."""
         low = bisect_right(self.stops, rank * self.share)
         return range(low, max(low, bisect_left(self.starts, (rank + 1) * self.share)))
 
     def lengths(self, rank: int) -> range:
-        """Padding at the end of the share may be cut off, or not."""
+        """With or without the padding at the end of the share."""
         total = self.stops[-1] if self.stops else 0
         return range(min(max(total - rank * self.share, 0), self.share), self.share + 1)
 
@@ -132,29 +134,29 @@ class Chunks:
         return dict.fromkeys((name for name, numel in self.numels.items() if numel), chunk_axis(self.ranks))
 
     def spans(self, rank: int) -> Mapping[str, Span]:
-        """One chunk after another, padding counted between them; without those that are all padding."""
+        """One chunk after another, each with its padding; without chunks that are all padding."""
         lengths = [-(-numel // self.ranks) for numel in self.numels.values()]
-        every = zip(self.numels.items(), lengths, accumulate(lengths, initial=0), strict=False)
+        chunks = zip(self.numels.items(), lengths, accumulate(lengths, initial=0), strict=False)
         return {
             name: Span(start, min(length, numel - rank * length))
-            for (name, numel), length, start in every
+            for (name, numel), length, start in chunks
             if rank * length < numel
         }
 
     def lengths(self, rank: int) -> range:
-        """All ranks hold as many, padding counted."""
+        """The same on all ranks, with padding."""
         total = sum(-(-numel // self.ranks) for numel in self.numels.values())
         return range(total, total + 1)
 
 
 def chunk_axis(ranks: int) -> AxisLayout:
-    """How ZeRO-3 cuts every parameter."""
+    """Layout of every parameter under ZeRO-3."""
     return AxisLayout("dp", ranks, pattern("chunk", dim=0), "ZeRO-3")
 
 
 @dataclass(frozen=True, slots=True)
 class WholeParameters:
-    """Every parameter that a rank's share of a buffer touches, whole (Muon under ZeRO-1/2: stage_1_and_2.py 0.19.8)."""
+    """Every parameter that a rank's share of a buffer overlaps, in full (Muon under ZeRO-1/2, DeepSpeed 0.19.8)."""
 
     buffer: FlatBuffer
     """The buffer."""
@@ -165,27 +167,27 @@ class WholeParameters:
         return self.buffer.ranks
 
     def axes(self) -> Mapping[str, AxisLayout]:
-        """Those of the buffer, for parameters that are whole on each rank which has some of them in its share."""
+        """The pattern `touched` for each parameter of the buffer."""
         return self.buffer.axes("touched")
 
     def spans(self, rank: int) -> Mapping[str, Span]:
         """One after another."""
-        touched = self.buffer.touched(rank)
-        numels = [self.buffer.stops[at] - self.buffer.starts[at] for at in touched]
-        every = zip(touched, accumulate(numels, initial=0), numels, strict=False)
-        return {self.buffer.names[at]: Span(start, numel) for at, start, numel in every}
+        touched = self.buffer.overlapping(rank)
+        numels = [self.buffer.stops[number] - self.buffer.starts[number] for number in touched]
+        ranges = zip(touched, accumulate(numels, initial=0), numels, strict=False)
+        return {self.buffer.names[number]: Span(start, numel) for number, start, numel in ranges}
 
     def lengths(self, rank: int) -> range:
         """There is no padding."""
-        total = sum(self.buffer.stops[at] - self.buffer.starts[at] for at in self.buffer.touched(rank))
+        total = sum(self.buffer.stops[number] - self.buffer.starts[number] for number in self.buffer.overlapping(rank))
         return range(total, total + 1)
 
 
-_WHOLE = {"Replicate": "replicate", "Partial": "partial"}
+_UNSHARDED = {"Replicate": "replicate", "Partial": "partial"}
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DTensorPlacement:
     """How one axis of a DTensor's mesh shards a tensor (torch 2.13, `torch/distributed/tensor/placement_types.py`).
 
     `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim, as tensor
@@ -193,54 +195,58 @@ class Placement:
     """
 
     kind: str
-    """Name of its class in torch: Shard, _StridedShard, Replicate, Partial (of an average)"""
+    """Name of its class in torch: Shard, _StridedShard, Replicate, Partial (of a mean)."""
     dim: int = 0
-    """Dim that is cut"""
+    """Sharded dim."""
     factor: int = 0
-    """Parts that other axes cut it in before, of a strided one"""
+    """`split_factor` of a _StridedShard."""
 
     def pattern(self, *, in_order: bool) -> Pattern:
-        """The pattern it is; `in_order`: the axes that cut before a strided one stand before it."""
-        if self.kind in _WHOLE:
-            return pattern(_WHOLE[self.kind])
+        """The pattern of this placement; `in_order`: the axes that shard before a strided one come before it."""
+        if self.kind in _UNSHARDED:
+            return pattern(_UNSHARDED[self.kind])
         if self.kind == "Shard" or in_order:
             return pattern("chunk", dim=self.dim)
         return pattern("strided", dim=self.dim, split_factor=self.factor)
 
 
-def axes_of(
-    names: Sequence[str], sizes: Sequence[int], placements: Sequence[Placement], known_from: str
+def placements_to_axes(
+    names: Sequence[str], sizes: Sequence[int], placements: Sequence[DTensorPlacement], known_from: str
 ) -> tuple[AxisLayout, ...]:
     """Layout of each axis of a mesh, outermost first. `sizes`: ranks along each.
 
-    >>> fsdp_after_tp = [Placement("_StridedShard", dim=0, factor=2), Placement("Shard", dim=0)]
-    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes_of(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")]
+    >>> fsdp_after_tp = [DTensorPlacement("_StridedShard", dim=0, factor=2), DTensorPlacement("Shard", dim=0)]
+    >>> axes = placements_to_axes(["dp", "tp"], [4, 2], fsdp_after_tp, "an example")
+    >>> [f"{axis.axis}: {axis.pattern.name}" for axis in axes]
     ['tp: chunk(dim=0)', 'dp: chunk(dim=0)']
     """
-    behind: dict[int, list[int]] = {}
-    for at, own in enumerate(placements):
-        if own.kind == "_StridedShard":
+    inner_axes: dict[int, list[int]] = {}
+    for axis, placement in enumerate(placements):
+        if placement.kind == "_StridedShard":
             cuts = [
-                i for i in range(at + 1, len(sizes)) if placements[i].dim == own.dim and "Shard" in placements[i].kind
+                i
+                for i in range(axis + 1, len(sizes))
+                if placements[i].dim == placement.dim and "Shard" in placements[i].kind
             ]
-            if prod(sizes[i] for i in cuts) == own.factor:
-                behind[at] = cuts
+            if prod(sizes[i] for i in cuts) == placement.factor:
+                inner_axes[axis] = cuts
     order: list[int] = []
-    for at in range(len(sizes)):
-        order += [own for own in (*behind.get(at, ()), at) if own not in order]
+    for axis in range(len(sizes)):
+        order += [earlier for earlier in (*inner_axes.get(axis, ()), axis) if earlier not in order]
     return tuple(
-        AxisLayout(names[at], sizes[at], placements[at].pattern(in_order=at in behind), known_from) for at in order
+        AxisLayout(names[axis], sizes[axis], placements[axis].pattern(in_order=axis in inner_axes), known_from)
+        for axis in order
     )
 
 
-def along(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
-    """The axis, of `parts` ranks, of which `holders` (none: each) have all of a tensor; nothing for a single rank.
+def holder_axes(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
+    """Layout along an axis whose ranks `holders` (all if empty) have all of a tensor; nothing for a single rank.
 
-    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in along("pp", 4, "arguments", holders)]
+    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in holder_axes("pp", 4, "arguments", holders)]
     ['unique', 'replicate(holders=[0, 3])']
     """
-    some = tuple(sorted(set(holders)))
-    return () if parts == 1 else (_axis(axis, parts, known_from, some if len(some) < parts else ()),)
+    parts_with_it = tuple(sorted(set(holders)))
+    return () if parts == 1 else (_axis(axis, parts, known_from, parts_with_it if len(parts_with_it) < parts else ()),)
 
 
 @lru_cache(maxsize=1 << 12)

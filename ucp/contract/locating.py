@@ -16,9 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.contract.companions import SaveFolder
 from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
-from ucp.io.folder import absolute, is_there, names_in, path_of, short_text
+from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
 T = TypeVar("T")
 
@@ -53,6 +52,16 @@ class Evidence:
     """How sure it is."""
     not_read: tuple[str, ...] = ()
     """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFolder:
+    """A folder that checkpoints were saved in."""
+
+    path: Path
+    """The folder."""
+    newest: str = ""
+    """Name of the checkpoint saved last if it is not the one read: sidecar files belong to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +108,7 @@ class Pointer:
 
     def read(self, folder: Path) -> str | None:
         """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
-        text = short_text(folder / self.file, most_bytes=_MOST_BYTES)
+        text = read_short_text(folder / self.file, most_bytes=_MOST_BYTES)
         name = self.folder_of(text) if text else None
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
             return None
@@ -116,7 +125,7 @@ def look_at(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T
     located = look(path)
     if located is None:
         return None
-    root = path_of(absolute(located.root))
+    root = path_of(to_absolute(located.root))
     folder = root.parent
     names = (name for pointer in pointers if (name := pointer.read(folder)) and (folder / name).is_dir())
     newest = next(names, None)
@@ -146,7 +155,7 @@ def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] 
         below = {name: located for name in names if (located := look(path / name)) is not None}
         if not below:
             continue
-        lost = (p.file for p in pointers if is_there(path / p.file) and (p.is_binding or p.read(path)))
+        lost = (p.file for p in pointers if exists(path / p.file) and (p.is_binding or p.read(path)))
         dangling = next(lost, "")
         name, located = next(iter(below.items()))
         if len(below) == 1 and not dangling:
@@ -157,7 +166,9 @@ def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] 
     return None
 
 
-def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: str, pointer: str = "") -> Located[T]:
+def require_checkpoint(
+    located: Located[T] | None, path: Path, what: str, example: str, pointer: str = ""
+) -> Located[T]:
     """The one checkpoint found at `path`. Raises UnknownFormatError, MalformedError (a pointer to none), UsageError.
 
     `what` is expected, such as `example`; `pointer`: the file that would name one of several.
@@ -166,7 +177,7 @@ def the_checkpoint(located: Located[T] | None, path: Path, what: str, example: s
         raise UnknownFormatError(f"expected {what} at {path}: {example}")
     choices = listed(str(located.root / name) for name in located.choices)
     if located.dangling:
-        text = short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
+        text = read_short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
         shown = "what cannot be read as text" if text is None else f"{text!r}, which names none"
         raise MalformedError(
             f"expected {located.root / located.dangling} to name a checkpoint beside it; got {shown}. Copy the missing "

@@ -10,7 +10,7 @@ memory, so no such model is here.
 
 >>> names = ["lm_head.weight", "model.norm.weight", "model.layers.10.mlp.up_proj.weight", "model.embed_tokens.weight",
 ...          "model.layers.2.mlp.up_proj.weight", "model.layers.2.self_attn.k_proj.weight"]
->>> for name in in_model_order(names, "llama"):
+>>> for name in sort_in_model_order(names, "llama"):
 ...     print(name)
 model.embed_tokens.weight
 model.layers.2.self_attn.k_proj.weight
@@ -18,7 +18,7 @@ model.layers.2.mlp.up_proj.weight
 model.layers.10.mlp.up_proj.weight
 model.norm.weight
 lm_head.weight
->>> in_model_order(["model.surprise.weight"], "llama") is None
+>>> sort_in_model_order(["model.surprise.weight"], "llama") is None
 True
 """
 
@@ -30,11 +30,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import companions_of
+from ucp.contract.sidecars import list_sidecars
 from ucp.core.index import Index
 from ucp.errors import MalformedError
-from ucp.io.folder import is_there, path_of
-from ucp.io.json_text import read_object
+from ucp.io.files import read_object
+from ucp.io.folder import exists, path_of
 from ucp.io.pickle.values import Stub
 
 if TYPE_CHECKING:
@@ -64,16 +64,16 @@ def run_arguments(index: Index) -> Mapping[str, object]:
     return _extra(index, _RUN_ARGUMENTS)
 
 
-def config_in(folder: str) -> dict[str, object]:
+def read_config(folder: str) -> dict[str, object]:
     """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
     path = os.path.join(folder, _CONFIG_FILE)
-    return read_object(path) if is_there(path) else {}
+    return read_object(path) if exists(path) else {}
 
 
-def said_values(texts: Mapping[str, str]) -> dict[str, object]:
+def parse_values(texts: Mapping[str, str]) -> dict[str, object]:
     """Values of arguments that a user wrote.
 
-    >>> said_values({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
+    >>> parse_values({"num_attention_heads": "32", "swiglu": "true", "moe_layer_freq": "[0,1]"})
     {'num_attention_heads': 32, 'swiglu': True, 'moe_layer_freq': [0, 1]}
     """
     return {name: _value_of(text) for name, text in texts.items()}
@@ -95,7 +95,7 @@ def _configuration(index: Index) -> Mapping[str, object]:
     for extra in index.extras:
         if extra.name == CONFIG_EXTRA and extra.rank is None:
             return _by_name(extra.value)
-    file = next((own.ref for own in companions_of(index) if own.name == _CONFIG_FILE), None)
+    file = next((sidecar.ref for sidecar in list_sidecars(index) if sidecar.name == _CONFIG_FILE), None)
     if file is None or file.codec or file.nbytes > _MOST_BYTES:
         return {}
     with path_of(file.path).open("rb") as stream:
@@ -116,7 +116,7 @@ def _extra(index: Index, names: Collection[str]) -> dict[str, object]:
 
 
 def _by_name(value: object) -> dict[str, object]:
-    return {key: own for key, own in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
+    return {key: entry for key, entry in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
 
 
 _FAMILIES = {
@@ -148,22 +148,25 @@ def family_of_type(model_type: object) -> Family | None:
     return registry.family(name)
 
 
-def in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
+def sort_in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
     """Names of parameters in the order of a model of that type; None where it is not known of all of them."""
     family = family_of_type(model_type)
-    return None if family is None else family.in_order(names, "huggingface")
+    return None if family is None else family.sort_names(names, "huggingface")
 
 
-def by_number(names: Iterable[str]) -> list[str]:
+def sort_by_number(names: Iterable[str]) -> list[str]:
     """Names in alphabetical order, numbers in them by value.
 
-    >>> by_number(["h.10.w", "h.2.w", "e.w"])
+    >>> sort_by_number(["h.10.w", "h.2.w", "e.w"])
     ['e.w', 'h.2.w', 'h.10.w']
     """
-    return sorted(names, key=lambda name: [int(own) if at % 2 else own for at, own in enumerate(_NUMBER.split(name))])
+    return sorted(
+        names,
+        key=lambda name: [int(piece) if position % 2 else piece for position, piece in enumerate(_NUMBER.split(name))],
+    )
 
 
-def tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
+def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
     """The output matrix and the embedding that it is; None where the model is not tied, or not known to be.
 
     transformers saves such a matrix once, under the name of the embedding; older files hold it twice. Whether it is
@@ -173,11 +176,11 @@ def tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[s
     """
     inputs = [name for name in names if name.endswith(_INPUTS)]
     outputs = [name for name in _OUTPUTS if name in names]
-    said = config.get("tie_word_embeddings")
-    if len(inputs) != 1 or len(outputs) > 1 or said is False:
+    is_tied = config.get("tie_word_embeddings")
+    if len(inputs) != 1 or len(outputs) > 1 or is_tied is False:
         return None
     if outputs:
-        return (outputs[0], inputs[0]) if said is True else None
+        return (outputs[0], inputs[0]) if is_tied is True else None
     classes = config.get("architectures")
-    has_head = isinstance(classes, list) and any(str(own).endswith(_WITH_HEAD) for own in classes)
+    has_head = isinstance(classes, list) and any(str(name).endswith(_WITH_HEAD) for name in classes)
     return (_OUTPUTS[0], inputs[0]) if has_head else None

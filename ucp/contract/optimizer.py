@@ -44,11 +44,11 @@ class OptimizerPlan:
         """A count of a parameter; None where it has none."""
         return self._counts.get((param, state))
 
-    def stored(self, param: str, state: str) -> bytes:
-        """The bytes of a count, in the type that the source has."""
+    def count_bytes(self, param: str, state: str) -> bytes:
+        """Bytes of a count, in the dtype of the source."""
         return self._data[param, state]
 
-    def counted_by(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
+    def find_common_count(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
         """The first of `params` with a count on which all that have one agree; None where none has.
 
         `keeper`: what keeps one for all. Raises UnsupportedError where they differ.
@@ -88,17 +88,19 @@ class OptimizerPlan:
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:
-            reasons = self._index.reasons(absent) or (listed(absent),)
+            reasons = self._index.loss_reasons(absent) or (listed(absent),)
             raise MissingStateError(
                 f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
                 "none:\n" + "\n".join((*reasons, remedy))
             )
 
 
-def missing_states(states: Mapping[str, Collection[str]], expected: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+def find_missing_states(
+    states: Mapping[str, Collection[str]], expected: Iterable[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Parameters without some of the states that others have or `expected` names, each with those that it lacks.
 
-    >>> missing_states({"a": ["weight", "exp_avg"], "b": ["weight"]})
+    >>> find_missing_states({"a": ["weight", "exp_avg"], "b": ["weight"]})
     {'b': ('exp_avg',)}
     """
     wanted = dict.fromkeys([*expected, *(state for names in states.values() for state in names)])
@@ -106,7 +108,7 @@ def missing_states(states: Mapping[str, Collection[str]], expected: Iterable[str
     return {name: lost for name, lost in lacking.items() if lost}
 
 
-def step_counts(index: Index, prober: Prober) -> list[float]:
+def read_step_counts(index: Index, prober: Prober) -> list[float]:
     """The different values that the parameters' `step` states have, in increasing order."""
     plan = OptimizerPlan(index, prober)
     counts = (plan.count(name) for name in index.atoms)

@@ -31,7 +31,7 @@ def check_named(
     *,
     expected: str,
     remedy: str,
-    taken: Iterable[str] = (),
+    reserved: Iterable[str] = (),
     faults: Iterable[tuple[str, str]] = (),
     error: type[DestinationError] = DestinationError,
 ) -> None:
@@ -41,16 +41,16 @@ def check_named(
     name, and what else is wrong with it. `expected`, `remedy`: of the message.
     """
     named = list(paths)
-    found: dict[str, str] = {}
+    faults_by_name: dict[str, str] = {}
     for name, path in named:
         fault = _fault(path)
         if fault:
-            found.setdefault(name, fault)
-    for name, fault in (*faults, *_meeting([own for own in named if own[0] not in found], taken)):
-        found.setdefault(name, fault)
-    if found:
-        lines = listed(f"{_shown(name)}: {fault}" for name, fault in found.items())
-        raise error(f"expected {expected}; got {len(found):,} that cannot:\n{lines}\n{remedy}")
+            faults_by_name.setdefault(name, fault)
+    for name, fault in (*faults, *_meeting([item for item in named if item[0] not in faults_by_name], reserved)):
+        faults_by_name.setdefault(name, fault)
+    if faults_by_name:
+        lines = listed(f"{_shown(name)}: {fault}" for name, fault in faults_by_name.items())
+        raise error(f"expected {expected}; got {len(faults_by_name):,} that cannot:\n{lines}\n{remedy}")
 
 
 def check_fits(folder: Path, paths: Iterable[str]) -> None:
@@ -59,11 +59,11 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     while not os.path.exists(parent):  # False also for a name that is too long
         parent = parent.parent
     most_component, most_path = _limit(parent, "PC_NAME_MAX"), _limit(parent, "PC_PATH_MAX") - 1
-    own = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
-    if max(own, default=0) > most_component:
+    lengths_of_new = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
+    if max(lengths_of_new, default=0) > most_component:
         raise DestinationError(
             f"expected a destination whose name takes at most {most_component} bytes with all that is put beside it; "
-            f"got {max(own)} bytes in {_shown(str(folder))}. Choose a shorter name"
+            f"got {max(lengths_of_new)} bytes in {_shown(str(folder))}. Choose a shorter name"
         )
     room = most_path - len(os.fsencode(folder)) - 1
     lengths = ((path, len(os.fsencode(path)), _longest(path)) for path in paths)
@@ -109,9 +109,9 @@ def _fault(path: str) -> str:
     return f"its path takes {nbytes:,} bytes; a system allows {_MOST_PATH:,}" if nbytes > _MOST_PATH else ""
 
 
-def _meeting(named: Iterable[tuple[str, str]], taken: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _meeting(named: Iterable[tuple[str, str]], reserved: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Names whose path is another's, or a folder where another has a file."""
-    owners = dict.fromkeys(taken, "the checkpoint itself")
+    owners = dict.fromkeys(reserved, "the checkpoint itself")
     for name, path in named:
         if path in owners:
             yield name, f"{path} would be a file of {owners[path]} too"

@@ -80,7 +80,7 @@ def load(group: str, name: str) -> object:
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
         targets = points if group == "ucp.targets" else ()
-        called = (own for own in targets if name.lower() in getattr(load(group, own), "also_called", ()))
+        called = (point for point in targets if name.lower() in getattr(load(group, point), "also_called", ()))
         near = next(called, None) or nearest(name, points)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UsageError(f"expected one of the {group.removeprefix('ucp.')} {known}; got {name!r}{hint}")
@@ -117,7 +117,7 @@ def describe_pattern(value: Pattern) -> tuple[str, dict[str, object]] | None:
     name = next((name for name in names("ucp.patterns") if load("ucp.patterns", name) is type(value)), None)
     if name is None or not is_dataclass(value):
         return None
-    given = {
+    values = {
         item.name: getattr(value, item.name) for item in fields(value) if getattr(value, item.name) != item.default
     }
-    return name, given
+    return name, values

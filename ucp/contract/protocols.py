@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ucp.contract.locating import Evidence
-from ucp.contract.model import recorded_arguments, said_values
+from ucp.contract.model import parse_values, recorded_arguments
 from ucp.contract.run_extras import RunExtras
 from ucp.core.index import Index
 from ucp.core.target import OutputFile, Receipts, TargetOptions, TargetPlan
@@ -69,10 +69,10 @@ class Naming:
     """TOML file with rules of the user's own."""
 
     @classmethod
-    def of(cls, names: str | None, rename: Path | None) -> Naming:
+    def parse(cls, names: str | None, rename: Path | None) -> Naming:
         """`STYLE` or `FROM:STYLE`, and a file. Raises UsageError.
 
-        >>> Naming.of("nanogpt:huggingface", None).source
+        >>> Naming.parse("nanogpt:huggingface", None).source
         'nanogpt'
         """
         source, colon, style = (names or "").rpartition(":")
@@ -155,7 +155,7 @@ class Target(Protocol):
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """What is known of the model, for choosing its family: recorded by the source, or said with --set."""
-        return {**recorded_arguments(index), **said_values(settings)}
+        return {**recorded_arguments(index), **parse_values(settings)}
 
     def source_settings(self, index: Index) -> Collection[str]:
         """Further names that `--set` takes, because this source records them."""

@@ -2,7 +2,7 @@
 
 Values are compared without reading tensor bytes: tensors by the checksums that their files recorded.
 
->>> Checksums(()).same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
+>>> Checksums(()).is_same({"lr": [0.1, float("nan")]}, {"lr": [0.1, float("nan")]})
 True
 """
 
@@ -28,91 +28,93 @@ class Checksums:
         self._by_path: dict[str, list[Record]] = {}
         for record in records:
             self._by_path.setdefault(record.path, []).append(record)
-        for own in self._by_path.values():
-            own.sort(key=attrgetter("offset"))
+        for records_of_path in self._by_path.values():
+            records_of_path.sort(key=attrgetter("offset"))
 
-    def storage(self, ref: TensorRef) -> Record | None:
-        """The storage that a tensor lies in, where the file recorded one."""
-        own = self._by_path.get(ref.path, ())
-        at = bisect_right(own, ref.offset, key=attrgetter("offset"))
-        found = own[at - 1] if at else None
-        return found if found is not None and ref.offset + ref.extent <= found.offset + found.nbytes else None
+    def find_storage(self, ref: TensorRef) -> Record | None:
+        """Record of the storage that contains a tensor, if there is one."""
+        records = self._by_path.get(ref.path, ())
+        position = bisect_right(records, ref.offset, key=attrgetter("offset"))
+        record = records[position - 1] if position else None
+        return record if record is not None and ref.offset + ref.extent <= record.offset + record.nbytes else None
 
-    def same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
-        """Whether two tensors hold the same bytes; None where the files do not tell."""
+    def has_same_bytes(self, a: TensorRef, b: TensorRef) -> bool | None:
+        """Whether two tensors hold the same bytes; None if the recorded checksums cannot tell."""
         if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
             return False
         if a.numel == 0 or (a.path, a.offset) == (b.path, b.offset):
             return True
-        mine, other = self.storage(a), self.storage(b)
-        if mine is None or other is None:
+        first_storage, second_storage = self.find_storage(a), self.find_storage(b)
+        if first_storage is None or second_storage is None:
             return None
-        whole = a.offset - mine.offset == b.offset - other.offset and mine.nbytes == other.nbytes
-        if whole and mine.crc32 == other.crc32:
+        is_aligned = (
+            a.offset - first_storage.offset == b.offset - second_storage.offset
+            and first_storage.nbytes == second_storage.nbytes
+        )
+        if is_aligned and first_storage.crc32 == second_storage.crc32:
             return True
-        return False if whole and a.extent == mine.nbytes else None
+        return False if is_aligned and a.extent == first_storage.nbytes else None
 
-    def same(self, a: object, b: object) -> bool:
-        """Whether two values are known to be the same."""
+    def is_same(self, a: object, b: object) -> bool:
+        """Whether two values are known to be equal."""
 
-        def same(one: object, other: object) -> bool:
-            if isinstance(one, TensorRef) and isinstance(other, TensorRef):
-                return self.same_bytes(one, other) is True
-            return equal_leaves(one, other)
+        def same(first: object, second: object) -> bool:
+            if isinstance(first, TensorRef) and isinstance(second, TensorRef):
+                return self.has_same_bytes(first, second) is True
+            return equal_leaves(first, second)
 
         return not any(True for _ in diff(a, b, same))
 
-    def first_same(self, values: Iterable[object]) -> list[int]:
-        """For each value the position of the first that is known to be the same.
+    def find_first_same(self, values: Iterable[object]) -> list[int]:
+        """For each value, the position of the first one that is known to be equal.
 
-        >>> Checksums(()).first_same(["a", "b", "a"])
+        >>> Checksums(()).find_first_same(["a", "b", "a"])
         [0, 1, 0]
         """
         firsts: dict[int, object] = {}
-        found = []
-        for at, value in enumerate(values):
-            found.append(next((first for first, own in firsts.items() if self.same(own, value)), at))
-            firsts.setdefault(found[-1], value)
-        return found
+        positions = []
+        for position, value in enumerate(values):
+            positions.append(next((first for first, known in firsts.items() if self.is_same(known, value)), position))
+            firsts.setdefault(positions[-1], value)
+        return positions
 
 
-def per_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
-    """Extras for what every rank of `values` (rank to value) saved under `name`.
+def make_rank_extras(name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
+    """Extras for the values that ranks saved under `name`: the first rank's, and one per rank that differs from it.
 
-    The first rank's value stands for all; a rank whose value differs has an extra of its own. Dicts are compared key
-    by key: such an extra holds only the keys that differ, and a key that some ranks lack is kept for those with it.
+    Dicts are compared key by key: the extra of a rank has only the keys that differ, or that some ranks lack.
     """
     first, common = next(iter(values.items()))
     if isinstance(common, dict) and all(isinstance(value, dict) for value in values.values()):
         dicts = {rank: value for rank, value in values.items() if isinstance(value, dict)}
-        shared = {key: value for key, value in common.items() if all(key in own for own in dicts.values())}
+        shared = {key: value for key, value in common.items() if all(key in entries for entries in dicts.values())}
         extras = [Extra(name=name, value=shared)] if shared or not common else []
-        for rank, own in dicts.items():
-            if checksums.same(own, shared):  # what its values share is then looked into once
+        for rank, entries in dicts.items():
+            if checksums.is_same(entries, shared):  # quicker than entry by entry
                 continue
-            apart = {k: v for k, v in own.items() if k not in shared or not checksums.same(v, shared[k])}
-            extras += [Extra(name=name, value=apart, rank=rank)] if apart else []
+            differing = {k: v for k, v in entries.items() if k not in shared or not checksums.is_same(v, shared[k])}
+            extras += [Extra(name=name, value=differing, rank=rank)] if differing else []
         return extras
     extras = [Extra(name=name, value=common)]
     others = ((rank, value) for rank, value in values.items() if rank != first)
-    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.same(v, common)]
+    return extras + [Extra(name=name, value=v, rank=rank) for rank, v in others if not checksums.is_same(v, common)]
 
 
 @dataclass(slots=True)
 class Problems:
-    """Problems found so far."""
+    """Everything wrong with the files of a checkpoint, collected for one error."""
 
     missing: list[str] = field(default_factory=list)
-    """Files that are not there."""
+    """Missing files."""
     wrong: list[str] = field(default_factory=list)
-    """Files that are damaged, from another run, or contradict one another."""
+    """Files that are damaged, from another run, or inconsistent."""
     unsupported: list[str] = field(default_factory=list)
-    """Files that are well and not readable here."""
+    """Intact files that cannot be read here."""
 
-    def agree(self, what: str, values: Mapping[str, object]) -> None:
-        """Note it when `values` (file name to value) are not all equal; files that have None do not count."""
+    def check_agreement(self, what: str, values: Mapping[str, object]) -> None:
+        """Add a problem for each file whose value is not that of most; `values`: file to value, None if unknown."""
         known = {file: value for file, value in values.items() if value is not None}
-        firsts = Checksums(()).first_same(known.values())
+        firsts = Checksums(()).find_first_same(known.values())
         if len(set(firsts)) <= 1:
             return
         usual = Counter(firsts).most_common(1)[0][0]
@@ -121,19 +123,16 @@ class Problems:
             if first != usual:
                 self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
 
-    def add(self, others: Problems) -> None:
-        """Add those of another."""
+    def extend(self, others: Problems) -> None:
+        """Add the problems of another collection."""
         self.missing += others.missing
         self.wrong += others.wrong
         self.unsupported += others.unsupported
 
     def raise_any(self, where: str, what: str) -> None:
-        """Raise one error with all problems, if there are any.
-
-        `where`: the folder; `what`: the checkpoint in a few words, e.g. "ZeRO-3 over 4 ranks".
-        """
-        found = [*(f"missing: {line}" for line in self.missing), *self.wrong, *self.unsupported]
-        if not found:
+        """Raise one error with all problems, if there are any. `what`: e.g. "ZeRO-3 over 4 ranks"."""
+        lines = [*(f"missing: {line}" for line in self.missing), *self.wrong, *self.unsupported]
+        if not lines:
             return
         kind = MalformedError if self.wrong else MissingFileError if self.missing else UnsupportedError
         remedy = []
@@ -143,6 +142,6 @@ class Problems:
             )
         if any("another run" in line or "extra" in line for line in self.wrong):
             remedy.append("remove files that belong to another run")
-        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+        count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
         advice = f"\n{'; '.join(remedy)}".replace("\nc", "\nC") if remedy else ""
-        raise kind(f"{count} with the files of {where} ({what}):\n{listed(found, most=40)}{advice}")
+        raise kind(f"{count} with the files of {where} ({what}):\n{listed(lines, most=40)}{advice}")

@@ -41,7 +41,7 @@ def _formats() -> list[Format]:
     ]  # what the group promises
 
 
-def is_of_another(name: str, fmt: str) -> bool:
+def is_owned_by_another(name: str, fmt: str) -> bool:
     """Whether a file name is of a format other than `fmt`, by what formats say (`Format.owns`)."""
     return any(other.owns(name) for other in _formats() if other.name != fmt)
 
@@ -51,7 +51,7 @@ def run_extras(index: Index) -> RunExtras:
     return next((fmt.run for fmt in _formats() if fmt.name == (index.origin or index.format)), RunExtras())
 
 
-def names_of(index: Index) -> str:
+def naming_style_of(index: Index) -> str:
     """Naming style that checkpoints of its format are in; empty where they can be in any."""
     return next((fmt.names for fmt in _formats() if fmt.name == (index.origin or index.format)), "")
 
@@ -78,12 +78,12 @@ def library() -> Library:
     """All registered model families. Raises UsageError when two have one name."""
     from ucp.families.library import Library  # most checkpoints are read without a family
 
-    return Library.of_packages(list(plugins.registered("ucp.families").values()), plugins.pattern_factory)
+    return Library.from_packages(list(plugins.registered("ucp.families").values()), plugins.pattern_factory)
 
 
 def families() -> tuple[str, ...]:
     """Names of the model families that a checkpoint can be of."""
-    return tuple(own.name for own in library().concrete())
+    return tuple(family.name for family in library().concrete())
 
 
 def family(name: str) -> Family:
@@ -100,27 +100,26 @@ def choose_family(
     options: SourceOptions | None = None,
     explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
-    """The family that a checkpoint is of, bound to its sizes, and the reasons: by evidence unless `options` say.
+    """The family of a checkpoint, bound to its sizes, and the reasons; chosen by evidence unless `options` name it.
 
-    `names`: of the model's tensors, in any style. `shapes`: of wholes, or of the parts of one rank, with degrees in
-    `axes`. `arguments`: as recorded. `explain`: whether an error names what speaks against the nearest of all families,
-    which reads all of them. Raises UnknownFamilyError when none or several fit, MisfitError when the one that
-    `options` name says otherwise than the checkpoint, UsageError for one that is not there or a rules file with a
-    mistake.
+    `names`: of the model's tensors, in any style. `shapes`: global ones, or local ones of a rank together with the
+    degrees in `axes`. `arguments`: as recorded. `explain`: whether an error says why the nearest family does not fit,
+    which reads all families. Raises UnknownFamilyError if none or several fit, MisfitError if the family that `options`
+    name contradicts the checkpoint, UsageError for an unknown family or a mistake in a rules file.
     """
-    found = library()
+    known = library()
     name = options.family if options is not None else None
     why = f"--family {name}"
     if options is not None and options.patterns is not None:
-        found, own = found.with_file(options.patterns)
-        name, why = (name, why) if name else (own, f"--patterns {options.patterns}")
-        if replaced := found.replaced(own):
+        known, own_family = known.with_file(options.patterns)
+        name, why = (name, why) if name else (own_family, f"--patterns {options.patterns}")
+        if replaced := known.list_replaced(own_family):
             why += (
                 f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "
                 "joins the wrong rows, and nothing that is read by the same rules can tell"
             )
     if name is not None:
-        bound = found.chosen(name).bind(arguments=arguments, shapes=shapes, axes=axes)
+        bound = known.get_concrete(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
             raise MisfitError(
                 f"the model is not of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
@@ -131,27 +130,27 @@ def choose_family(
 
     choice = partial(choose, names=list(names), shapes=shapes or {}, arguments=arguments or {}, axes=axes or {})
     try:
-        return choice(found.likely(arguments or {}), explain=False)
+        return choice(known.likely(arguments or {}), explain=False)
     except UnknownFamilyError:
         if not explain:
             raise
-        return choice(found.concrete())  # the message tells what speaks against each of all
+        return choice(known.concrete())  # the message tells what speaks against each of all
 
 
 def target_family(
     index: Index, options: TargetOptions, arguments: Mapping[str, object] | None = None
 ) -> tuple[Family, tuple[str, ...]]:
     """The family of what a target is to write, and the reasons: see `choose_family`."""
-    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
-    return choose_family(names=index.atoms, shapes=index.shapes, arguments=arguments, options=said)
+    source_options = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    return choose_family(names=index.atoms, shapes=index.shapes, arguments=arguments, options=source_options)
 
 
-def with_callables(index: Index) -> Index:
+def add_call_notes(index: Index) -> Index:
     """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
     usual = {name for fmt in _formats() for name in fmt.pickles}
-    kept = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
+    values = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
     notes = [note for note in index.notes if not note.startswith(CALLS)]
-    return replace(index, notes=(*notes, *unusual_calls(kept, usual)))
+    return replace(index, notes=(*notes, *unusual_calls(values, usual)))
 
 
 def _configured(fmt: Format, options: SourceOptions | None) -> Format:
@@ -189,7 +188,10 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         weak = [other.reasons for _, other in claims if other is not evidence and other.strength is Strength.SUFFIX]
         return _configured(fmt, options), replace(evidence, not_read=tuple(chain.from_iterable(weak)))
     if strongest:
-        lines = [f"{own.root}: {fmt.name}, because of {', '.join(own.reasons[:3])}" for fmt, own in strongest]
+        lines = [
+            f"{evidence_of.root}: {fmt.name}, because of {', '.join(evidence_of.reasons[:3])}"
+            for fmt, evidence_of in strongest
+        ]
         raise UnknownFormatError(
             f"{path} could be several formats; pass the folder or file of one of them:\n{listed(lines)}"
         )
@@ -208,15 +210,15 @@ def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[F
     """Raise UnknownFormatError where a folder in `path` was taken, and another in it is of another format."""
     if not _is_below(path, evidence):
         return
-    others = [own for own in formats if own is not fmt]
+    other_formats = [candidate for candidate in formats if candidate is not fmt]
     folders = [folder for folder in _folders(path) if folder != evidence.root]
-    seen = ((folder, other.detect(folder)) for folder in folders for other in others)
-    beside = dict.fromkeys(folder for folder, found in seen if found is not None and found.root == folder)
-    if beside:
-        lines = listed(map(str, sorted([evidence.root, *beside])))
+    claims = ((folder, other.detect(folder)) for folder in folders for other in other_formats)
+    checkpoints = dict.fromkeys(folder for folder, claim in claims if claim is not None and claim.root == folder)
+    if checkpoints:
+        lines = listed(map(str, sorted([evidence.root, *checkpoints])))
         raise UnknownFormatError(
-            f"{path} holds {len(beside) + 1} checkpoints, of several formats, and nothing says which is meant; pass "
-            f"one of them:\n{lines}"
+            f"{path} holds {len(checkpoints) + 1} checkpoints, of several formats, and nothing says which is meant; "
+            f"pass one of them:\n{lines}"
         )
 
 
@@ -249,7 +251,7 @@ def _advice(path: Path, formats: Sequence[Format]) -> str:
     known = (
         cast("Callable[[Path], str | None]", plugins.load("ucp.unread", name)) for name in plugins.names("ucp.unread")
     )
-    remedy = next((said for tell in known if (said := tell(path))), None)
+    remedy = next((answer for tell in known if (answer := tell(path))), None)
     return remedy or (f"Did you mean {parent}?" if is_part else "Pass the folder that the framework saved to")
 
 

@@ -56,7 +56,7 @@ class SchedulerState:
         """The whole path, as users write it."""
         return ".".join((self.extra.replace("/", "."), *map(str, self.path)))
 
-    def taken_out_of(self, extra: Extra) -> Extra | None:
+    def remove_from(self, extra: Extra) -> Extra | None:
         """What the extra holds beside this state; None for nothing."""
         containers = [extra.value]
         for key in self.path[:-1]:
@@ -64,21 +64,26 @@ class SchedulerState:
         rest: object = None
         for container, key in zip(reversed(containers), reversed(self.path), strict=False):
             entries = container.items() if isinstance(container, dict) else enumerate(cast("list[object]", container))
-            others = {at: rest if at == key else value for at, value in entries if at != key or rest}
-            rest = others if isinstance(container, dict) else list(others.values())
+            rest_entries = {name: rest if name == key else value for name, value in entries if name != key or rest}
+            rest = rest_entries if isinstance(container, dict) else list(rest_entries.values())
         return replace(extra, value=rest) if rest else None
 
 
-def scheduler_states(index: Index) -> list[SchedulerState]:
+def find_schedulers(index: Index) -> list[SchedulerState]:
     """States of schedulers among the extras that all ranks share, under any key and at any depth."""
-    return [own for extra in index.extras if extra.rank is None for own in schedulers_in(extra.name, extra.value)]
+    return [
+        scheduler
+        for extra in index.extras
+        if extra.rank is None
+        for scheduler in find_schedulers_in(extra.name, extra.value)
+    ]
 
 
-def schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
+def find_schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
     """States of schedulers in the value of the extra `name`. Those that another scheduler is made of are part of it.
 
     >>> saved = {"epoch": 1, "sched": [{"last_epoch": 3, "base_lrs": [0.1]}]}
-    >>> [own.key for own in schedulers_in("app", saved)]
+    >>> [own.key for own in find_schedulers_in("app", saved)]
     ['app.sched.0']
     """
     for path, item in walk_paths(value, enter=lambda container: not _is_scheduler(container)):
@@ -90,7 +95,9 @@ def _is_scheduler(value: object) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(key, str) for key in value)
-        and any(all_of <= value.keys() and any_of & value.keys() for all_of, any_of in _SCHEDULER_ENTRIES)
+        and any(
+            required <= value.keys() and alternatives & value.keys() for required, alternatives in _SCHEDULER_ENTRIES
+        )
     )
 
 
@@ -119,16 +126,16 @@ _SCALERS = ("scaler", "grad_scaler", "loss_scaler", "GradScaler")
 """Names that scripts save the state of a `torch.amp.GradScaler` under."""
 
 
-def torch_scale(index: Index) -> LossScale | None:
+def find_torch_scale(index: Index) -> LossScale | None:
     """The state of a `torch.amp.GradScaler` among the extras, if there is one."""
     for extra in index.extras:
         state = extra.value
         if extra.name in _SCALERS and isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys():
-            return torch_state(extra.name, state)
+            return parse_torch_scaler(extra.name, state)
     return None
 
 
-def torch_state(name: str, state: dict[object, object]) -> LossScale:
+def parse_torch_scaler(name: str, state: dict[object, object]) -> LossScale:
     """The state of a `torch.amp.GradScaler`."""
     factors = {key: state.get(key) for key in ("growth_factor", "backoff_factor", "growth_interval")}
     return LossScale(found_in=name, scale=state["scale"], growth_tracker=state["_growth_tracker"], **factors)
@@ -140,7 +147,7 @@ class RunExtras:
 
     scheduler: str | None = None
     """Extra in which the framework itself keeps a scheduler's state; None where scripts save it under any key."""
-    scale: Callable[[Index], LossScale | None] = torch_scale
+    scale: Callable[[Index], LossScale | None] = find_torch_scale
     """Finds the scale of the loss."""
     places: re.Pattern[str] | None = None
     """NAME/PLACE of what each rank has for itself: groups `name`, and `tp`, `pp`, `dp`, `ep` for the place.
@@ -197,7 +204,7 @@ class ExtraValues:
         value = self.get(name, rank)
         return value if isinstance(value, dict) else {}
 
-    def below(self, prefix: str, rank: int = 0) -> Iterator[tuple[str, object]]:
+    def with_prefix(self, prefix: str, rank: int = 0) -> Iterator[tuple[str, object]]:
         """Extras whose name starts with `prefix`, by the rest of the name; those that `rank` has a value of."""
         for name in self.names():
             if name.startswith(prefix) and (value := self.get(name, rank)) is not None:

@@ -11,10 +11,8 @@ from textwrap import fill
 from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 from ucp.contract.protocols import ParamOrderLike
-from ucp.conversion.option import Option
+from ucp.conversion.option import DtypeLike, MemoryLike, Option, PartLike, TopologyLike, type_path
 from ucp.conversion.options import OPTIONS
-from ucp.conversion.parts.which import PartLike
-from ucp.conversion.values import DtypeLike, MemoryLike, TopologyLike, type_path
 from ucp.errors import UcpError, nearest
 
 P = ParamSpec("P")
@@ -97,7 +95,7 @@ _PLACE = "\nOPTIONS\n"
 """The line of a docstring in whose place the options are explained that it does not explain itself."""
 
 
-def options_of(arguments: type[SourceArguments]) -> list[Option]:
+def list_options(arguments: type[SourceArguments]) -> list[Option]:
     """The options that are among `arguments`, in the order of help pages."""
     return [option for name, option in OPTIONS.items() if name in get_annotations(arguments)]
 
@@ -125,7 +123,7 @@ def takes_options(arguments: type[SourceArguments]) -> Callable[[Callable[P, R]]
         *parameters, _ = signature(function).parameters.values()
         parameters += [
             Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=_TYPES[option.name])
-            for option in options_of(arguments)
+            for option in list_options(arguments)
         ]
         shown = signature(function).replace(parameters=sorted(parameters, key=attrgetter("kind")))
         known = list(shown.parameters)
@@ -148,7 +146,7 @@ def takes_options(arguments: type[SourceArguments]) -> Callable[[Callable[P, R]]
 
         vars(checked)["__signature__"] = shown
         text = cleandoc(checked.__doc__ or "")
-        more = [explained(option) for option in options_of(arguments) if f"\n{option.name}\n" not in text]
+        more = [explained(option) for option in list_options(arguments) if f"\n{option.name}\n" not in text]
         checked.__doc__ = text.replace(_PLACE, "\n".join(("", *more, "")))
         return checked
 

@@ -19,20 +19,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ucp.contract.protocols import Observer
+from ucp.contract.protocols import Observer, SourceOptions
+from ucp.contract.sidecars import list_sidecars
 from ucp.conversion.destination.disk import DiskDestination, open_destination
 from ucp.conversion.destination.protocol import show_waiting
 from ucp.conversion.execute import Written, execute
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.parts.run import write_part
-from ucp.conversion.plan_report import ConversionReport, said_of
+from ucp.conversion.plan_report import ConversionReport, collect_common
 from ucp.conversion.prepare import Prepared, prepare
-from ucp.conversion.verify import verify_written
+from ucp.core.index import WEIGHT, Index
 from ucp.core.text.page import Page, facts, lines
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
-from ucp.errors import UsageError, counted
+from ucp.errors import CorruptError, UsageError, counted, listed
 from ucp.io.folder import url_scheme
-from ucp.transfer.compare import fit_threads
+from ucp.source.read import read_with_options
+from ucp.transfer.compare import find_corruption, find_drift, fit_threads
+from ucp.transfer.differences import compare, keeps_extras
+from ucp.transfer.plan.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class ConvertReport(ConversionReport):
 
     def page(self) -> Page:
         """What was written and checked, and what is to be known."""
-        yield facts(_facts(self))
+        yield facts(_list_facts(self))
         yield lines("Warnings", self.warnings)
         yield from self.remarks()
 
@@ -84,20 +88,20 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
     begun = time.monotonic()
-    with _stores(src, dst, observer):
+    with _exclusive_stores(src, dst, observer):
         report = _carry_out(src, dst, options, observer)
     return replace(report, seconds=time.monotonic() - begun)
 
 
 @contextmanager
-def _stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
+def _exclusive_stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
     """Wait until no other thread of this process converts from or to a store: forks end connections of all threads."""
     if not any(map(url_scheme, (src, dst))):
         yield
         return
-    from ucp.io.remote.link import forking  # with asyncio
+    from ucp.io.remote.connections import fork_lock  # with asyncio
 
-    lock = forking()
+    lock = fork_lock()
     if not lock.acquire(blocking=False):
         with show_waiting(observer, "another conversion of this process that uses a bucket"):
             lock.acquire()
@@ -113,14 +117,14 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
     destination.check(src)
     remote = any(url_scheme(path) for path in (src, dst))
     threads = fit_threads(options.memory, remote=remote) if options.verify else 0
-    prepared = prepare(src, options, observer, beside_bytes=destination.upload_memory)
+    prepared = prepare(src, options, observer, reserved_bytes=destination.upload_memory)
     destination.check(src, prepared.job)
     with destination:
         if isinstance(destination, DiskDestination) and options.part is not None:  # a bucket has refused it
-            return _report(prepared, write_part(prepared, destination.staging, options, observer), dst, options)
+            return _make_report(prepared, write_part(prepared, destination.staging, options, observer), dst, options)
         resume_point = destination.begin(prepared, observer)
         if resume_point is None:
-            return _report(prepared, None, dst, options)
+            return _make_report(prepared, None, dst, options)
         verify = partial(verify_written, prepared.job, source=options.source, observer=observer, threads=threads)
         written = execute(
             prepared,
@@ -130,10 +134,10 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
             fsync=options.fsync,
             verify=verify if options.verify else None,
         )
-    return _report(prepared, written, dst, options, scratch=destination.scratch_bytes)
+    return _make_report(prepared, written, dst, options, scratch=destination.scratch_bytes)
 
 
-def _report(
+def _make_report(
     prepared: Prepared, written: Written | None, dst: Path, options: ConvertOptions, *, scratch: int = 0
 ) -> ConvertReport:
     """What was done; `written`: None where nothing was left to do."""
@@ -141,7 +145,7 @@ def _report(
     already_complete, written = written is None, written or Written()
     tracked = {record.path for record in index.records}
     read = {str(f.path) for _, _, state in index.states() for f in state.fragments if f.path}
-    said = said_of(prepared, options)
+    said = collect_common(prepared, options)
     if options.part is not None:
         numbers = {s.placement for task in prepared.job.tasks for fill in task.fills for s in fill.sections}
         said["atoms"] = len({plan.placements[n].slice.param for n in numbers if n < len(plan.placements)})
@@ -157,7 +161,7 @@ def _report(
         nbytes_last=sum(written.last),
         files_last=len(written.last),
         resumed_bytes=written.resumed,
-        believed_bytes=written.believed,
+        believed_bytes=written.trusted,
         read_back_bytes=written.read_back,
         already_complete=already_complete,
         checked_bytes=sum(span.nbytes for span in written.spans),
@@ -171,7 +175,7 @@ def _report(
     )
 
 
-def _facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
+def _list_facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
     layout = ", ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
     if report.already_complete:
         yield "complete", f"{report.dst} ({layout})"
@@ -179,20 +183,20 @@ def _facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
         return
     part = f"part {report.part} of " if report.part else ""
     yield "wrote", f"{part}{report.dst} ({layout})"
-    yield "tensors", _tensors(report)
+    yield "tensors", _describe_tensors(report)
     if report.part:
-        yield "resumed", _resumed(report)
+        yield "resumed", _describe_resumed(report)
         yield "then", "when all parts are done, the same command with --finalize completes it"
         return
-    last = f"{'manifest' if report.references else 'index'}: {_files(report.files_last, report.nbytes_last)}"
-    yield "files", f"{_files(report.files_out, report.nbytes_out)}, and the {last}"
+    last = f"{'manifest' if report.references else 'index'}: {_describe_files(report.files_last, report.nbytes_last)}"
+    yield "files", f"{_describe_files(report.files_out, report.nbytes_out)}, and the {last}"
     yield "scratch", f"{nbytes_text(report.scratch_bytes)} at most" if report.scratch_bytes else ""
-    yield "resumed", _resumed(report)
-    yield "checked", ", ".join(_checks(report))
+    yield "resumed", _describe_resumed(report)
+    yield "checked", ", ".join(_list_checks(report))
     yield "verified", "read back and equal to the source" if report.verified else ""
 
 
-def _resumed(report: ConvertReport) -> str:
+def _describe_resumed(report: ConvertReport) -> str:
     if not report.resumed_bytes:
         return ""
     amounts = {"believed as noted": report.believed_bytes, "read back": report.read_back_bytes}
@@ -200,7 +204,7 @@ def _resumed(report: ConvertReport) -> str:
     return f"{nbytes_text(report.resumed_bytes)} already there{how and f': {how}'}"
 
 
-def _tensors(report: ConvertReport) -> str:
+def _describe_tensors(report: ConvertReport) -> str:
     """What was done with the bytes of tensors."""
     whose, spent = f"of {counted(report.atoms, 'parameter')}", f"in {seconds_text(report.seconds)}"
     if report.references:
@@ -210,14 +214,70 @@ def _tensors(report: ConvertReport) -> str:
     return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent}{f' ({how})' if how else ''}"
 
 
-def _files(count: int, nbytes: int) -> str:
+def _describe_files(count: int, nbytes: int) -> str:
     return f"{counted(count, 'file')} of {nbytes_text(nbytes)}"
 
 
-def _checks(report: ConvertReport) -> Iterator[str]:
+def _list_checks(report: ConvertReport) -> Iterator[str]:
     if report.checked_bytes:
         yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
     if report.copies_checked:
         yield f"{counted(report.copies_checked, 'state')} against copies in the source"
     if report.unchecked_files:
         yield f"{counted(len(report.unchecked_files), 'file')} of the source without checksums"
+
+
+def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
+    """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
+
+    `source`: what the user says of the source, or of a target that knows families alone.
+    """
+    before, index = job.index, read_with_options(written, source=source, unfinished=True)
+    before = _match_ties(index, before)
+    if job.target.regrouped:
+        before, index = (replace(own, groups=()) for own in (before, index))
+    if not keeps_extras(before, index):
+        before, index = (_keep_companions(own, job) for own in (before, index))
+    before = _match_groups(index, before, job)
+    changes = compare(before, index, observer, cast=True, extras=True, threads=threads)
+    lines = [
+        *find_corruption(index, observer, threads),
+        *find_drift(index, observer, threads),
+        *(
+            f"{c.param}/{c.state} {c.what}: {c.a} in the source, {c.b} written"
+            for c in changes
+            if c.what != "missing" or c.state not in job.target.zeros.get(c.param, ())
+        ),
+    ]
+    if lines:
+        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
+
+
+def _keep_companions(index: Index, job: Job) -> Index:
+    """`index` without extras, but for the companion files that were carried along."""
+    carried = {own.name for own in list_sidecars(job.index)}
+    names = {file.path for file in job.target.files if file.path in carried}
+    kept = tuple(own for own in index.extras if own.is_sidecar and own.name.partition("/")[2] in names)
+    return replace(index, extras=kept)
+
+
+def _match_ties(written: Index, source: Index) -> Index:
+    """`source`, tied as the reader of what was written sees it: it may know of more ties, or of fewer.
+
+    A second name that it reads as a tensor of its own is one to compare with the first.
+    """
+    untied = {alias: name for alias, name in source.aliases.items() if alias in written.atoms}
+    copies = {
+        alias: replace(source.atoms[name], name=alias, states={WEIGHT: source.atoms[name].states[WEIGHT]})
+        for alias, name in untied.items()
+    }
+    aliases = {alias: name for alias, name in source.aliases.items() if alias not in untied}
+    return replace(source, atoms={**source.atoms, **copies}, aliases={**written.aliases, **aliases})
+
+
+def _match_groups(written: Index, source: Index, job: Job) -> Index:
+    """`source` without the places in groups that go with optimizer states which the target does not hold."""
+    kept = {name for group in written.groups for name in group.params}
+    bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
+    groups = (replace(g, params=tuple(p for p in g.params if p in kept or p not in bare)) for g in source.groups)
+    return replace(source, groups=tuple(groups))

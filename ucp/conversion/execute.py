@@ -13,15 +13,15 @@ from ucp.contract.protocols import Observer
 from ucp.contract.registry import engine
 from ucp.conversion.destination.protocol import Destination, ResumePoint, WorkFolder
 from ucp.conversion.prepare import Prepared
-from ucp.conversion.verify import owners
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
 from ucp.errors import CorruptError, ReplicaError, counted, listed
 from ucp.io.folder import MARK
 from ucp.io.provenance import check_unchanged, dump_mark, is_remote
 from ucp.io.writing import is_memory
-from ucp.source.read import no_cycle_collection
+from ucp.source.read import pause_gc
 from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
+from ucp.transfer.compare import describe_owners
 from ucp.transfer.gather import Reader, Span
 from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
@@ -41,7 +41,7 @@ class Written:
     """Bytes of tensors written by this run."""
     resumed: int = 0
     """Bytes of tensors that an earlier run had written."""
-    believed: int = 0
+    trusted: int = 0
     """How many of these were not read back, as parts vouch for them."""
     read_back: int = 0
     """How many of these were read back."""
@@ -75,9 +75,9 @@ def execute(
     written = carry_out_tasks(prepared, destination, resume_point, observer)
     _check_source(job.index, written)
     receipts, sizes = destination.finish(job, written.sums)
-    with no_cycle_collection():  # what tells of millions of pieces is millions of values
+    with pause_gc():  # what tells of millions of pieces is millions of values
         sealed = prepared.target.seal(job.index, job.target, receipts)
-    closing_files = (_mark(prepared, sizes, receipts, sealed), *sealed)
+    closing_files = (_make_mark(prepared, sizes, receipts, sealed), *sealed)
     written.files = tuple(sizes.values())
     written.last = tuple(file.nbytes for file in closing_files)
     destination.commit(closing_files, fsync=fsync, verify=verify)
@@ -90,7 +90,7 @@ def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: Resume
     for done in resume_point.done:
         written.add(done)
     written.resumed = job.nbytes - todo_nbytes
-    written.believed, written.read_back = resume_point.trusted_nbytes, resume_point.read_back_nbytes
+    written.trusted, written.read_back = resume_point.trusted_nbytes, resume_point.read_back_nbytes
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(resume_point.todo) > 1 else "serial")
     never_waits = is_memory(folder.root) and not is_remote(job.index.files)
     threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
@@ -139,13 +139,15 @@ def check_read(index: Index, written: Written) -> None:
     if wrong:
         raise CorruptError(
             f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
-            f"{listed(f'{r.path}: {r.name}{owners(index, r)}' for r in wrong)}\n"
+            f"{listed(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     check_unchanged(index.files)
 
 
-def _mark(prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, sealed: Sequence[OutputFile]) -> OutputFile:
+def _make_mark(
+    prepared: Prepared, sizes: Mapping[str, int], receipts: Receipts, sealed: Sequence[OutputFile]
+) -> OutputFile:
     """The file that says how the destination was made, and which files it consists of.
 
     `sizes`: bytes of each planned file. `sealed`: files that are written after this one.

@@ -19,32 +19,32 @@ from ucp.transfer.worker import Done
 Line = dict[str, object]
 
 
-def line_of(done: Done) -> Line:
+def to_line(done: Done) -> Line:
     """The journal line of a finished task."""
     return {"task": done.task, "sums": done.sums, "spans": done.spans, "drift": done.drift}
 
 
-def trusted(
+def check_noted(
     job: Job, root: Path, lines: Iterable[Line], *, observer: Observer | None = None, threads: int = 1
 ) -> dict[int, Done]:
     """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again.
 
     `threads`: which read the bytes, one section each at a time.
     """
-    noted: dict[int, list[Done]] = {}
+    reports_by_task: dict[int, list[Done]] = {}
     for line in lines:
-        done = done_of(line)
-        if done is not None and done not in (same_task := noted.setdefault(done.task, [])):
+        done = parse_done(line)
+        if done is not None and done not in (same_task := reports_by_task.setdefault(done.task, [])):
             same_task.append(done)
-    tasks = {task.number: task for task in job.tasks if task.number in noted} if noted else {}
-    reports = {number: noted[number] for number in noted if number in tasks}
+    tasks = {task.number: task for task in job.tasks if task.number in reports_by_task} if reports_by_task else {}
+    reports = {number: reports_by_task[number] for number in reports_by_task if number in tasks}
     if not reports:
         return {}
 
     found: dict[int, Done] = {}
 
-    def look(number: int, _: Gatherer) -> None:
-        done = next((own for own in reports[number] if _stands(root, tasks[number], own)), None)
+    def look(number: int, _gatherer: Gatherer) -> None:
+        done = next((own for own in reports[number] if _holds_bytes(root, tasks[number], own)), None)
         if done is not None:
             found[number] = done
         if observer is not None:
@@ -61,7 +61,7 @@ def trusted(
             observer.end()
 
 
-def done_of(line: Line) -> Done | None:
+def parse_done(line: Line) -> Done | None:
     """The report that `line_of` was given; None when the line says something else."""
     try:
         return msgspec.convert(line, Done)
@@ -69,14 +69,14 @@ def done_of(line: Line) -> Done | None:
         return None
 
 
-def fits(task: Task, done: Done) -> bool:
+def is_report_of(task: Task, done: Done) -> bool:
     """Whether a report is of what a task writes."""
     wanted = [(own.placement, own.start, own.nbytes) for fill in task.fills for own in fill.sections]
     return wanted == [(own.placement, own.start, own.nbytes) for own in done.sums]
 
 
-def _stands(root: Path, task: Task, done: Done) -> bool:
-    if not fits(task, done):
+def _holds_bytes(root: Path, task: Task, done: Done) -> bool:
+    if not is_report_of(task, done):
         return False
     sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
     try:

@@ -18,29 +18,30 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ucp.contract.companions import Companions
 from ucp.contract.protocols import Engine, Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import engine as engine_named
-from ucp.conversion.option import Option, option
-from ucp.conversion.parts.which import part_of
-from ucp.conversion.values import (
-    choice_of,
-    dtypes_of,
-    globs_of,
-    nbytes_of,
-    param_order_of,
-    path_of,
-    settings_of,
-    tag_of,
-    text_of,
-    topology_of,
-    workers_of,
+from ucp.contract.sidecars import SidecarPolicy
+from ucp.conversion.option import (
+    Option,
+    choice_parser,
+    option,
+    parse_dtypes,
+    parse_globs,
+    parse_memory,
+    parse_param_order,
+    parse_part,
+    parse_settings,
+    parse_tag,
+    parse_topology,
+    parse_workers,
+    path_parser,
+    text_parser,
 )
 from ucp.core.index import WEIGHT, DoubtKind
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.source.moments import ZeroMoments
 from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
@@ -58,7 +59,7 @@ class ConvertOptions:
         default="ucp",
         metavar="FORMAT",
         shown="ucp",
-        parse=text_of("to"),
+        parse=text_parser("to"),
         identity="target",
     )
     topology: Topology | None = option(
@@ -68,15 +69,15 @@ class ConvertOptions:
         python='Layout of the run that will load it, where the target has ranks: "dp=4,zero=3", {"dp": 4, '
         '"zero": 3} or ucp.Topology(dp=4, zero=3).',
         metavar="T",
-        parse=topology_of,
+        parse=parse_topology,
         identity="topology",
     )
     layout: str = option(
         "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
         default="",
-        also="--megatron-format",
+        alternative="--megatron-format",
         metavar="NAME",
-        parse=text_of("layout"),
+        parse=text_parser("layout"),
         identity="layout",
     )
     virtual: bool = option(
@@ -89,7 +90,7 @@ class ConvertOptions:
         python="Globs over parameter names, or name/state, of what to take.",
         metavar="GLOB",
         repeats=True,
-        parse=globs_of,
+        parse=parse_globs,
         identity="included",
     )
     exclude: tuple[str, ...] = option(
@@ -98,7 +99,7 @@ class ConvertOptions:
         python="Globs over parameter names, or name/state, of what to leave out.",
         metavar="GLOB",
         repeats=True,
-        parse=globs_of,
+        parse=parse_globs,
         identity="left out",
     )
     weights: bool = option("Compare weights alone, as of a run and an export: --include '*/weight'.", default=False)
@@ -109,7 +110,7 @@ class ConvertOptions:
         flag="--dtype",
         metavar="STATE=DTYPE",
         repeats=True,
-        parse=dtypes_of,
+        parse=parse_dtypes,
         identity="dtypes",
     )
     settings: Mapping[str, str] = option(
@@ -121,39 +122,39 @@ class ConvertOptions:
         flag="--set",
         metavar="NAME=VALUE",
         repeats=True,
-        parse=settings_of,
+        parse=parse_settings,
         identity="settings",
     )
     names: str | None = option(
         "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
         "FROM:STYLE where the source's names are those of several.",
         metavar="STYLE",
-        parse=lambda names: Naming.of(names, None) and names,
+        parse=lambda names: Naming.parse(names, None) and names,
         identity="names",
     )
     rename: Path | None = option(
         "Other names by rules of your own, as a TOML file.",
         metavar="FILE",
-        parse=path_of("rename"),
+        parse=path_parser("rename"),
         identity="renamed by",
     )
     family: str | None = option(
         "Model family of the source; see `ucp patterns list`.",
         python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
         metavar="NAME",
-        parse=text_of("family"),
+        parse=text_parser("family"),
         identity="family",
     )
     patterns: Path | None = option(
         "Model family of your own, as a TOML file.",
         metavar="FILE",
-        parse=path_of("patterns"),
+        parse=path_parser("patterns"),
         identity="rules of the family",
     )
     shapes_from: Path | None = option(
         "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
         metavar="PATH",
-        parse=path_of("shapes_from", given),
+        parse=path_parser("shapes_from", parse_path),
         identity="shapes",
     )
     param_order: Path | ParamOrder | None = option(
@@ -161,21 +162,21 @@ class ConvertOptions:
         python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
         "of its groups, one for all of them, or a JSON file with either.",
         metavar="FILE",
-        parse=param_order_of,
+        parse=parse_param_order,
         identity="order of the optimizer",
     )
     drift: Drift = option(
         "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
         default=Drift.ERROR,
         python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
-        parse=choice_of(Drift, "a policy for copies that differ"),
+        parse=choice_parser(Drift, "a policy for copies that differ"),
         identity="of copies that differ",
     )
     zero_moments: ZeroMoments = option(
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
         default=ZeroMoments.ERROR,
         python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
-        parse=choice_of(ZeroMoments, "a policy for moments that are zero"),
+        parse=choice_parser(ZeroMoments, "a policy for moments that are zero"),
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
@@ -184,7 +185,7 @@ class ConvertOptions:
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,
-        parse=choice_of(NewOptimizer, "an optimizer to make"),
+        parse=choice_parser(NewOptimizer, "an optimizer to make"),
         identity="new optimizer",
     )
     accept: frozenset[DoubtKind] = option(
@@ -201,16 +202,16 @@ class ConvertOptions:
     tag: str | None = option(
         "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
         metavar="NAME",
-        parse=tag_of,
+        parse=parse_tag,
         identity="tag",
     )
-    companions: Companions = option(
+    companions: SidecarPolicy = option(
         "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
         "...), keep those of up to 64 MiB each, all, or none.",
-        default=Companions.SMALL,
+        default=SidecarPolicy.SMALL,
         python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
         'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_of(Companions, "which files beside the checkpoint to carry along,"),
+        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
         identity="companion files",
     )
     engine: Engine | None = option(
@@ -226,7 +227,7 @@ class ConvertOptions:
         "Processes.  [default: one per core; on a cluster, by --memory]",
         comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
         metavar="N",
-        parse=workers_of,
+        parse=parse_workers,
     )
     memory: int = option(
         "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
@@ -234,13 +235,13 @@ class ConvertOptions:
         python='Memory for the whole run, beyond the interpreter\'s own: bytes, or text like "1GiB".',
         metavar="M",
         shown="1GiB",
-        parse=nbytes_of,
+        parse=parse_memory,
     )
     scratch: Path | None = option(
         "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
         "system's temporary folder]",
         metavar="DIR",
-        parse=path_of("scratch"),
+        parse=path_parser("scratch"),
     )
     resume: bool = option(
         "Continue an interrupted conversion; with --overwrite, one that replaces DST.",
@@ -268,7 +269,7 @@ class ConvertOptions:
         '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
         "and again.",
         metavar="K/N",
-        parse=part_of,
+        parse=parse_part,
     )
     finalize: bool = option(
         "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
@@ -297,7 +298,7 @@ class ConvertOptions:
     @property
     def naming(self) -> Naming:
         """Under which names to write them."""
-        return Naming.of(self.names, self.rename)
+        return Naming.parse(self.names, self.rename)
 
     @property
     def source(self) -> SourceOptions:
@@ -316,7 +317,7 @@ class ConvertOptions:
         )
 
 
-def _declared() -> dict[str, Option]:
+def _declare_options() -> dict[str, Option]:
     options: dict[str, Option] = {}
     for own in fields(ConvertOptions):
         option: Option = own.metadata["option"]
@@ -332,14 +333,14 @@ def _declared() -> dict[str, Option]:
     return options
 
 
-OPTIONS: Mapping[str, Option] = _declared()
+OPTIONS: Mapping[str, Option] = _declare_options()
 """Argument to its option, in the order of help pages."""
 
 
 def make_options(**arguments: object) -> ConvertOptions:
     """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
     values: dict[str, Any] = {
-        name: OPTIONS[name].value_of(value)
+        name: OPTIONS[name].parse_argument(value)
         for name, value in arguments.items()
         if value is not None or OPTIONS[name].default is not None
     }
@@ -352,6 +353,6 @@ def make_options(**arguments: object) -> ConvertOptions:
     return replace(options, engine=options.engine.configured(chosen), settings=others)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -108,7 +108,7 @@ class PlanReport(ConversionReport):
     def page(self) -> Page:
         """The source, what would be done, and what is to be known."""
         yield facts(source_facts(self.source))
-        yield facts(_facts(self), "Conversion")
+        yield facts(_list_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
         origin = self.source.origin  # of a store, which has every tensor whole
         yield lines(
@@ -118,7 +118,7 @@ class PlanReport(ConversionReport):
         yield from self.remarks()
 
 
-def said_of(prepared: Prepared, options: ConvertOptions) -> dict[str, Any]:
+def collect_common(prepared: Prepared, options: ConvertOptions) -> dict[str, Any]:
     """What both reports say of a conversion that is decided."""
     index, target = prepared.job.index, prepared.job.target
     return {
@@ -141,11 +141,11 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
     `dst`: where to; refused where `convert` would refuse it before it looks at what is there.
     """
     destination = None if dst is None else open_destination(dst, options)
-    prepared = prepare(src, options, beside_bytes=0 if destination is None else destination.upload_memory)
+    prepared = prepare(src, options, reserved_bytes=0 if destination is None else destination.upload_memory)
     scratch_bytes = 0 if destination is None else destination.check(src, prepared.job)
     index, target = prepared.job.index, prepared.job.target
     return PlanReport(
-        **said_of(prepared, options) | {"topology": target.topology or options.topology},
+        **collect_common(prepared, options) | {"topology": target.topology or options.topology},
         source=index,
         nbytes=index.nbytes,
         nbytes_written=prepared.job.nbytes,
@@ -165,7 +165,7 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
     )
 
 
-def _facts(report: PlanReport) -> Iterator[tuple[str, str]]:
+def _list_facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
     whose = f"of {counted(report.atoms, 'parameter')}"
     if report.references:

@@ -10,24 +10,24 @@ from pathlib import Path
 
 import xxhash
 
-from ucp.contract.companions import chosen_companions
 from ucp.contract.plugins import names, producer
 from ucp.contract.protocols import Engine, Observer, Target
+from ucp.contract.registry import add_call_notes, target
 from ucp.contract.registry import engine as registered_engine
-from ucp.contract.registry import target, with_callables
-from ucp.conversion.options import OPTIONS, ConvertOptions, cores
-from ucp.core.gaps import check_doubts, gap_text, state_gaps
+from ucp.contract.sidecars import select_sidecars
+from ucp.conversion.options import OPTIONS, ConvertOptions, count_cores
+from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
 from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
 from ucp.io.pickle.values import nbytes_in_memory
 from ucp.io.provenance import contents_of, is_remote
-from ucp.source.moments import ZeroMoments, before_first_step, check_moments
-from ucp.source.new_optimizer import HYPER, with_optimizer, without_hyper
-from ucp.source.read import index_as_told, index_of, no_cycle_collection
+from ucp.source.moments import ZeroMoments, check_moments, detect_first_step
+from ucp.source.new_optimizer import HYPER, add_optimizer, drop_hyper
+from ucp.source.read import index_of, pause_gc, read_with_options
 from ucp.source.replica_policy import resolve_drift
-from ucp.source.run_state import RUN_SETTINGS, with_run_state
-from ucp.source.selection import DROP, FROZEN, part_warnings, selected, with_frozen, without_extras
+from ucp.source.run_state import RUN_SETTINGS, place_run_state
+from ucp.source.selection import DROP, FROZEN, describe_part, drop_extras, select, set_frozen
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -42,7 +42,7 @@ _THREADS = 2
 """Threads of a worker: one works while the other waits."""
 
 
-class Silent:
+class SilentObserver:
     """Observer that wants to know nothing."""
 
     def begin(self, *, title: str, nbytes: int) -> None:
@@ -75,7 +75,7 @@ class Prepared:
     """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
     warnings: tuple[str, ...] = ()
     """What keeps a run from resuming as it would from the source."""
-    beside_bytes: int = 0
+    reserved_bytes: int = 0
     """Memory that the destination takes beside the workers."""
 
     @property
@@ -112,31 +112,33 @@ class Prepared:
     def projected_bytes(self) -> int:
         """Memory that the workers and the destination need at once."""
         each = max((task.projected_bytes for task in self.job.tasks[:1]), default=0)  # tasks are alike
-        return self.beside_bytes + self.workers * self.threads * (each + ahead_bytes(self.job.index))
+        return self.reserved_bytes + self.workers * self.threads * (each + count_ahead_bytes(self.job.index))
 
 
-def ahead_bytes(index: Index) -> int:
+def count_ahead_bytes(index: Index) -> int:
     """Memory of each thread for what of stores is on its way."""
     if not is_remote(index.files):
         return 0
-    from ucp.io.remote.ahead import BUDGET
+    from ucp.io.remote.prefetch import BUDGET
 
     return BUDGET
 
 
-def _gap_warnings(whole: Index, index: Index) -> Iterator[str]:
+def _describe_gaps(full: Index, index: Index) -> Iterator[str]:
     """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
     lost = {
         name: states
-        for name, states in state_gaps(whole).items()
+        for name, states in find_state_gaps(full).items()
         if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}
     }
     if lost:
-        yield f"{gap_text(lost)}\nThe weights are complete (--include '*/weight')"
+        yield f"{describe_state_gaps(lost)}\nThe weights are complete (--include '*/weight')"
 
 
-@no_cycle_collection()
-def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None, *, beside_bytes: int = 0) -> Prepared:
+@pause_gc()
+def prepare(
+    src: Path, options: ConvertOptions, observer: Observer | None = None, *, reserved_bytes: int = 0
+) -> Prepared:
     """Decide everything: writes nothing. `beside_bytes`: memory that the destination takes beside the workers.
 
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
@@ -144,40 +146,40 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
     chosen = target(options.to)
     _check_target(chosen, options)
     by_name = bool(options.naming.style or chosen.names)
-    read = index_as_told if by_name or chosen.takes_family(options.topology) else index_of
-    whole = before_first_step(read(src, source=options.source))
-    index = selected(whole, options.selection)
+    read = read_with_options if by_name or chosen.takes_family(options.topology) else index_of
+    whole = detect_first_step(read(src, source=options.source))
+    index = select(whole, options.selection)
     check_doubts(index, options.accept)
     warnings = (
         *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts),
-        *_gap_warnings(whole, index),
-        *(() if chosen.takes_parts else part_warnings(whole, index)),
+        *_describe_gaps(whole, index),
+        *(() if chosen.takes_parts else describe_part(whole, index)),
     )
     if index.unnamed is not None and chosen.takes_optimizer:
-        raise MissingStateError(index.unnamed.why)
-    check_moments(whole, options.zero_moments, taken=index)
-    index = resolve_drift(index, options.drift, observer or Silent(), memory=options.memory)
-    index, settings = with_frozen(index, options.target.settings)
+        raise MissingStateError(index.unnamed.reason)
+    check_moments(whole, options.zero_moments, selection=index)
+    index = resolve_drift(index, options.drift, observer or SilentObserver(), memory=options.memory)
+    index, settings = set_frozen(index, options.target.settings)
     if options.optimizer is not None:
-        index = with_optimizer(index, settings)
+        index = add_optimizer(index, settings)
     states = dict.fromkeys(name for _, name, _ in index.states())
     uncast = [state for state in options.target.dtypes if state not in states]
     if uncast:
         raise UsageError(f"no parameter has a state {', '.join(uncast)} to cast; there are {', '.join(states)}")
-    index, settings = without_extras(index, settings)
-    index, settings = with_run_state(index, chosen, settings)
-    index = with_callables(index)
+    index, settings = drop_extras(index, settings)
+    index, settings = place_run_state(index, chosen, settings)
+    index = add_call_notes(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
     made = HYPER if options.optimizer is not None else ()
     if made:
-        settings = without_hyper(settings, known)
+        settings = drop_hyper(settings, known)
     _check_settings(chosen, known, settings, by_family=by_name, also=made, engine=options.engine)
-    index, settings, family = _named(index, chosen, options, settings)
+    index, settings, family = _rename_source(index, chosen, options, settings)
     _check_settings(chosen, known, settings, also=made, engine=options.engine)  # sizes that are none of this family's
     if options.target.tag:
         others = (extra for extra in index.extras if extra.name != TAG)
         index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
-    index = chosen_companions(index, options.companions)
+    index = select_sidecars(index, options.companions)
     own = replace(
         options.target,
         settings=settings,
@@ -185,52 +187,52 @@ def prepare(src: Path, options: ConvertOptions, observer: Observer | None = None
         patterns=str(options.source.patterns or ""),
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
-    with _misfits():
+    with _raise_misfits():
         plan = chosen.plan(index, options.topology, own)
-    index = _without(plan.written or index, plan)
+    index = _drop_lost(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
-    workers, threads = workers_of(options, index, beside_bytes)
+    workers, threads = choose_workers(options, index, reserved_bytes)
     return Prepared(
         job=job,
         target=chosen,
         engine=options.engine,
         workers=workers,
         threads=threads,
-        beside_bytes=beside_bytes,
-        fingerprint=_fingerprint_of(index, plan, options),
-        facts=_facts_of(job, options),
+        reserved_bytes=reserved_bytes,
+        fingerprint=_compute_fingerprint(index, plan, options),
+        facts=_collect_facts(job, options),
         warnings=warnings,
     )
 
 
-def workers_of(options: ConvertOptions, index: Index, beside_bytes: int = 0) -> tuple[int, int]:
+def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 0) -> tuple[int, int]:
     """Workers, and threads in each, that read what `index` refers to. `beside_bytes`: memory that others take.
 
     Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
     """
-    most, lane = cores(), BLOCK + SCRATCH + ahead_bytes(index)
+    most, lane = count_cores(), BLOCK + SCRATCH + count_ahead_bytes(index)
     if options.engine is not None and options.engine.spans_machines:
         most = max(1, options.memory // (_THREADS * lane))
     return fit_workers(
-        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=beside_bytes
+        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=reserved_bytes
     )
 
 
-def _named(
+def _rename_source(
     index: Index, chosen: Target, options: ConvertOptions, settings: Mapping[str, str]
 ) -> tuple[Index, Mapping[str, str], str]:
     """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
     if not (options.naming.style or options.naming.rules or chosen.names):
         return index, settings, ""
-    from ucp.source.naming import under_names  # families are read only where they are needed
+    from ucp.source.naming import rename_source  # families are read only where they are needed
 
-    with _misfits():
-        found = under_names(index, chosen, options.naming, options.source, settings)
+    with _raise_misfits():
+        found = rename_source(index, chosen, options.naming, options.source, settings)
     return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
 
 
 @contextmanager
-def _misfits() -> Iterator[None]:
+def _raise_misfits() -> Iterator[None]:
     """Say that the family or target that was asked for does not fit this model."""
     try:
         yield
@@ -255,7 +257,7 @@ def _check_target(chosen: Target, options: ConvertOptions) -> None:
     raise UsageError(f"the target {chosen.name} has {has}; got {layout!r}{hint}")
 
 
-def _without(index: Index, plan: TargetPlan) -> Index:
+def _drop_lost(index: Index, plan: TargetPlan) -> Index:
     """What of `index` the target holds, and a line for everything else."""
     if not plan.lost:
         return replace(index, dropped=(*index.dropped, *plan.dropped)) if plan.dropped else index
@@ -285,16 +287,16 @@ def _check_settings(
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
-        from ucp.source.naming import family_sizes
+        from ucp.source.naming import list_size_names
 
-        sizes = family_sizes()
+        sizes = list_size_names()
         unknown = [name for name in unknown if name not in sizes]
     if not unknown:
         return
     common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP, FROZEN)
     working = () if engine is None else engine.settings
     near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
-    lines = listed(f"{name}{_hint(name, own)}" for name, own in near.items())
+    lines = listed(f"{name}{_suggest(name, own)}" for name, own in near.items())
     takes = ", ".join([*chosen.settings, *also, *common])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
@@ -303,7 +305,7 @@ def _check_settings(
     raise UsageError(f"the target {chosen.name} has no such setting (--set):\n{lines}\nIt takes {takes}{more}")
 
 
-def _hint(name: str, near: str | None) -> str:
+def _suggest(name: str, near: str | None) -> str:
     """What may have been meant by a setting that nobody takes."""
     others = [other for other in names("ucp.engines") if name in registered_engine(other).settings]
     if others:
@@ -311,19 +313,19 @@ def _hint(name: str, near: str | None) -> str:
     return f": did you mean {near}?" if near else ""
 
 
-def _facts_of(job: Job, options: ConvertOptions) -> dict[str, str]:
+def _collect_facts(job: Job, options: ConvertOptions) -> dict[str, str]:
     """What the fingerprint is of, by name, as messages tell it; what was not asked for is left out."""
     facts = {"source": job.index.path}
     for option in OPTIONS.values():
         value = getattr(options, option.name)
         if option.identity and value not in (None, option.default):
-            facts[option.identity] = _in_words(value)
+            facts[option.identity] = _format_value(value)
     topology = str(options.topology or job.target.topology or "")
     facts |= {**({"topology": topology} if topology else {}), "target": options.to, "program": producer()}
     return facts
 
 
-def _in_words(value: object) -> str:
+def _format_value(value: object) -> str:
     """A value of an option, in words."""
     match value:
         case bool():
@@ -335,7 +337,7 @@ def _in_words(value: object) -> str:
     return str(value)
 
 
-def _fingerprint_of(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
+def _compute_fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
     """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
     literals = xxhash.xxh3_128()
     for file in plan.files:  # with what the target took from elsewhere, such as a config.json

@@ -1,17 +1,16 @@
-"""In-order assignment: the one way to give places the parameters of a model, in its order, if there is just one.
+"""In-order assignment: match the parameters of a model to slots, in registration order, if there is only one way.
 
-Optimizers and flat buffers number their parameters, and keep them in the order in which a model registers them: the
-names are recorded nowhere. Shapes or contents say which parameters fit a place. An answer is believed only where no
-other is possible; else all that differ are named.
+Optimizers and flat buffers keep parameters in registration order without their names. Shapes or contents say which
+parameters fit a slot. An answer is accepted only if no other is possible.
 
-- `possible_places`: parameters of a model are dealt to groups of slots, which they fill in order; any may be left out.
-- `bounds`: places that increase in one order: the earliest and the latest that each can have.
-- `narrow_in_order`, `narrow`: several such rows, or rows in no order, in which nothing may come twice.
+- `possible_places`: parameters fill groups of slots in order, and may be left out.
+- `bounds`: numbers that increase from place to place: the smallest and the largest that each can have.
+- `narrow_in_order`, `narrow`: several such rows, or rows in any order, in which no number occurs twice.
 
 >>> places = possible_places([[Slots(((2, 3),)), Slots(((2,), None))]], [[(2, 3), (2,), (4,)]])
 >>> places
 [{(0, 0)}, {(1, 0)}, {(1, 1)}]
->>> [len(own) for own in possible_places([[Slots(((2,),))]], [[(2,), (2,)]])]
+>>> [len(options) for options in possible_places([[Slots(((2,),))]], [[(2,), (2,)]])]
 [2, 2]
 >>> bounds([[0, 1], [2], [1, 3]]), bounds([[1], [0]])
 (([0, 2, 3], [1, 2, 3]), None)
@@ -26,14 +25,14 @@ from itertools import accumulate
 from math import prod
 
 Place = tuple[int, int] | None
-"""Number of a group, and position within it; None for a parameter that is in no group."""
+"""Number of a group and position in it; None for a parameter in no group."""
 
 _State = tuple[int, tuple[int, ...]]
-"""The stage whose layer this is, and how far each group of every stage is filled."""
+"""Stage of the current layer, and the filled length of every group."""
 
 
 class ManyWaysError(ValueError):
-    """So many assignments come near that they are not all looked at."""
+    """There are too many partial assignments to check them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +40,36 @@ class Slots:
     """A group with a slot per parameter."""
 
     forms: tuple[Hashable, ...]
-    """Shape of each slot, or whatever else a parameter has in common with it; None where that is not known."""
+    """Shape of each slot, or another property that its parameter has; None if unknown."""
 
     @property
     def length(self) -> int:
-        """Where the group is full."""
+        """Position at which the group is full."""
         return len(self.forms)
 
-    def after(self, at: int, form: Hashable) -> int | None:
-        """Position after taking a parameter of `form` at position `at`; None if it does not fit."""
-        return at + 1 if at < len(self.forms) and self.forms[at] in (None, form) else None
+    def after(self, position: int, form: Hashable) -> int | None:
+        """Position after taking a parameter of `form` at position `position`; None if it does not fit."""
+        return position + 1 if position < len(self.forms) and self.forms[position] in (None, form) else None
 
 
 @dataclass(frozen=True, slots=True)
 class FlatSlots:
-    """A group that is one flat tensor; only the sum of its parameters is known."""
+    """A group stored as one flat tensor, of which only the total number of elements is known."""
 
     length: int
     """Elements."""
 
-    def after(self, at: int, form: Hashable) -> int | None:
-        """Position after taking a parameter of shape `form` at position `at`; None if it does not fit."""
+    def after(self, position: int, form: Hashable) -> int | None:
+        """Position after taking a parameter of shape `form` at position `position`; None if it does not fit."""
         numel = _numel(form)
-        return at + numel if numel and at + numel <= self.length else None
+        return position + numel if numel and position + numel <= self.length else None
 
 
 SlotGroup = Slots | FlatSlots
 
 
 def _numel(form: Hashable) -> int:
-    """Elements of a parameter; beside flat groups, forms are shapes."""
+    """Elements of a parameter, whose form is a shape here."""
     assert isinstance(form, tuple)
     return prod(form)
 
@@ -82,76 +81,77 @@ def possible_places(
 
     `stages`: groups that are filled by whole layers which follow one another; one for a model that is not cut into
     stages. `layers`: forms of parameters, in the order of the model; shapes where a group is flat. `most`: states to
-    look at. Raises ManyWaysError where there are more.
+    look number. Raises ManyWaysError where there are more.
     """
-    groups = [group for own in stages for group in own]
-    owners = [stage for stage, own in enumerate(stages) for _ in own]
-    params = [(form, at == 0) for layer in layers for at, form in enumerate(layer)]
+    groups = [group for stage_groups in stages for group in stage_groups]
+    stage_of = [stage for stage, stage_groups in enumerate(stages) for _ in stage_groups]
+    params = [(form, position == 0) for layer in layers for position, form in enumerate(layer)]
     is_flat = [isinstance(group, FlatSlots) for group in groups]
     numels = [_numel(form) if any(is_flat) else 0 for form, _ in params]
-    elements = [sum(numels) - used for used in accumulate(numels)]
+    elements_after = [sum(numels) - used for used in accumulate(numels)]
 
-    def steps(state: _State, at: int) -> Iterator[tuple[Place, _State]]:
-        """Where parameter number `at` can go, as long as those after it can still fill all groups."""
+    def steps(state: _State, param: int) -> Iterator[tuple[Place, _State]]:
+        """Places of a parameter, as long as the parameters after it can still fill all groups."""
         stage, positions = state
-        form, opens_layer = params[at]
-        if opens_layer:  # which is the next stage's if that of the layer before is full
-            rests = (of for group, own, of in zip(groups, positions, owners, strict=True) if own < group.length)
-            stage = min((of for of in rests if of >= stage), default=stage)
+        form, opens_layer = params[param]
+        if opens_layer:  # it belongs to the next stage if this one is full
+            filled = zip(groups, positions, stage_of, strict=True)
+            open_stages = (of_group for group, position, of_group in filled if position < group.length)
+            stage = min((open_stage for open_stage in open_stages if open_stage >= stage), default=stage)
         moves: list[tuple[Place, tuple[int, ...]]] = [(None, positions)]
         for number, group in enumerate(groups):
-            after = group.after(positions[number], form) if owners[number] == stage else None
+            after = group.after(positions[number], form) if stage_of[number] == stage else None
             if after is not None:
-                place = number, positions[number]
-                moves.append((place, (*positions[:number], after, *positions[number + 1 :])))
+                moves.append(((number, positions[number]), (*positions[:number], after, *positions[number + 1 :])))
         for move, reached in moves:
-            rest = [group.length - own for group, own in zip(groups, reached, strict=True)]
-            flat = sum(own for own, of_elements in zip(rest, is_flat, strict=True) if of_elements)
-            if sum(rest) - flat <= len(params) - at - 1 and flat <= elements[at]:
+            missing = [group.length - position for group, position in zip(groups, reached, strict=True)]
+            flat = sum(length for length, in_elements in zip(missing, is_flat, strict=True) if in_elements)
+            if sum(missing) - flat <= len(params) - param - 1 and flat <= elements_after[param]:
                 yield move, (stage, reached)
 
     levels: list[set[_State]] = [{(0, (0,) * len(groups))}]
-    for at in range(len(params)):
-        levels.append({after for state in levels[-1] for _, after in steps(state, at)})
+    for number in range(len(params)):
+        levels.append({after for state in levels[-1] for _, after in steps(state, number)})
         most -= len(levels[-1])
         if most < 0:
             raise ManyWaysError(f"too many assignments of {len(params)} parameters come near")
     full = tuple(group.length for group in groups)
     alive = {state for state in levels[-1] if state[1] == full}
     places: list[set[Place]] = []
-    for at in reversed(range(len(params))):
-        leading = [(state, place) for state in levels[at] for place, after in steps(state, at) if after in alive]
+    for number in reversed(range(len(params))):
+        leading = [
+            (state, place) for state in levels[number] for place, after in steps(state, number) if after in alive
+        ]
         places.append({place for _, place in leading})
         alive = {state for state, _ in leading}
     return places[::-1] if alive else None
 
 
 def bounds(fits: Sequence[Sequence[int]]) -> tuple[list[int], list[int]] | None:
-    """The earliest and the latest number at every place, when they increase from place to place; None where none do.
+    """The smallest and the largest number of every place, if numbers increase from place to place; None if none do.
 
-    `fits`: numbers that a place can have, in increasing order. Every assignment lies between the two, so that there is
-    one only where they are equal.
+    `fits`: numbers that each place can have, in increasing order. Every assignment lies between these bounds, so that
+    it is unique if and only if they are equal.
     """
     first = _earliest(fits)
-    last = _earliest([[-number for number in reversed(own)] for own in reversed(fits)])
+    last = _earliest([[-number for number in reversed(numbers)] for numbers in reversed(fits)])
     return None if first is None or last is None else (first, [-number for number in reversed(last)])
 
 
 def _earliest(fits: Iterable[Sequence[int]]) -> list[int] | None:
     numbers: list[int] = []
-    for own in fits:
-        at = bisect_right(own, numbers[-1]) if numbers else 0
-        if at == len(own):
+    for candidates in fits:
+        index = bisect_right(candidates, numbers[-1]) if numbers else 0
+        if index == len(candidates):
             return None
-        numbers.append(own[at])
+        numbers.append(candidates[index])
     return numbers
 
 
 def narrow_in_order(rows: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]] | None:
-    """Numbers that every place of every row can have, as they increase within a row and are in one row only.
+    """Numbers that every place can have, if they increase within a row and none occurs twice; None if impossible.
 
-    `rows`: numbers that contents allow, in increasing order. One number is left where there is no other way; None
-    where there is none.
+    `rows`: the numbers that contents allow for each place, in increasing order.
     """
     remaining = [[list(place) for place in row] for row in rows]
     while True:
@@ -166,7 +166,7 @@ def narrow_in_order(rows: Sequence[Sequence[Sequence[int]]]) -> list[list[list[i
 
 
 def narrow(rows: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-    """Numbers that every place of every row can have, in whatever order; one number where there is no other way."""
+    """Numbers that every place can have, in any order, if none occurs twice."""
     remaining = [[list(place) for place in row] for row in rows]
     while _exclude([place for row in remaining for place in row]):
         pass
@@ -174,11 +174,11 @@ def narrow(rows: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
 
 
 def _exclude(places: Sequence[list[int]]) -> bool:
-    """Take numbers that one place has for sure from all others; whether any was."""
+    """Remove the numbers of places with a single one from all other places; whether that changed any."""
     sure = {place[0]: number for number, place in enumerate(places) if len(place) == 1}
     changed = False
     for number, place in enumerate(places):
-        others = [own for own in place if sure.get(own, number) == number]
-        changed = changed or len(others) < len(place)
-        place[:] = others
+        remaining = [candidate for candidate in place if sure.get(candidate, number) == number]
+        changed = changed or len(remaining) < len(place)
+        place[:] = remaining
     return changed

@@ -86,9 +86,9 @@ class StateIndex:
     """Bytes under one digest; the last may be under fewer."""
 
     @classmethod
-    def whole(cls, ref: Tensor) -> StateIndex:
+    def from_tensor(cls, ref: Tensor) -> StateIndex:
         """A tensor as a state of one piece."""
-        piece = Fragment(box=Box.whole(ref.shape), ref=ref)
+        piece = Fragment(box=Box.full(ref.shape), ref=ref)
         return cls(dtype=ref.dtype, global_shape=ref.shape, fragments=(piece,))
 
     @property
@@ -124,25 +124,25 @@ class AtomIndex:
     @property
     def patterns(self) -> Mapping[str, str]:
         """Mesh axis to the name of its pattern, or of the first tensor that it is made of."""
-        return next((layout.patterns for layout in (self.layout, *self.made_of.values()) if layout.every), {})
+        return next((layout.patterns for layout in (self.layout, *self.made_of.values()) if layout.all_axes), {})
 
     def layouts(self) -> Iterator[tuple[str, str, Layout]]:
         """Its name, a state of its shape, and how that lies over the run that saved it; each tensor it is made of."""
         for name, state in self.states.items():
             if state.global_shape == self.global_shape and not self.is_count(name):
-                own = self.layout if state.layout is None else state.layout
-                yield from ((self.name, name, layout) for layout in (own, *self.made_of.values()))
+                layout_of_state = self.layout if state.layout is None else state.layout
+                yield from ((self.name, name, layout) for layout in (layout_of_state, *self.made_of.values()))
 
     def is_count(self, state: str) -> bool:
         """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""
-        own = self.states[state]
-        return state == STEP or (own.numel == 1 and own.global_shape != self.global_shape)
+        state_index = self.states[state]
+        return state == STEP or (state_index.numel == 1 and state_index.global_shape != self.global_shape)
 
-    def dtype_of(self, state: str, asked: Mapping[str, str]) -> DType:
+    def dtype_of(self, state: str, requested: Mapping[str, str]) -> DType:
         """Type to write a state in: the one `asked` for by its name; its own in buffers and for whole numbers."""
-        own = self.states[state].dtype
-        is_cast = state in asked and self.kind is not Kind.BUFFER and own.is_floating
-        return DType(asked[state]) if is_cast else own
+        dtype = self.states[state].dtype
+        is_cast = state in requested and self.kind is not Kind.BUFFER and dtype.is_floating
+        return DType(requested[state]) if is_cast else dtype
 
     @property
     def nbytes(self) -> int:
@@ -194,14 +194,14 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostStates:
     """Why a parameter lacks optimizer states, or a place in a group, that it had."""
 
-    why: str
+    reason: str
     """The reason and what to do, for people; it goes before a list of such parameters."""
     detail: str = ""
     """What is told beside the name of the parameter."""
-    chosen: bool = False
+    is_chosen: bool = False
     """Whether the user left them out; else the source does not have them, or not as they were."""
 
 
@@ -211,7 +211,7 @@ class UnnamedStates:
 
     states: tuple[str, ...]
     """Names of the states; none, where the optimizer had not stepped."""
-    why: str
+    reason: str
     """What was expected, what is there, and what to do."""
 
 
@@ -230,11 +230,11 @@ class DoubtKind(StrEnum):
     """Ranks cut tensors in other pieces than the rules of the model's family: it may be of another one."""
 
     @classmethod
-    def accepted(cls, asked: Iterable[str]) -> frozenset[DoubtKind]:
+    def accepted(cls, requested: Iterable[str]) -> frozenset[DoubtKind]:
         """Those that a user names. Raises UsageError for a name of none."""
-        names = (asked,) if isinstance(asked, str) or not isinstance(asked, Iterable) else tuple(asked)
+        names = (requested,) if isinstance(requested, str) or not isinstance(requested, Iterable) else tuple(requested)
         if not set(names) <= set(cls):
-            raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {asked!r}")
+            raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {requested!r}")
         return frozenset(map(cls, names))
 
 
@@ -308,7 +308,7 @@ class Index(Report):
     """What was assumed or inferred."""
     dropped: tuple[str, ...] = ()
     """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
-    lost: Mapping[str, Loss] = field(default_factory=dict)
+    lost: Mapping[str, LostStates] = field(default_factory=dict)
     """Parameter to why it lacks states that it had: every one of which that is known."""
     unnamed: UnnamedStates | None = None
     """States of its optimizer that could not be given to parameters; None where all could."""
@@ -340,14 +340,14 @@ class Index(Report):
         """Name of every atom to its shape."""
         return {name: atom.global_shape for name, atom in self.atoms.items()}
 
-    def reasons(self, params: Iterable[str]) -> tuple[str, ...]:
+    def loss_reasons(self, params: Iterable[str]) -> tuple[str, ...]:
         """Why those of `params` that `lost` has lack states: each reason once, with the names it holds for."""
         names: dict[str, list[str]] = {}
         for name in params:
             if name in self.lost:
                 loss = self.lost[name]
-                names.setdefault(loss.why, []).append(f"{name}: {loss.detail}" if loss.detail else name)
-        return tuple(f"{why}:\n{listed(own)}" for why, own in names.items())
+                names.setdefault(loss.reason, []).append(f"{name}: {loss.detail}" if loss.detail else name)
+        return tuple(f"{why}:\n{listed(params_of_reason)}" for why, params_of_reason in names.items())
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """How a parameter is laid out over the axes of a mesh: patterns, their composition, their overlap rules.
 
-A pattern says which boxes of a tensor part `index` of `parts` holds, and where they lie in its local tensor. Several
-axes compose, outermost first. ZeRO, the distributed optimizer and FSDP1 then cut the row-major order of the local
-tensor: patterns like any other, over one dim (`Layout.flat`). What a rank holds of the whole is `place(...)`.
+A pattern gives the boxes of a tensor that part `index` of `parts` holds, and where they lie in its local tensor. Axes
+compose, outermost first. ZeRO, the distributed optimizer and FSDP1 then cut the row-major order of the local tensor,
+with patterns over one dim (`Layout.flat`). `place` gives what a rank holds of the global tensor.
 
 >>> from ucp_patterns.chunk import Chunk
 >>> layout = Layout(flat=(AxisLayout("dp", 2, Chunk(0)),))
@@ -20,7 +20,7 @@ from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, locate_flat_range
 from ucp.core.tensor import contiguous_strides
 
 
@@ -32,7 +32,7 @@ class Overlap(StrEnum):
     EQUAL = "equal"
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"
-    """Each holds its own value; the whole is their mean."""
+    """Each holds a value of its own; the global tensor is their mean."""
 
 
 @runtime_checkable
@@ -45,38 +45,39 @@ class Pattern(Protocol):
 
     @property
     def overlap(self) -> Overlap:
-        """What parts that hold the same element mean."""
+        """What it means when several parts hold the same element."""
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """Boxes of the whole that part `index` of `parts` holds, in increasing local offset.
+        """Boxes of the global tensor that part `index` of `parts` holds, in increasing local offset.
 
-        What several parts hold is numbered by `RegionPair.copy`: the boxes of any one copy tile what is shared.
+        `RegionPair.copy` numbers what several parts hold: the boxes of each copy tile what is shared.
         """
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape of the whole whose parts have these shapes, in order. Raises ValueError when they have none."""
-        return joined_shape(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
+        """Shape of the global tensor whose parts have these shapes, in order. Raises ValueError if there is none."""
+        return join_shapes(self, tuple(map(tuple, local_shapes)))  # type: ignore[arg-type]  # patterns are frozen
 
 
 @lru_cache(maxsize=4096)  # layers are alike
-def joined_shape(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
-    """The shape that `regions` cuts into parts of these: that of one with elements, or that with one dim joined.
+def join_shapes(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
+    """The shape that `regions` cuts into these: the shape of a part, or that with one dim joined.
 
-    `length`: of the joined dim, where it is not that of all parts together. Raises ValueError when there is none.
+    `length`: of the joined dim, if it is not the sum over the parts. Raises ValueError if there is no such shape.
     """
     first = next((shape for shape in shapes if prod(shape)), shapes[0])
     sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
-    lengths = [own if length is None else length for own in sums]
-    for whole in (first, *((*first[:dim], own, *first[dim + 1 :]) for dim, own in enumerate(lengths))):
+    lengths = [total if length is None else length for total in sums]
+    for candidate in (first, *((*first[:dim], joined, *first[dim + 1 :]) for dim, joined in enumerate(lengths))):
         try:
-            parts = [pattern.regions(whole, len(shapes), index) for index in range(len(shapes))]
+            parts = [pattern.regions(candidate, len(shapes), index) for index in range(len(shapes))]
         except ValueError:
             continue
-        every = zip(parts, shapes, strict=True)
-        if all(_part_shape(pairs) == shape if pairs else 0 in shape or not shape for pairs, shape in every):
-            return whole
-    shown = [list(shape) for shape in shapes]
-    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {shown}")
+        if all(
+            _shape_of_regions(pairs) == shape if pairs else 0 in shape or not shape
+            for pairs, shape in zip(parts, shapes, strict=True)
+        ):
+            return candidate
+    raise ValueError(f"{pattern.name}: expected the parts of one tensor; got shapes {list(map(list, shapes))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,42 +91,42 @@ class AxisLayout:
     pattern: Pattern
     """How the tensor lies along it."""
     known_from: str = field(default="", compare=False)
-    """Where that is known from, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
+    """Source of this knowledge, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
 
     def holders(self, global_shape: tuple[int, ...]) -> list[int]:
-        """Parts that hold some of a tensor of `global_shape` elements, or an empty piece of it."""
-        return [at for at in range(self.parts) if self.pattern.regions(global_shape, self.parts, at)]
+        """Parts that hold a piece of a tensor of this shape, be it an empty one."""
+        return [part for part in range(self.parts) if self.pattern.regions(global_shape, self.parts, part)]
 
     def dim(self, global_shape: tuple[int, ...]) -> int | None:
-        """The one dim of a tensor that its parts divide among them; None where they divide none, or several.
+        """The only dim of a tensor that this axis shards; None if it shards none, or several.
 
         >>> from ucp_patterns.chunk import Chunk
         >>> AxisLayout("dp", 2, Chunk(1)).dim((3, 4))
         1
         """
-        parts = (self.pattern.regions(global_shape, self.parts, at) for at in range(self.parts))
-        pieces = (pair.whole.sizes for pairs in parts for pair in pairs)
+        parts = (self.pattern.regions(global_shape, self.parts, index) for index in range(self.parts))
+        pieces = (pair.global_box.sizes for pairs in parts for pair in pairs)
         dims = {dim for sizes in pieces for dim, length in enumerate(global_shape) if sizes[dim] != length}
         return dims.pop() if len(dims) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Patterns over several axes, outermost first; none at all means one whole tensor."""
+    """Patterns over several axes, outermost first; without axes, every rank holds the global tensor."""
 
     axes: tuple[AxisLayout, ...] = ()
-    """One entry per axis that matters, over the dims of the tensor."""
+    """Axes over the dims of the tensor."""
     flat: tuple[AxisLayout, ...] = ()
-    """One entry per axis that cuts the row-major order of what `axes` leave: patterns over one dim."""
+    """Axes over the row-major order of what `axes` leave: patterns over one dim."""
 
     @property
-    def every(self) -> tuple[AxisLayout, ...]:
+    def all_axes(self) -> tuple[AxisLayout, ...]:
         """All axes, outermost first."""
         return self.axes + self.flat
 
     @property
-    def described(self) -> tuple[tuple[str, str], ...]:
-        """For each axis of degree above 1, its degree and its pattern, and where that is known from; for people."""
+    def descriptions(self) -> tuple[tuple[str, str], ...]:
+        """For people: degree and pattern of each axis of degree above 1, and where that is known from."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
             (f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}", axis.known_from)
@@ -135,27 +136,31 @@ class Layout:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """`described`, each as one text."""
-        return tuple(what + (f", known from {known_from}" if known_from else "") for what, known_from in self.described)
+        """`descriptions`, each as one text."""
+        return tuple(
+            what + (f", known from {known_from}" if known_from else "") for what, known_from in self.descriptions
+        )
 
     @property
     def patterns(self) -> dict[str, str]:
         """Axis of degree above 1 to the name of its pattern."""
-        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.described}
+        return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.descriptions}
 
     @property
     def overlap(self) -> Overlap:
-        """What it means that ranks hold values of their own: their mean is taken, or they hold parts of one tensor."""
+        """MEAN if the values of some ranks are to be averaged, else EXCLUSIVE."""
         means = any(axis.pattern.overlap is Overlap.MEAN for axis in self.axes)
         return Overlap.MEAN if means else Overlap.EXCLUSIVE
 
     def dim(self, axis: str, global_shape: Sequence[int]) -> int | None:
-        """Dim that the ranks along `axis` divide among them, as `AxisLayout.dim`; None without such an axis."""
+        """Dim that the ranks along `axis` shard, as `AxisLayout.dim`; None without such an axis."""
         shape = tuple(global_shape)
-        for own in self.axes:
-            if own.axis == axis:
-                return own.dim(shape)
-            shape = _part_shape(own.pattern.regions(shape, own.parts, own.holders(shape)[0]))
+        for axis_layout in self.axes:
+            if axis_layout.axis == axis:
+                return axis_layout.dim(shape)
+            shape = _shape_of_regions(
+                axis_layout.pattern.regions(shape, axis_layout.parts, axis_layout.holders(shape)[0])
+            )
         return None
 
     def ranks(self) -> Iterator[dict[str, int]]:
@@ -164,40 +169,40 @@ class Layout:
         >>> list(Layout().ranks())
         [{}]
         """
-        for at in product(*(range(axis.parts) for axis in self.every)):
-            yield dict(zip((axis.axis for axis in self.every), at, strict=True))
+        for indexes in product(*(range(axis.parts) for axis in self.all_axes)):
+            yield dict(zip((axis.axis for axis in self.all_axes), indexes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """One box of the whole, and where it starts in what a rank stores."""
+class PlacedBox:
+    """A box of the global tensor, and where a rank stores it."""
 
     box: Box
-    """Elements of the whole."""
+    """Elements of the global tensor."""
     local: Box
     """The same elements in the rank's local tensor, before a flat cut."""
     offset: int
-    """Element of the rank's storage (row-major local tensor, or its part of that order) where the box starts."""
+    """Element of the rank's storage (its local tensor in row-major order, or a range of that) where the box starts."""
     strides: tuple[int, ...]
     """Elements to step in that storage, per dim of the box."""
     replica: int
-    """0 where this rank is the first to hold the box; above, it holds a copy of rule EQUAL."""
+    """0 on the first rank that holds the box; above, a copy (rule EQUAL)."""
     term: int
-    """Which summand of a mean this is (rule MEAN); 0 elsewhere."""
+    """Number of the summand of a mean (rule MEAN); else 0."""
 
 
-def local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the tensor that the rank at `coords` holds; all dims are 0 where it holds none."""
-    return _composed(layout.axes, tuple(global_shape), coords)[1]
+def compute_local_shape(layout: Layout, global_shape: Sequence[int], coords: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the local tensor of the rank at `coords`; all dims are 0 if it holds none."""
+    return _compose_axes(layout.axes, tuple(global_shape), coords)[1]
 
 
-def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of the whole, from the shapes that all ranks hold.
+def infer_global_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of the global tensor, from the local shapes of all ranks.
 
-    `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 where a rank holds nothing.
-    Raises ValueError when no whole has such parts.
+    `local_shapes`: one per rank of the layout's axes, the first axis slowest; all dims 0 if a rank holds nothing.
+    Raises ValueError if no global tensor has such parts.
 
-    >>> whole_shape(Layout(), [(3, 4)])
+    >>> infer_global_shape(Layout(), [(3, 4)])
     (3, 4)
     """
     shapes = list(local_shapes)
@@ -205,65 +210,65 @@ def whole_shape(layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tupl
         axes = " x ".join(f"{axis.axis}={axis.parts}" for axis in layout.axes) or "no axis"
         raise ValueError(f"expected a shape for every rank of {axes}; got {len(shapes)}")
     for axis in reversed(layout.axes):
-        groups = [shapes[at : at + axis.parts] for at in range(0, len(shapes), axis.parts)]
+        groups = [shapes[start : start + axis.parts] for start in range(0, len(shapes), axis.parts)]
         shapes = [axis.pattern.whole_shape(group) for group in groups]
     return shapes[0]
 
 
-def _part_shape(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
+def _shape_of_regions(pairs: tuple[RegionPair, ...]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*(pair.local.stops for pair in pairs), strict=True))
 
 
-def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[Placed, ...]:
-    """Boxes of the whole that the rank at `coords` stores, in increasing offset where there is a flat cut."""
-    part = part_of(layout, global_shape, coords=coords)
-    shape, strides = part.local_shape, part.strides
-    if part.flat is None:
+def place(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> tuple[PlacedBox, ...]:
+    """Boxes of the global tensor that the rank at `coords` stores; in increasing offset if there is a flat cut."""
+    shard = locate_shard(layout, global_shape, coords=coords)
+    shape, strides = shard.local_shape, shard.strides
+    if shard.flat is None:
         return tuple(
-            Placed(
-                box=own.pair.whole,
-                local=own.pair.local,
-                offset=own.pair.local.flat_start(shape) if shape else 0,
+            PlacedBox(
+                box=region.pair.global_box,
+                local=region.pair.local,
+                offset=region.pair.local.flat_start(shape) if shape else 0,
                 strides=strides,
-                replica=own.replica,
-                term=own.term,
+                replica=region.replica,
+                term=region.term,
             )
-            for own in part.held
+            for region in shard.regions
         )
     placed = []
-    for run in part.flat:
-        start, length = run.pair.whole.offsets[0], run.pair.whole.sizes[0]
-        for box, position in local_flat_pairs(shape, start, start + length):
-            for own in part.held:
-                near, far = own.pair.local, own.pair.whole
+    for run in shard.flat:
+        start, length = run.pair.global_box.offsets[0], run.pair.global_box.sizes[0]
+        for box, position in locate_flat_range(shape, start, start + length):
+            for region in shard.regions:
+                near, far = region.pair.local, region.pair.global_box
                 shared = box if near.sizes == shape else intersect(box, near)
                 if shared is None:
                     continue
                 offsets = tuple(map(int.__add__, map(int.__sub__, shared.offsets, near.offsets), far.offsets))
                 inside = shared.flat_start(shape) - box.flat_start(shape)
                 placed.append(
-                    Placed(
+                    PlacedBox(
                         box=Box(offsets, shared.sizes),
                         local=shared,
                         offset=run.pair.local.offsets[0] + position + inside,
                         strides=strides,
-                        replica=own.replica * part.flat_copies + run.replica,
-                        term=own.term * part.flat_terms + run.term,
+                        replica=region.replica * shard.flat_copies + run.replica,
+                        term=region.term * shard.flat_terms + run.term,
                     )
                 )
     return tuple(placed)
 
 
-def part_of(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> Part:
-    """What the rank at `coords` stores, before a flat range is resolved to boxes: see `place`."""
+def locate_shard(layout: Layout, global_shape: Sequence[int], *, coords: Mapping[str, int]) -> RankShard:
+    """What the rank at `coords` stores, before flat ranges are cut into boxes as `place` does."""
     shape = tuple(global_shape)
-    held, local = _composed(layout.axes, shape, coords)
-    if not held:
-        return Part(held=(), local_shape=(0,) * len(shape), flat=None)
-    return Part(
-        held=held,
+    regions, local = _compose_axes(layout.axes, shape, coords)
+    if not regions:
+        return RankShard(regions=(), local_shape=(0,) * len(shape), flat=None)
+    return RankShard(
+        regions=regions,
         local_shape=local,
-        flat=_composed(layout.flat, (prod(local),), coords)[0] if layout.flat else None,
+        flat=_compose_axes(layout.flat, (prod(local),), coords)[0] if layout.flat else None,
         flat_copies=_degree(layout.flat, Overlap.EQUAL),
         flat_terms=_degree(layout.flat, Overlap.MEAN),
     )
@@ -273,55 +278,55 @@ def _degree(axes: Iterable[AxisLayout], overlap: Overlap) -> int:
     return prod(axis.parts for axis in axes if axis.pattern.overlap is overlap)
 
 
-def _composed(
+def _compose_axes(
     axes: Iterable[AxisLayout], shape: tuple[int, ...], coords: Mapping[str, int]
-) -> tuple[tuple[Held, ...], tuple[int, ...]]:
-    """What all of `axes` leave of a tensor at `coords`, and the shape of that; nothing where one leaves nothing."""
-    whole = Box.whole(shape)
-    held = [Held(RegionPair(whole, whole), 0, 0)]
+) -> tuple[tuple[ShardRegion, ...], tuple[int, ...]]:
+    """Regions of the local tensor at `coords`, and its shape; no regions if an axis gives the rank nothing."""
+    full = Box.full(shape)
+    regions = [ShardRegion(RegionPair(full, full), 0, 0)]
     for number, axis in enumerate(axes):
-        near = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
-        if not near:
+        inner_pairs = axis.pattern.regions(shape, axis.parts, coords[axis.axis])
+        if not inner_pairs:
             return (), (0,) * len(shape)
         equal, mean = (axis.pattern.overlap is rule for rule in (Overlap.EQUAL, Overlap.MEAN))
         deeper = []
-        for own in held:
-            for inner in near:
-                pair = inner if number == 0 and inner.whole.numel else inner.after(own.pair)
+        for outer in regions:
+            for inner in inner_pairs:
+                pair = inner if number == 0 and inner.global_box.numel else inner.after(outer.pair)
                 if pair is not None:
-                    replica = own.replica * axis.parts + inner.copy if equal else own.replica
-                    term = own.term * axis.parts + inner.copy if mean else own.term
-                    deeper.append(Held(pair, replica, term))
-        held, shape = deeper, _part_shape(near)
-    return tuple(held), shape
+                    replica = outer.replica * axis.parts + inner.copy if equal else outer.replica
+                    term = outer.term * axis.parts + inner.copy if mean else outer.term
+                    deeper.append(ShardRegion(pair, replica, term))
+        regions, shape = deeper, _shape_of_regions(inner_pairs)
+    return tuple(regions), shape
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A region of a rank's local tensor, while axes are composed."""
+class ShardRegion:
+    """A region of a rank's local tensor."""
 
     pair: RegionPair
-    """Where it lies in the whole, and in the local tensor."""
+    """Its boxes in the global and in the local tensor."""
     replica: int
-    """0 where the rank is the first to hold it."""
+    """0 on the first rank that holds it."""
     term: int
-    """Which summand of a mean it is."""
+    """Number of the summand of a mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankShard:
     """What one rank stores of a tensor."""
 
-    held: tuple[Held, ...]
-    """Boxes of the whole that make up its local tensor."""
+    regions: tuple[ShardRegion, ...]
+    """Regions that make up its local tensor."""
     local_shape: tuple[int, ...]
     """Shape of that tensor, elements."""
-    flat: tuple[Held, ...] | None
-    """Ranges of its row-major order that are stored, one after another; None for all of it, in its own shape."""
+    flat: tuple[ShardRegion, ...] | None
+    """Ranges of its row-major order that are stored, one after another; None if the tensor itself is stored."""
     flat_copies: int = 1
-    """Copies of it that the axes over that order make."""
+    """Copies that the flat axes make."""
     flat_terms: int = 1
-    """Summands of a mean that they make."""
+    """Summands of a mean that the flat axes make."""
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -331,6 +336,6 @@ class Part:
     @property
     def numel(self) -> int:
         """Elements stored."""
-        if not self.held:
+        if not self.regions:
             return 0
         return prod(self.local_shape) if self.flat is None else sum(run.pair.local.numel for run in self.flat)

@@ -1,11 +1,11 @@
-"""Boxes: half-open, axis-parallel pieces of a tensor, in elements. Integers only.
+"""Boxes: half-open, axis-parallel pieces of a tensor, in elements.
 
-1. `intersect` two boxes of the same whole.
-2. `flat_boxes` cuts a range of the row-major order of a tensor into at most 2 * ndim - 1 boxes.
-3. `RegionPair.after` follows a piece of a piece back to the whole: transposed and in steps, if need be.
-4. `uncovered` proves that boxes tile the whole, or names the holes and overlaps.
+1. `intersect`: the elements that two boxes of a tensor share.
+2. `cut_flat_range`: a range of the row-major order of a tensor, as at most 2 * ndim - 1 boxes.
+3. `RegionPair.after`: where a piece of a piece lies in the global tensor, also transposed or strided.
+4. `find_gaps`: the holes and overlaps that keep boxes from tiling a tensor.
 
->>> flat_boxes((3, 4), 2, 9)
+>>> cut_flat_range((3, 4), 2, 9)
 (Box(offsets=(0, 2), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(1, 4)), Box(offsets=(2, 0), sizes=(1, 1)))
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from operator import add, sub
 from typing import NamedTuple
@@ -36,9 +36,9 @@ class Box:
             raise ValueError(f"negative offset or size: {self.offsets}, {self.sizes}")
 
     @staticmethod
-    def whole(shape: Sequence[int]) -> Box:
-        """The box that is all of `shape`."""
-        return _whole(tuple(shape))
+    def full(shape: Sequence[int]) -> Box:
+        """The box of all elements of a tensor of this shape."""
+        return _full_box(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -58,7 +58,7 @@ class Box:
         return position
 
     def is_flat_in(self, shape: Sequence[int]) -> bool:
-        """Whether the elements are consecutive in the row-major order of `shape`.
+        """Whether the elements are consecutive in the row-major order of a tensor of this shape.
 
         >>> Box((1, 0), (2, 4)).is_flat_in((3, 4)), Box((0, 1), (2, 2)).is_flat_in((3, 4))
         (True, False)
@@ -76,34 +76,34 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> Box:
-    """One box for all tensors of a shape, of which a model has few."""
+def _full_box(shape: tuple[int, ...]) -> Box:
+    """The same object for all tensors of a shape, as a model has few shapes."""
     return Box((0,) * len(shape), shape)
 
 
 class RegionPair(NamedTuple):
-    """The same elements seen in a whole and in a local tensor: one is taken from the other, or made of it.
+    """The same elements as a box of a global tensor and as a box of a local tensor.
 
     >>> transposed = RegionPair.strided(Box((0, 0), (3, 2)), "w", (0, 0), (1, 0), (1, 1))  # w is [2, 3]
     >>> column = transposed.within(Box((0, 1), (2, 1)))
-    >>> str(column.local), str(column.whole)
+    >>> str(column.local), str(column.global_box)
     ('[1:2, 0:2]', '[0:2, 1:2]')
     """
 
-    whole: Box
-    """Where they are in the global tensor: the box from the first of them to the last."""
+    global_box: Box
+    """Bounding box of the elements in the global tensor."""
     local: Box
-    """Where they are in the local tensor."""
+    """Box of the elements in the local tensor."""
     copy: int = 0
-    """Which copy of these elements it is, where several parts hold them; 0 is the first."""
+    """Number of the copy, where several parts hold these elements; 0 for the first."""
     source: str = ""
     """Name of the global tensor, where there are several."""
     dims: tuple[int | None, ...] | None = None
-    """Per dim of the local tensor, the dim of the whole that it runs along; None for a dim of one element, along none.
+    """Per dim of the local tensor, the matching dim of the global one (None for a dim of length 1 without one).
 
-    None in place of all: the same dims, in steps of one element."""
+    None instead of a tuple: the same dims, in steps of one element."""
     steps: tuple[int, ...] = ()
-    """Elements of the whole to step along each of `dims`."""
+    """Elements of the global tensor to step along each of `dims`."""
 
     @classmethod
     def strided(
@@ -114,74 +114,79 @@ class RegionPair(NamedTuple):
         dims: tuple[int | None, ...],
         steps: tuple[int, ...],
     ) -> RegionPair:
-        """Elements of `source` from the coordinates `start` on, in these steps."""
+        """Elements of `source` from the coordinates `start` on, along `dims` in these `steps`."""
         extents = [1] * len(start)
         for dim, step, size in zip(dims, steps, local.sizes, strict=True):
             if dim is not None:
                 extents[dim] = (size - 1) * step + 1 if size else 0
-        whole = Box(tuple(start), tuple(extents))
+        global_box = Box(tuple(start), tuple(extents))
         if dims == tuple(range(len(start))) and set(steps) <= {1}:
-            return cls(whole, local, source=source)
-        return cls(whole, local, source=source, dims=dims, steps=steps)
+            return cls(global_box, local, source=source)
+        return cls(global_box, local, source=source, dims=dims, steps=steps)
 
     def within(self, box: Box) -> RegionPair | None:
-        """The part whose elements lie in `box` of the whole; None where none does."""
-        shared = intersect(self.whole, box)
+        """The part of this pair inside `box` of the global tensor; None if that is empty."""
+        shared = intersect(self.global_box, box)
         if shared is None:
             return None
         if self.dims is None:
-            return self._replace(whole=shared, local=_moved(shared, self.whole.offsets, self.local.offsets))
+            return self._replace(global_box=shared, local=_shift(shared, self.global_box.offsets, self.local.offsets))
         lows, highs = [0] * len(self.dims), list(self.local.sizes)
-        start = list(self.whole.offsets)
-        for at, (dim, step) in enumerate(zip(self.dims, self.steps, strict=True)):
+        start = list(self.global_box.offsets)
+        for local_dim, (dim, step) in enumerate(zip(self.dims, self.steps, strict=True)):
             if dim is None:
                 continue
-            lows[at] = -((start[dim] - shared.offsets[dim]) // step)
-            highs[at] = -((start[dim] - shared.stops[dim]) // step)
-            if lows[at] >= highs[at]:
+            lows[local_dim] = -((start[dim] - shared.offsets[dim]) // step)
+            highs[local_dim] = -((start[dim] - shared.stops[dim]) // step)
+            if lows[local_dim] >= highs[local_dim]:
                 return None
-            start[dim] += lows[at] * step
+            start[dim] += lows[local_dim] * step
         offsets, sizes = tuple(map(add, self.local.offsets, lows)), tuple(map(sub, highs, lows))
         return self.strided(Box(offsets, sizes), self.source, start, self.dims, self.steps)
 
     def after(self, outer: RegionPair) -> RegionPair | None:
-        """The same elements where `outer` has those of this one's whole; None where it has none.
+        """This pair composed with `outer`, whose local tensor is this pair's global one; None if they share nothing.
 
-        `outer` maps a part to the whole, this one a part of that part to the part. Composition is associative.
+        Composition is associative.
         """
-        near = self.within(outer.local)
-        if near is None:
+        inner = self.within(outer.local)
+        if inner is None:
             return None
-        if near.dims is None and outer.dims is None:
-            whole = _moved(near.whole, outer.local.offsets, outer.whole.offsets)
-            return RegionPair(whole, near.local, source=outer.source)
-        start = list(outer.whole.offsets)
-        outer_ways, ways = outer.ways, near.ways
-        for at, first, (dim, step) in zip(near.whole.offsets, outer.local.offsets, outer_ways, strict=True):
+        if inner.dims is None and outer.dims is None:
+            global_box = _shift(inner.global_box, outer.local.offsets, outer.global_box.offsets)
+            return RegionPair(global_box, inner.local, source=outer.source)
+        start, outer_steps = list(outer.global_box.offsets), outer.dim_steps
+        for position, first, (dim, step) in zip(
+            inner.global_box.offsets, outer.local.offsets, outer_steps, strict=True
+        ):
             if dim is not None:
-                start[dim] += (at - first) * step
-        both = [(None, 1) if dim is None else (outer_ways[dim][0], outer_ways[dim][1] * step) for dim, step in ways]
-        dims, steps = tuple(dim for dim, _ in both), tuple(step for _, step in both)
-        return self.strided(near.local, outer.source, start, dims, steps)
+                start[dim] += (position - first) * step
+        dims: list[int | None] = []
+        steps: list[int] = []
+        for middle_dim, inner_step in inner.dim_steps:
+            dim, step = (None, 1) if middle_dim is None else outer_steps[middle_dim]
+            dims.append(dim)
+            steps.append(step if middle_dim is None else inner_step * step)
+        return self.strided(inner.local, outer.source, start, tuple(dims), tuple(steps))
 
     @property
-    def ways(self) -> list[tuple[int | None, int]]:
-        """Per dim of the local tensor, the dim of the whole, and the step along it."""
+    def dim_steps(self) -> list[tuple[int | None, int]]:
+        """Per dim of the local tensor, the dim of the global one and the step along it."""
         if self.dims is None:
             return [(dim, 1) for dim in range(len(self.local.sizes))]
         return list(zip(self.dims, self.steps, strict=True))
 
 
 @lru_cache(maxsize=4096)
-def whole_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
-    """The whole tensor as one pair: the same object for all tensors of a shape."""
-    whole = Box.whole(shape)
-    return (RegionPair(whole, whole),)
+def full_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
+    """A local tensor that is all of the global one: the same object for all tensors of a shape."""
+    box = Box.full(shape)
+    return (RegionPair(box, box),)
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What keeps boxes from tiling a whole."""
+    """A hole or overlap that keeps boxes from tiling a tensor."""
 
     box: Box
     """The elements concerned."""
@@ -190,7 +195,7 @@ class Gap:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Common part of two boxes of the same whole, or None when they share no element.
+    """The box that two boxes of a tensor share; None if they share no element.
 
     >>> intersect(Box((0, 0), (2, 4)), Box((1, 1), (4, 2)))
     Box(offsets=(1, 1), sizes=(1, 2))
@@ -202,100 +207,94 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(offsets, tuple(stop - start for start, stop in zip(offsets, stops, strict=True)))
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Boxes that hold positions `start` to `stop` of the row-major order of `shape`, in that order.
+def cut_flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes that hold elements `start` to `stop` (exclusive) of the row-major order of `shape`, in that order.
 
-    `start`, `stop`: elements, half-open, within the tensor. At most 2 * ndim - 1 boxes; none when empty.
+    At most 2 * ndim - 1 boxes; none for an empty range. Raises ValueError for a range outside the tensor.
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(f"range {start}:{stop} does not lie in a tensor of shape {tuple(shape)}")
     if start == stop:
         return ()
-    if not shape:
-        return (Box((), ()),)
-    return _kept_boxes(tuple(shape), start, stop)
+    return _cut_cached(tuple(shape), start, stop) if shape else (Box((), ()),)
 
 
 @lru_cache(maxsize=1 << 12)
-def _kept_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """`flat_boxes`, the same objects again for the same range: a model has many parameters of one shape."""
-    return tuple(_flat_boxes(shape, start, stop))
+def _cut_cached(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """The same objects for the same range: a model has many parameters of one shape."""
+    return tuple(_cut_flat_range(shape, start, stop))
 
 
-def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """`flat_boxes` for at least one dim and one element."""
+def _cut_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
-    inner = prod(shape[1:])
-    first, head = divmod(start, inner)
-    last, tail = divmod(stop, inner)
+
+    def cut_row(row: int, low: int, high: int) -> list[Box]:
+        boxes = _cut_flat_range(shape[1:], low, high)
+        return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+    row_numel = prod(shape[1:])
+    first, head = divmod(start, row_numel)
+    last, tail = divmod(stop, row_numel)
     if first == last:
-        return [_under(first, box) for box in _flat_boxes(shape[1:], head, tail)]
+        return cut_row(first, head, tail)
     boxes: list[Box] = []
     if head:
-        boxes += [_under(first, box) for box in _flat_boxes(shape[1:], head, inner)]
+        boxes += cut_row(first, head, row_numel)
         first += 1
     if last > first:
         boxes.append(Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
     if tail:
-        boxes += [_under(last, box) for box in _flat_boxes(shape[1:], 0, tail)]
+        boxes += cut_row(last, 0, tail)
     return boxes
 
 
-def _under(index: int, box: Box) -> Box:
-    return Box((index, *box.offsets), (1, *box.sizes))
+def locate_flat_range(local_shape: Sequence[int], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
+    """The boxes of `cut_flat_range`, each with its offset from `start`, in elements.
 
-
-def local_flat_pairs(local_shape: Sequence[int], start: int, stop: int) -> tuple[tuple[Box, int], ...]:
-    """Boxes of a flat range of a local tensor, each with its element offset from `start`.
-
-    >>> local_flat_pairs((2, 3), 1, 6)
+    >>> locate_flat_range((2, 3), 1, 6)
     ((Box(offsets=(0, 1), sizes=(1, 2)), 0), (Box(offsets=(1, 0), sizes=(1, 3)), 2))
     """
-    pairs = []
-    position = 0
-    for box in flat_boxes(local_shape, start, stop):
-        pairs.append((box, position))
-        position += box.numel
-    return tuple(pairs)
+    boxes = cut_flat_range(local_shape, start, stop)
+    return tuple(zip(boxes, accumulate((box.numel for box in boxes), initial=0), strict=False))
 
 
-def _moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
+def _shift(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
     offsets = tuple(o - a + b for o, a, b in zip(box.offsets, origin, target, strict=True))
     return Box(offsets, box.sizes)
 
 
-def uncovered(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> tuple[Gap, ...]:
-    """Holes and overlaps that keep `boxes` from tiling `shape`; empty when they tile it exactly.
+def find_gaps(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> tuple[Gap, ...]:
+    """Holes and overlaps that keep `boxes` from tiling `shape`; empty if they tile it exactly.
 
-    `most`: stop after so many gaps. Boxes past the shape count as an overlap with nothing: ValueError.
+    `most`: gaps after which to stop. Raises ValueError for a box outside the tensor.
 
-    >>> uncovered((4,), [Box((0,), (2,)), Box((3,), (1,))])
+    >>> find_gaps((4,), [Box((0,), (2,)), Box((3,), (1,))])
     (Gap(box=Box(offsets=(2,), sizes=(1,)), owners=()),)
     """
-    whole = Box.whole(shape)
+    full = Box.full(shape)
     for box in boxes:
-        if len(box.sizes) != len(shape) or any(map(int.__gt__, box.stops, whole.stops)):
+        if len(box.sizes) != len(shape) or any(map(int.__gt__, box.stops, full.stops)):
             raise ValueError(f"{box} does not lie in a tensor of shape {tuple(shape)}")
     live = [(position, box) for position, box in enumerate(boxes) if box.numel]
-    if not whole.numel or _is_one_run(whole, live):
+    if not full.numel or _is_flat_cut(full, live):
         return ()
     gaps: list[Gap] = []
-    _sweep(whole.stops, live, gaps=gaps, most=most)
+    _collect_gaps(full.stops, live, gaps=gaps, most=most)
     return tuple(gaps)
 
 
-def _is_one_run(whole: Box, live: list[tuple[int, Box]]) -> bool:
-    """Whether the boxes, as they come, are the row-major order cut into stretches: the common case, cheap to see."""
+def _is_flat_cut(full: Box, live: list[tuple[int, Box]]) -> bool:
+    """Whether the boxes are consecutive ranges of the row-major order: the common case, checked quickly."""
     position = 0
     for _, box in live:
-        if not box.is_flat_in(whole.sizes) or box.flat_start(whole.sizes) != position:
+        if not box.is_flat_in(full.sizes) or box.flat_start(full.sizes) != position:
             return False
         position += box.numel
-    return position == whole.numel
+    return position == full.numel
 
 
-def _sweep(
+def _collect_gaps(
     stops: tuple[int, ...],
     live: list[tuple[int, Box]],
     done: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
@@ -303,7 +302,7 @@ def _sweep(
     gaps: list[Gap],
     most: int,
 ) -> None:
-    """Cut the next dim at every edge, and look at each slab on its own; `done`: offsets and sizes so far."""
+    """Cut the next dim at every edge and check each slab on its own; `done`: offsets and sizes of the dims before."""
     dim = len(done[0])
     if dim == len(stops):
         if len(live) != 1:
@@ -312,7 +311,7 @@ def _sweep(
     if len(live) == 1 and not any(live[0][1].offsets[dim:]) and live[0][1].stops[dim:] == stops[dim:]:
         return
     ordered = sorted(live, key=lambda item: item[1].offsets[dim])
-    edges = sorted({0, stops[dim], *(e for _, b in live for e in (b.offsets[dim], b.stops[dim]))})
+    edges = sorted({0, stops[dim], *(edge for _, box in live for edge in (box.offsets[dim], box.stops[dim]))})
     active: list[tuple[int, Box]] = []
     upcoming = 0
     for low, high in pairwise(edges):
@@ -322,4 +321,4 @@ def _sweep(
             upcoming += 1
         if len(gaps) >= most:
             return
-        _sweep(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)
+        _collect_gaps(stops, active, ((*done[0], low), (*done[1], high - low)), gaps=gaps, most=most)

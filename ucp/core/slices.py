@@ -13,7 +13,7 @@ from math import prod
 
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs, whole_pairs
+from ucp.core.region import Box, RegionPair, full_pairs, intersect, locate_flat_range
 from ucp.core.target import Slice
 from ucp.core.tensor import GAP, Tensor, contiguous_strides
 from ucp.errors import CoverError
@@ -77,8 +77,8 @@ class Locator:
 
     def near(self, box: Box, replica: int) -> Sequence[Fragment]:
         """Fragments of `replica` that can meet `box`."""
-        found = self._sorted.get(replica)
-        return found.near(box) if found else ()
+        fragments = self._sorted.get(replica)
+        return fragments.near(box) if fragments else ()
 
     def flat(self, start: int, stop: int, replica: int) -> Iterable[tuple[Fragment, int, int]] | None:
         """Fragments of `replica` that hold positions `start:stop` of the row-major order, each with those it holds.
@@ -87,8 +87,8 @@ class Locator:
         """
         if len(self.state.fragments) == 1:  # the commonest state by far
             return self._single(start, stop, replica)
-        found = self._sorted.get(replica)
-        return () if found is None else found.flat(start, stop)
+        fragments = self._sorted.get(replica)
+        return () if fragments is None else fragments.flat(start, stop)
 
     def _single(self, start: int, stop: int, replica: int) -> Iterable[tuple[Fragment, int, int]] | None:
         (fragment,) = self.state.fragments
@@ -106,7 +106,7 @@ class Locator:
             by_replica: dict[int, list[Fragment]] = {}
             for fragment in self.state.fragments:
                 by_replica.setdefault(fragment.replica, []).append(fragment)
-            self._by_replica = {replica: _Sorted(own, self.state) for replica, own in by_replica.items()}
+            self._by_replica = {replica: _Sorted(fragments, self.state) for replica, fragments in by_replica.items()}
         return self._by_replica
 
 
@@ -120,7 +120,9 @@ class _Sorted:
             placed.sort(key=lambda item: item[0])
         self.starts = [start for start, _ in placed]
         self.fragments = [fragment for _, fragment in placed]
-        self.is_flat = state.overlap is not Overlap.MEAN and all(_is_flat(own, shape) for own in self.fragments)
+        self.is_flat = state.overlap is not Overlap.MEAN and all(
+            _is_flat(fragment, shape) for fragment in self.fragments
+        )
         self.reach = list(accumulate((_flat_stop(fragment.box, shape) for fragment in self.fragments), max))
 
     def near(self, box: Box) -> Sequence[Fragment]:
@@ -131,10 +133,10 @@ class _Sorted:
         if not self.is_flat:
             return None
         high = bisect_left(self.starts, stop)
-        some = slice(self._first(start, high), high)
-        near = zip(self.fragments[some], self.starts[some], strict=True)
-        spans = ((own, max(start, first), min(stop, first + own.ref.numel)) for own, first in near)
-        return ((own, low, end) for own, low, end in spans if low < end)
+        candidates = slice(self._first(start, high), high)
+        near = zip(self.fragments[candidates], self.starts[candidates], strict=True)
+        spans = ((fragment, max(start, first), min(stop, first + fragment.ref.numel)) for fragment, first in near)
+        return ((fragment, low, end) for fragment, low, end in spans if low < end)
 
     def _first(self, start: int, high: int) -> int:
         """The first fragment, before number `high`, that can reach position `start`."""
@@ -163,9 +165,9 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
     Raises CoverError when the source pieces leave part of it unfilled.
     """
-    whole = _whole_piece(target, source.state, start, stop)
-    if whole is not None:
-        return (whole,)
+    full_piece = _full_piece(target, source.state, start, stop)
+    if full_piece is not None:
+        return (full_piece,)
     pieces = tuple(pieces_within(target, source, 0, start, stop))
     filled = sum(prod(piece.sizes) for piece in pieces)
     terms = len({piece.term for piece in pieces}) if source.state.overlap is Overlap.MEAN else 1
@@ -177,10 +179,10 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
     return pieces
 
 
-def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
+def _full_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
     """The one copy of a state that is all asked for, and stored in one stretch: the commonest by far; else None."""
     shape = state.global_shape
-    if start or len(state.fragments) != 1 or target.pairs is not whole_pairs(shape) or stop != state.numel:
+    if start or len(state.fragments) != 1 or target.pairs is not full_pairs(shape) or stop != state.numel:
         return None
     (fragment,) = state.fragments
     is_taken = fragment.replica == 0 and state.overlap is not Overlap.MEAN
@@ -198,10 +200,10 @@ def _whole_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Pie
     )
 
 
-def resolve_copies(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
+def resolve_replicas(target: Slice, source: Locator, start: int, stop: int) -> tuple[tuple[Piece, ...], ...]:
     """For each replica above 0, the copies of the same elements that it holds; it may hold only part of them."""
-    found = (tuple(pieces_within(target, source, replica, start, stop)) for replica in source.replicas)
-    return tuple(pieces for pieces in found if pieces)
+    pieces_by_replica = (tuple(pieces_within(target, source, replica, start, stop)) for replica in source.replicas)
+    return tuple(pieces for pieces in pieces_by_replica if pieces)
 
 
 def pieces_within(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
@@ -215,11 +217,15 @@ def _flat_pieces(target: Slice, source: Locator, replica: int, start: int, stop:
     if len(target.pairs) != 1:
         return None
     (pair,) = target.pairs
-    if pair.local.sizes != target.local_shape or not pair.whole.is_flat_in(source.state.global_shape):
+    if pair.local.sizes != target.local_shape or not pair.global_box.is_flat_in(source.state.global_shape):
         return None
-    base = pair.whole.flat_start(source.state.global_shape)
-    found = source.flat(base + start, base + stop, replica)
-    return None if found is None else (_flat_piece(own, low, high, base + start, source) for own, low, high in found)
+    base = pair.global_box.flat_start(source.state.global_shape)
+    ranges = source.flat(base + start, base + stop, replica)
+    return (
+        None
+        if ranges is None
+        else (_flat_piece(fragment, low, high, base + start, source) for fragment, low, high in ranges)
+    )
 
 
 def _flat_piece(fragment: Fragment, low: int, high: int, start: int, source: Locator) -> Piece:
@@ -239,23 +245,23 @@ def _flat_piece(fragment: Fragment, low: int, high: int, start: int, source: Loc
 def _boxed_pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
     strides = contiguous_strides(target.local_shape)
     mean = source.state.overlap is Overlap.MEAN
-    for run, position in local_flat_pairs(target.local_shape, start, stop):
-        near = RegionPair(run, Box.whole(run.sizes))
+    for run, position in locate_flat_range(target.local_shape, start, stop):
+        near = RegionPair(run, Box.full(run.sizes))
         for pair in filter(None, map(near.after, target.pairs)):
-            at = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
-            for fragment in source.near(pair.whole, replica):
-                shared = intersect(pair.whole, fragment.box)
+            first = position + sum(o * s for o, s in zip(pair.local.offsets, strides, strict=True))
+            for fragment in source.near(pair.global_box, replica):
+                shared = intersect(pair.global_box, fragment.box)
                 if shared is not None:
-                    yield _piece(fragment, shared, pair.whole, at=at, strides=strides, mean=mean)
+                    yield _piece(fragment, shared, pair.global_box, first=first, strides=strides, mean=mean)
 
 
-def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tuple[int, ...], mean: bool) -> Piece:
+def _piece(fragment: Fragment, shared: Box, within: Box, *, first: int, strides: tuple[int, ...], mean: bool) -> Piece:
     ref = fragment.ref
     itemsize = ref.dtype.itemsize
     src_strides = tuple(s * itemsize for s in ref.strides)
     src = sum((o - b) * s for o, b, s in zip(shared.offsets, fragment.box.offsets, src_strides, strict=True))
-    dst = at + sum((o - b) * s for o, b, s in zip(shared.offsets, within.offsets, strides, strict=True))
-    sizes, src_strides, dst_strides = _merged(shared.sizes, src_strides, strides)
+    dst = first + sum((o - b) * s for o, b, s in zip(shared.offsets, within.offsets, strides, strict=True))
+    sizes, src_strides, dst_strides = _merge_dims(shared.sizes, src_strides, strides)
     return Piece(
         ref=ref,
         sizes=sizes,
@@ -268,7 +274,7 @@ def _piece(fragment: Fragment, shared: Box, within: Box, *, at: int, strides: tu
     )
 
 
-def _merged(
+def _merge_dims(
     sizes: tuple[int, ...], src: tuple[int, ...], dst: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The same copy in as few dims as possible, at least one."""

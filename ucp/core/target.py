@@ -12,7 +12,7 @@ from math import prod
 
 from ucp.core.index import WEIGHT, Index, StateIndex
 from ucp.core.layout import Layout
-from ucp.core.region import RegionPair, whole_pairs
+from ucp.core.region import RegionPair, full_pairs
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import counted
@@ -92,13 +92,13 @@ class Slice:
         return self.start == 0 and self.stop == prod(self.local_shape)
 
 
-def whole_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
+def full_slice(param: str, state: str, index: StateIndex, *, dtype: DType | None = None) -> Slice:
     """The slice that is all of a state."""
     return Slice(
         param=param,
         state=state,
         dtype=dtype or index.dtype,
-        pairs=whole_pairs(index.global_shape),
+        pairs=full_pairs(index.global_shape),
         local_shape=index.global_shape,
         start=0,
         stop=index.numel,
@@ -210,20 +210,20 @@ class Receipts:
     """Path to the CRC-32 of the whole file, of every planned file that holds no placement."""
 
 
-def casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
-    """One line per state and change of type, with the number of parameters concerned.
+def describe_casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
+    """One line per state and change of dtype, with the number of parameters concerned.
 
-    The weights that a model computes with stand beside their masters, rounded: that loses nothing, and is no cast;
-    `names_rounded`: it is named all the same. A master that is made of such a weight, wider than the source has it, is
-    one.
+    Model weights written beside their masters are rounded copies, which lose nothing: they count only with
+    `names_rounded`. A master made of a narrower weight counts.
     """
     slices = list(slices)
     changed: dict[str, set[str]] = {}
-    weights = {(own.param, own.dtype) for own in slices if own.state == WEIGHT}
-    for own in slices:
-        stored = index.atoms[own.param].states[own.state].dtype
-        beside = own.state == WEIGHT and (own.param, stored) in weights and own.dtype.itemsize <= stored.itemsize
-        if stored is not own.dtype and own.stop > own.start and (names_rounded or not beside):
-            line = f"{own.state}: {stored} -> {own.dtype}{' beside the masters' if beside else ''}"
-            changed.setdefault(line, set()).add(own.param)
+    weights = {(item.param, item.dtype) for item in slices if item.state == WEIGHT}
+    for item in slices:
+        stored = index.atoms[item.param].states[item.state].dtype
+        is_narrower = item.dtype.itemsize <= stored.itemsize
+        is_model_copy = item.state == WEIGHT and is_narrower and (item.param, stored) in weights
+        if stored is not item.dtype and item.stop > item.start and (names_rounded or not is_model_copy):
+            line = f"{item.state}: {stored} -> {item.dtype}{' beside the masters' if is_model_copy else ''}"
+            changed.setdefault(line, set()).add(item.param)
     return tuple(f"{line} in {counted(len(params), 'parameter')}" for line, params in changed.items())

@@ -46,24 +46,24 @@ class DType(StrEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         return _ITEMSIZE[self]
 
     @property
     def is_floating(self) -> bool:
-        """Whether this is a real floating-point type (casts are allowed among these)."""
+        """Whether it is a real floating-point type; only these are cast."""
         return self.value.startswith(("float", "bfloat"))
 
     @property
     def safetensors(self) -> str:
-        """Code of this type in a safetensors header (safetensors 0.4-0.8)."""
+        """Code of this type in a safetensors header (safetensors 0.4-0.8), e.g. "BF16"."""
         return _SAFETENSORS[self]
 
     @classmethod
-    def named(cls, name: str) -> DType | None:
-        """Type of that name, in full, short or as torch prints it; None for a name of none.
+    def from_name(cls, name: str) -> DType | None:
+        """The type with this name, in full, abbreviated or as torch prints it; None for an unknown name.
 
-        >>> DType.named("bf16"), DType.named("torch.float32"), DType.named("float")
+        >>> DType.from_name("bf16"), DType.from_name("torch.float32"), DType.from_name("float")
         (<DType.BFLOAT16: 'bfloat16'>, <DType.FLOAT32: 'float32'>, None)
         """
         plain = name.removeprefix("torch.")
@@ -79,28 +79,8 @@ class DType(StrEnum):
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 _ITEMSIZE = {dtype: 1 if dtype is DType.BOOL else int(re.findall(r"\d+", dtype)[0]) // 8 for dtype in DType}
-"""Every name but that of bool has the bits of an element as its first number."""
-
 _SAFETENSORS = {
-    DType.FLOAT64: "F64",
-    DType.FLOAT32: "F32",
-    DType.FLOAT16: "F16",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT8_E4M3FN: "F8_E4M3",
-    DType.FLOAT8_E4M3FNUZ: "F8_E4M3FNUZ",
-    DType.FLOAT8_E5M2: "F8_E5M2",
-    DType.FLOAT8_E5M2FNUZ: "F8_E5M2FNUZ",
-    DType.INT64: "I64",
-    DType.INT32: "I32",
-    DType.INT16: "I16",
-    DType.INT8: "I8",
-    DType.UINT64: "U64",
-    DType.UINT32: "U32",
-    DType.UINT16: "U16",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-    DType.COMPLEX64: "C64",
-    DType.COMPLEX128: "C128",
+    dtype: re.sub(r"LOAT|OMPLEX|(?<=U)INT|(?<=I)NT", "", dtype.upper()).removesuffix("FN") for dtype in DType
 }
 _FROM_SAFETENSORS = {code: dtype for dtype, code in _SAFETENSORS.items()}
 
@@ -114,9 +94,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     strides: list[int] = []
     step = 1
-    for sizes in reversed(shape):
+    for length in reversed(shape):
         strides.append(step)
-        step *= max(sizes, 1)
+        step *= max(length, 1)
     return tuple(reversed(strides))
 
 
@@ -125,21 +105,21 @@ class TensorRef:
     """Elements of one tensor in one file."""
 
     path: str
-    """File, absolute for a source; relative to the root of a destination."""
+    """File: an absolute path in a source, a relative one in a destination."""
     offset: int
-    """Byte offset in the file of element [0, ..., 0]."""
+    """Byte in the file where element [0, ..., 0] starts."""
     dtype: DType
     """Element type as stored."""
     shape: tuple[int, ...]
     """Elements per dim."""
     strides: tuple[int, ...]
-    """Elements to step in the file per dim; never negative."""
+    """Elements to step in the file, per dim; never negative."""
     codec: str = ""
-    """Empty: raw elements. Else the name of the block codec that `offset` and `codec_nbytes` go with."""
+    """Name of the codec of the encoded block at `offset`; empty for raw elements."""
     codec_nbytes: int = 0
-    """Encoded bytes at `offset`, when a codec is named."""
+    """Bytes of the encoded block."""
     codec_start: int = 0
-    """Byte of the decoded block where element [0, ..., 0] stands, when a codec is named."""
+    """Byte of the decoded block where element [0, ..., 0] starts."""
 
     def __post_init__(self) -> None:
         shape, strides = self.shape, self.strides
@@ -153,12 +133,12 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, gaps not counted."""
+        """Bytes of the elements, without gaps."""
         return self.numel * self.dtype.itemsize
 
     @property
     def extent(self) -> int:
-        """Bytes from the first element to the end of the last, gaps counted; 0 when empty."""
+        """Bytes from the first element to the end of the last, with gaps; 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -167,33 +147,33 @@ class TensorRef:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without a gap."""
-        wanted = contiguous_strides(self.shape)
-        if self.strides == wanted or self.numel == 0:
+        expected = contiguous_strides(self.shape)
+        if self.strides == expected or self.numel == 0:
             return True
-        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+        return all(n == 1 or s == e for n, s, e in zip(self.shape, self.strides, expected, strict=True))
 
     def narrow(self, offsets: Sequence[int], sizes: tuple[int, ...]) -> TensorRef:
-        """The elements from `offsets` on, `sizes` of them per dim.
+        """The box of elements that starts at `offsets` and has `sizes`.
 
         >>> ref = TensorRef(path="a.pt", offset=64, dtype=DType.FLOAT32, shape=(2, 3), strides=(3, 1))
         >>> ref.narrow((1, 1), (1, 2)).offset
         80
         """
-        if (*sizes,) == self.shape:
+        if sizes == self.shape:
             return self
         return self.strided(sum(map(mul, offsets, self.strides)) if prod(sizes) else 0, sizes, self.strides)
 
     def strided(self, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorRef:
-        """Elements from `start` on, `sizes` and `strides` in elements per dim. Raises TypeError for encoded bytes."""
+        """A view of these sizes and strides from element `start` on. Raises TypeError for encoded elements."""
         if self.codec:
-            raise TypeError(f"expected elements as they are; got {self!r}")
+            raise TypeError(f"expected raw elements; got {self!r}")
         offset = self.offset + start * self.dtype.itemsize
         return TensorRef(path=self.path, offset=offset, dtype=self.dtype, shape=sizes, strides=strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineTensor:
-    """A tensor whose bytes stand in an index: a step count that was a Python number, or one value for all elements.
+    """A tensor kept in the index itself: a step count that was a Python number, or one value for all elements.
 
     >>> InlineTensor(data=bytes(4), dtype=DType.FLOAT32, shape=(512, 1024), repeats=True).strides
     (0, 0)
@@ -206,7 +186,7 @@ class InlineTensor:
     shape: tuple[int, ...] = ()
     """Elements per dim."""
     repeats: bool = False
-    """Whether `data` is one element, which is the value of all."""
+    """Whether `data` is a single element, the value of every element."""
 
     def __post_init__(self) -> None:
         if len(self.data) != (1 if self.repeats else prod(self.shape)) * self.dtype.itemsize:
@@ -229,31 +209,31 @@ class InlineTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether `data` is all elements, one after another."""
+        """Whether `data` holds every element, in row-major order."""
         return not self.repeats
 
 
 Tensor = TensorRef | InlineTensor
 
 
-def picked(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Elements of a stored tensor from number `first` on, `sizes` of them per dim in these steps."""
+def select_elements(ref: Tensor, first: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A view of a stored tensor: the elements from number `first` on, with these sizes and strides."""
     if isinstance(ref, InlineTensor) and ref.repeats:
         return replace(ref, shape=sizes)
     if isinstance(ref, InlineTensor):
         item = ref.dtype.itemsize
-        places = (at * item for at in starts_of(sizes, strides, first=first))
-        return replace(ref, data=b"".join(ref.data[at : at + item] for at in places), shape=sizes)
+        starts = (offset * item for offset in list_offsets(sizes, strides, first=first))
+        return replace(ref, data=b"".join(ref.data[start : start + item] for start in starts), shape=sizes)
     if ref.codec:
         skipped = first * ref.dtype.itemsize
         return replace(ref, codec_start=ref.codec_start + skipped, shape=sizes, strides=strides)
     return ref.strided(first, sizes, strides)
 
 
-def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
-    """Places of all elements of some dims, in row-major order.
+def list_offsets(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> list[int]:
+    """Offsets of all elements of a strided view, in row-major order.
 
-    >>> starts_of((2, 3), (100, 10), first=5)
+    >>> list_offsets((2, 3), (100, 10), first=5)
     [5, 15, 25, 105, 115, 125]
     """
     starts = [first]
@@ -264,15 +244,15 @@ def starts_of(sizes: Sequence[int], strides: Sequence[int], *, first: int) -> li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A stretch of a source file whose checksum the writer recorded (a member of a zip archive)."""
+    """A byte range of a source file with a recorded checksum (a member of a zip archive)."""
 
     path: str
     """File."""
     name: str
-    """Name of the stretch in the file, for messages."""
+    """Name of the range, for messages."""
     offset: int
     """First byte."""
     nbytes: int
     """Bytes."""
     crc32: int
-    """CRC-32 (polynomial of zip) of those bytes."""
+    """CRC-32 of these bytes, as in a zip archive."""

@@ -64,8 +64,8 @@ class Topology:
             raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
         if not self.is_split:
             return
-        one = self.dp_replicate or self.dp_shard or 1  # one of the two parts may be left out
-        other = 1 if self.dp == 1 else self.dp // one
+        known_degree = self.dp_replicate or self.dp_shard or 1  # known_degree of the two parts may be left out
+        other = 1 if self.dp == 1 else self.dp // known_degree
         replicas, shards = self.dp_replicate or other, self.dp_shard or other
         if self.dp not in (1, replicas * shards):
             raise TopologyError(

@@ -1,18 +1,17 @@
-"""The union: what ranks stored of a tensor, put together into one atom, where `place` says that it lies.
+"""The union: what ranks stored of a tensor, joined into one atom where `place` says it lies.
 
-1. A reader of files gives each tensor as `ShardedTensor`: what every rank stored, with its coordinates and a layout.
-2. `Union.state` makes the pieces: ranks that differ in nothing but copied axes hold replicas, numbered on.
-3. `Union.atom` joins the states: where the optimizer has a master, that is the weight, and the model's own tensor is a
-   derived copy of it, which is compared and never taken. `joined_counts` does the same for one number per parameter
-   (`scalar_state`).
+1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, its coordinates, a layout.
+2. `Union.build_state` makes the fragments; ranks that differ only along replicated axes hold numbered replicas.
+3. `Union.build_atom` joins the states: the optimizer's master is the weight where there is one, and the model's own
+   tensor is a derived copy of it, which is compared and never taken. `merge_counts` joins counts such as `step`.
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
 >>> layout = Layout((AxisLayout("dp", 2, Replicate()),))
->>> shards = Shards(layout, tuple(Stored({"dp": rank}, ref) for rank in (0, 1)))
->>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), parts=(shards,))
->>> [(str(piece.box), piece.replica) for piece in Union().state(tensor).fragments]
+>>> shards = ShardSet(layout, tuple(StoredShard({"dp": rank}, ref) for rank in (0, 1)))
+>>> tensor = ShardedTensor(dtype=DType.FLOAT32, shape=(2,), shard_sets=(shards,))
+>>> [(str(piece.box), piece.replica) for piece in Union().build_state(tensor).fragments]
 [('[0:2]', 0), ('[0:2]', 1)]
 """
 
@@ -24,32 +23,32 @@ from struct import pack
 from typing import NamedTuple
 
 from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, StateIndex
-from ucp.core.layout import Layout, Placed, place
+from ucp.core.layout import Layout, PlacedBox, place
 from ucp.core.region import Box, RegionPair
-from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, picked
+from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, select_elements
 
 
-class Stored(NamedTuple):
+class StoredShard(NamedTuple):
     """What one rank stored of a tensor."""
 
     coords: Mapping[str, int]
-    """Place of the rank: mesh axis to index."""
+    """Coordinates of the rank: mesh axis to index."""
     ref: TensorRef
-    """Its local tensor; where the layout has flat axes, a one-dimensional one."""
+    """Its local tensor; one-dimensional if the layout has flat axes."""
     start: int = 0
-    """Element of a one-dimensional one where its part of this tensor begins."""
+    """Element of a one-dimensional tensor where the shard of this parameter begins."""
     boxes: tuple[tuple[Box, TensorRef], ...] = ()
-    """Boxes of the local tensor with the elements of each, where it is not stored in one order."""
+    """Boxes of the local tensor, if it is not stored as one tensor."""
 
     def pieces(
-        self, placed: Placed, layout: Layout, *, replica: int | None = None, derived: bool = False
+        self, placed: PlacedBox, layout: Layout, *, replica: int | None = None, derived: bool = False
     ) -> tuple[Fragment, ...]:
-        """The elements of the box that `layout` placed there; `replica`: number of the copy, if another."""
+        """Fragments of a box that `place` gave for `layout`. `replica`: number of the copy, if not `placed.replica`."""
         number = placed.replica if replica is None else replica
         if self.boxes:
             pair, copy = RegionPair(placed.local, placed.box), {"replica": number, "term": placed.term}
-            every = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
-            return tuple(piece for own in every if (piece := taken(pair, own)) is not None)
+            fragments = (Fragment(box=box, ref=ref, derived=derived, **copy) for box, ref in self.boxes)
+            return tuple(piece for fragment in fragments if (piece := map_fragment(pair, fragment)) is not None)
         if layout.flat:
             ref = self.ref.strided(self.start + placed.offset, placed.box.sizes, placed.strides)
         else:
@@ -57,88 +56,92 @@ class Stored(NamedTuple):
         return (Fragment(box=placed.box, ref=ref, replica=number, term=placed.term, derived=derived),)
 
 
-def fragments(layout: Layout, global_shape: Sequence[int], stored: Iterable[Stored]) -> tuple[Fragment, ...]:
-    """The pieces that ranks stored of a tensor of `global_shape` elements, where `place` says that they lie."""
+def place_fragments(layout: Layout, global_shape: Sequence[int], shards: Iterable[StoredShard]) -> tuple[Fragment, ...]:
+    """Fragments of a tensor, from the shards that ranks stored of it."""
     return tuple(
         piece
-        for own in stored
-        for placed in place(layout, global_shape, coords=own.coords)
-        for piece in own.pieces(placed, layout)
+        for shard in shards
+        for placed in place(layout, global_shape, coords=shard.coords)
+        for piece in shard.pieces(placed, layout)
     )
 
 
-def with_copies(
-    first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False
-) -> tuple[Fragment, ...]:
-    """The pieces of a tensor, and those of a second one as copies of it, computed from it if `derived`."""
-    number = 1 + max((own.replica for own in first), default=-1)
-    return (*first, *(replace(own, replica=own.replica + number, derived=derived or own.derived) for own in second))
+def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False) -> tuple[Fragment, ...]:
+    """Fragments of a tensor, and those of an equal one as further copies (`derived`: computed from the first)."""
+    number = 1 + max((fragment.replica for fragment in first), default=-1)
+    return (
+        *first,
+        *(
+            replace(fragment, replica=fragment.replica + number, derived=derived or fragment.derived)
+            for fragment in second
+        ),
+    )
 
 
-def taken(pair: RegionPair, fragment: Fragment) -> Fragment | None:
-    """The elements of `pair` that a fragment of its whole stores, as a fragment of the local tensor; None for none."""
+def map_fragment(pair: RegionPair, fragment: Fragment) -> Fragment | None:
+    """The part of a fragment inside `pair`, as a fragment of the pair's local tensor; None if they share nothing."""
     near = pair.within(fragment.box)
     if near is None:
         return None
     ref = fragment.ref
-    inside = map(int.__sub__, near.whole.offsets, fragment.box.offsets)
+    inside = map(int.__sub__, near.global_box.offsets, fragment.box.offsets)
     first = sum(map(int.__mul__, inside, ref.strides))
     sizes, strides = near.local.sizes, ref.strides
     if near.dims is not None:
         steps = zip(near.dims, near.steps, strict=True)
         strides = tuple(0 if dim is None else strides[dim] * step for dim, step in steps)
-    return replace(fragment, box=near.local, ref=picked(ref, first, sizes, strides))
+    return replace(fragment, box=near.local, ref=select_elements(ref, first, sizes, strides))
 
 
-class Shards(NamedTuple):
+class ShardSet(NamedTuple):
     """What some ranks stored of a tensor."""
 
     layout: Layout
-    """How the tensor lies over them."""
-    stored: tuple[Stored, ...]
-    """What each stored; where one has several copies, one after another."""
+    """Layout of the tensor over these ranks."""
+    shards: tuple[StoredShard, ...]
+    """Shards of each rank; several copies of a rank follow one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor as it lies in files."""
+    """A tensor as it is stored in files."""
 
     dtype: DType
     """Type of its elements."""
     shape: tuple[int, ...]
-    """Elements per dim: of what one model-parallel rank has, until all are put together."""
-    parts: tuple[Shards, ...]
-    """What ranks stored. Model-parallel ranks have layouts of their own where their buffers differ."""
+    """Elements per dim: of one model-parallel rank's tensor, until ranks are joined."""
+    shard_sets: tuple[ShardSet, ...]
+    """Shards of all ranks; several sets if the buffers of model-parallel ranks differ."""
 
     @classmethod
-    def whole(cls, *copies: TensorRef) -> ShardedTensor:
-        """A tensor that a file holds whole, once or more."""
-        stored = tuple(Stored({}, ref) for ref in copies)
-        return cls(dtype=copies[0].dtype, shape=copies[0].shape, parts=(Shards(Layout(), stored),))
+    def unsharded(cls, *copies: TensorRef) -> ShardedTensor:
+        """A tensor stored in full, once or more."""
+        stored = tuple(StoredShard({}, ref) for ref in copies)
+        return cls(dtype=copies[0].dtype, shape=copies[0].shape, shard_sets=(ShardSet(Layout(), stored),))
 
     @property
     def layout(self) -> Layout:
-        """That of the first ranks."""
-        return self.parts[0].layout
+        """Layout of the first shard set."""
+        return self.shard_sets[0].layout
 
     @property
     def first(self) -> TensorRef:
         """What the first rank stored."""
-        return self.parts[0].stored[0].ref
+        return self.shard_sets[0].shards[0].ref
 
 
-State = StateIndex | ShardedTensor
-"""A state of a parameter: in pieces already, or a tensor that is still to be placed."""
+StateSource = StateIndex | ShardedTensor
+"""A state of a parameter: its fragments, or a tensor that is still to be placed."""
 
 
 class Union:
-    """Makes states and atoms; where a layout places a shape is found once per rank, as parameters share it."""
+    """Builds states and atoms; placements are cached, as many parameters share layout and shape."""
 
     def __init__(self) -> None:
-        self._states, self._models = _Places(), _Places()
+        self._states, self._models = _PlacementCache(), _PlacementCache()
 
-    def state(self, state: State) -> StateIndex:
-        """The state with its pieces."""
+    def build_state(self, state: StateSource) -> StateIndex:
+        """The state with its fragments."""
         if isinstance(state, StateIndex):
             return state
         return StateIndex(
@@ -148,26 +151,26 @@ class Union:
             overlap=state.layout.overlap,
         )
 
-    def atom(
+    def build_atom(
         self,
         name: str,
         *,
         kind: Kind,
         layout: Layout,
-        states: Mapping[str, State],
-        model: State | None = None,
+        states: Mapping[str, StateSource],
+        model: StateSource | None = None,
         model_dtype: DType | None = None,
     ) -> AtomIndex:
-        """The atom of a parameter; `model`: the model's own tensor, `model_dtype`: type in which it computes.
+        """The atom of a parameter. `model`: the model's own tensor; `model_dtype`: dtype in which it computes.
 
-        There is a master among `states`, or a tensor of the model.
+        Expects a weight among `states`, or `model`.
         """
         master = states.get(WEIGHT, model)
         assert master is not None
-        weight = self.state(master)
+        weight = self.build_state(master)
         if model is not None and master is not model and weight.numel:
             if isinstance(model, StateIndex):
-                pieces = with_copies(weight.fragments, model.fragments, derived=True)
+                pieces = add_copies(weight.fragments, model.fragments, derived=True)
             else:
                 first = 1 + max([piece.replica for piece in weight.fragments], default=-1)
                 pieces = weight.fragments + _fragments(model, self._models, first, derived=True)
@@ -177,54 +180,53 @@ class Union:
             name=name,
             global_shape=weight.global_shape,
             kind=kind,
-            states={WEIGHT: weight, **{key: self.state(state) for key, state in states.items() if key != WEIGHT}},
+            states={WEIGHT: weight, **{key: self.build_state(state) for key, state in states.items() if key != WEIGHT}},
             model_dtype=dtype if dtype is not weight.dtype else None,
             layout=layout,
         )
 
 
-class _Places:
-    """Boxes that ranks hold of a shape, under the layout that was asked for last."""
+class _PlacementCache:
+    """Results of `place` for one layout, by shape and coordinates."""
 
     def __init__(self) -> None:
         self._take(Layout())
 
     def _take(self, layout: Layout) -> None:
         self._layout = layout
-        self._axes = [axis.axis for axis in layout.every]
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Placed, ...]] = {}
+        self._axes = [axis.axis for axis in layout.all_axes]
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[PlacedBox, ...]] = {}
 
-    def of(self, layout: Layout, shape: tuple[int, ...], rank: Stored) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Coordinates of a rank on the axes of the layout, and the boxes that it holds."""
+    def place(
+        self, layout: Layout, shape: tuple[int, ...], rank: StoredShard
+    ) -> tuple[tuple[int, ...], tuple[PlacedBox, ...]]:
+        """Coordinates of a rank on the axes of the layout, and its boxes."""
         if layout is not self._layout and layout != self._layout:
             self._take(layout)
-        at = tuple([rank.coords[axis] for axis in self._axes])
-        placed = self._known.get((shape, at))
+        indexes = tuple([rank.coords[axis] for axis in self._axes])
+        placed = self._known.get((shape, indexes))
         if placed is None:
-            placed = self._known[shape, at] = place(layout, shape, coords=rank.coords)
-        return at, placed
+            placed = self._known[shape, indexes] = place(layout, shape, coords=rank.coords)
+        return indexes, placed
 
 
 def _fragments(
-    tensor: ShardedTensor, places: _Places, first: int = 0, *, derived: bool = False
+    tensor: ShardedTensor, places: _PlacementCache, first: int = 0, *, derived: bool = False
 ) -> tuple[Fragment, ...]:
-    """Pieces of a global tensor; one of no elements where it has none.
-
-    `first`: number of the first copy. `derived`: whether ranks computed it from other pieces.
-    """
+    """Fragments of a global tensor; a single empty one if it has no elements. `first`: number of the first copy."""
     shape = tensor.shape
     if 0 in shape:
         ref = tensor.first.strided(0, shape, contiguous_strides(shape))
-        return (Fragment(box=Box.whole(shape), ref=ref),)
+        return (Fragment(box=Box.full(shape), ref=ref),)
     pieces: list[Fragment] = []
-    seen: dict[tuple[int, ...], int] = {}
+    stored_before: dict[tuple[int, ...], int] = {}
     copies = {(0, 0): first}
-    for layout, stored in tensor.parts:
+    for layout, stored in tensor.shard_sets:
         for rank in stored:
-            at, every = places.of(layout, shape, rank)
-            nth = seen.get(at, 0)
-            seen[at] = nth + 1
-            for placed in every:
+            indexes, boxes = places.place(layout, shape, rank)
+            nth = stored_before.get(indexes, 0)
+            stored_before[indexes] = nth + 1
+            for placed in boxes:
                 replica = copies.setdefault((nth, placed.replica), first + len(copies))
                 pieces += rank.pieces(placed, layout, replica=replica, derived=derived)
     return tuple(pieces)
@@ -246,20 +248,20 @@ def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[B
     return StateIndex(dtype=dtype, global_shape=shape, fragments=tuple(pieces))
 
 
-def joined_counts(counts: Sequence[StateIndex]) -> StateIndex:
-    """One number of a parameter that several ranks have: the first rank's, and copies on the others."""
+def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:
+    """A count of a parameter that several ranks stored: the first rank's, with the others as copies."""
     pieces = [piece for count in counts for piece in count.fragments]
-    return replace(counts[0], fragments=tuple(replace(piece, replica=at) for at, piece in enumerate(pieces)))
+    return replace(counts[0], fragments=tuple(replace(piece, replica=number) for number, piece in enumerate(pieces)))
 
 
 _PAST_INT64 = 1 << 63
 """One past the largest number of a state that is a Python int."""
 
 
-def number_state(number: float) -> StateIndex:
-    """A Python number as a 0-d state: bool, int64 or float64, so that no bit is lost.
+def state_from_number(number: float) -> StateIndex:
+    """A Python number as a 0-d state of dtype bool, int64 or float64, without loss.
 
-    >>> number_state(3).dtype, number_state(3.0).dtype
+    >>> state_from_number(3).dtype, state_from_number(3.0).dtype
     (<DType.INT64: 'int64'>, <DType.FLOAT64: 'float64'>)
     """
     if isinstance(number, bool):
@@ -268,11 +270,11 @@ def number_state(number: float) -> StateIndex:
         ref = InlineTensor(data=pack("<d", number), dtype=DType.FLOAT64)
     else:
         ref = InlineTensor(data=number.to_bytes(8, "little", signed=True), dtype=DType.INT64)
-    return StateIndex.whole(ref)
+    return StateIndex.from_tensor(ref)
 
 
-def scalar_state(value: object) -> StateIndex | None:
-    """A Python number as a 0-d state, a tensor of one element in its shape; None for anything else."""
+def state_from_scalar(value: object) -> StateIndex | None:
+    """A Python number or a tensor of one element as a state; None for anything else."""
     if isinstance(value, float) or (isinstance(value, int) and -_PAST_INT64 <= value < _PAST_INT64):
-        return number_state(value)
-    return StateIndex.whole(value) if isinstance(value, TensorRef) and value.numel == 1 else None
+        return state_from_number(value)
+    return StateIndex.from_tensor(value) if isinstance(value, TensorRef) and value.numel == 1 else None

@@ -82,11 +82,18 @@ class Expression:
         `values`: name to whole number, text, None, or sequence of lengths. Raises UnknownNameError, ExpressionError.
         """
         try:
-            return _whole(_value(self._tree, values), self.text)
+            return _to_int(_evaluate(self._tree, values), self.text)
         except UnknownNameError:
             raise
         except (ExpressionError, ZeroDivisionError, OverflowError) as error:
             raise ExpressionError(f"{self.text!r}: {error}") from error
+
+    def try_value(self, values: Mapping[str, object]) -> int | None:
+        """Its value, or None if it has none with these values."""
+        try:
+            return self.value(values)
+        except ExpressionError:
+            return None
 
     def __str__(self) -> str:
         return self.text
@@ -107,7 +114,7 @@ def _check(node: ast.AST, text: str) -> None:
     if isinstance(node, ast.Constant):
         known = node.value is None or isinstance(node.value, int | str)
         if isinstance(node.value, int):
-            _whole(node.value, "a number")
+            _to_int(node.value, "a number")
     elif isinstance(node, ast.Call) and not node.args:
         raise ExpressionError(f"expected one number or more for {ast.unparse(node)} in the expression {text!r}")
     elif isinstance(node, ast.Call):
@@ -122,76 +129,76 @@ def _check(node: ast.AST, text: str) -> None:
         raise ExpressionError(f"{type(node).__name__} is not understood in the expression {text!r}")
 
 
-def _value(node: ast.expr, values: Mapping[str, object]) -> object:
+def _evaluate(node: ast.expr, values: Mapping[str, object]) -> object:
     """Value of one node; `and`, `or` and `if` look no further than they must."""
     match node:
         case ast.Constant():
             return node.value
         case ast.Name():
-            return _named(node.id, values)
+            return _look_up(node.id, values)
         case ast.IfExp():
-            return _value(node.body if _value(node.test, values) else node.orelse, values)
+            return _evaluate(node.body if _evaluate(node.test, values) else node.orelse, values)
         case ast.BoolOp():
-            return _either(node, values)
+            return _evaluate_bool(node, values)
         case ast.UnaryOp(op=ast.Not()):
-            return not _value(node.operand, values)
+            return not _evaluate(node.operand, values)
         case ast.Compare():
-            return _compared(node, values)
+            return _compare(node, values)
         case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(dim))):
-            shape = _named(name, values)
+            shape = _look_up(name, values)
             if not isinstance(shape, Sequence) or isinstance(shape, str) or not 0 <= dim < len(shape):
                 raise UnknownNameError(f"{name}[{dim}]")
             return shape[dim]
         case ast.UnaryOp():
-            return -_whole(_value(node.operand, values), "-")
+            return -_to_int(_evaluate(node.operand, values), "-")
         case ast.BinOp():
-            return _computed(node, values)
+            return _evaluate_arithmetic(node, values)
         case ast.Call(func=ast.Name(id=name)):
-            return _FUNCTIONS[name]([_whole(_value(each, values), name) for each in node.args])
+            return _FUNCTIONS[name]([_to_int(_evaluate(argument, values), name) for argument in node.args])
     raise ExpressionError(f"{ast.unparse(node)} is not understood")
 
 
-def _named(name: str, values: Mapping[str, object]) -> object:
+def _look_up(name: str, values: Mapping[str, object]) -> object:
     if name not in values:
         raise UnknownNameError(name)
     return values[name]
 
 
-def _either(node: ast.BoolOp, values: Mapping[str, object]) -> object:
+def _evaluate_bool(node: ast.BoolOp, values: Mapping[str, object]) -> object:
     wanted = isinstance(node.op, ast.Or)
     last: object = not wanted
     for operand in node.values:
-        last = _value(operand, values)
+        last = _evaluate(operand, values)
         if bool(last) is wanted:
             break
     return last
 
 
-def _computed(node: ast.BinOp, values: Mapping[str, object]) -> int:
-    left, right = (_whole(_value(side, values), ast.unparse(side)) for side in (node.left, node.right))
+def _evaluate_arithmetic(node: ast.BinOp, values: Mapping[str, object]) -> int:
+    first, second = (_to_int(_evaluate(side, values), ast.unparse(side)) for side in (node.left, node.right))
     if isinstance(node.op, ast.Div):
-        whole, rest = divmod(left, right)
+        quotient, rest = divmod(first, second)
         if rest:
-            raise ExpressionError(f"{left} is not a multiple of {right}")
-        return whole
-    return _ARITHMETIC[type(node.op)](left, right)
+            raise ExpressionError(f"{first} is not a multiple of {second}")
+        return quotient
+    return _ARITHMETIC[type(node.op)](first, second)
 
 
-def _compared(node: ast.Compare, values: Mapping[str, object]) -> bool:
-    sides = [_value(side, values) for side in (node.left, *node.comparators)]
-    for op, left, right in zip(node.ops, sides, sides[1:], strict=False):
+def _compare(node: ast.Compare, values: Mapping[str, object]) -> bool:
+    sides = [_evaluate(side, values) for side in (node.left, *node.comparators)]
+    for op, first, second in zip(node.ops, sides, sides[1:], strict=False):
         if isinstance(op, ast.Eq | ast.NotEq):
-            if not all(isinstance(side, int | float | str | None) for side in (left, right)):
+            if not all(isinstance(side, int | float | str | None) for side in (first, second)):
                 raise ExpressionError("expected numbers or texts to be compared")
-            holds = (left == right) is isinstance(op, ast.Eq)
+            holds = (first == second) is isinstance(op, ast.Eq)
         else:
-            holds = _ORDER[type(op)](_whole(left, "<"), _whole(right, "<"))
+            holds = _ORDER[type(op)](_to_int(first, "<"), _to_int(second, "<"))
         if not holds:
             return False
     return True
 
 
-def _whole(value: object, where: str) -> int:
+def _to_int(value: object, where: str) -> int:
     if isinstance(value, int) and -_MOST <= value < _MOST:
         return int(value)
     got = f"one of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"

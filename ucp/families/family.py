@@ -1,43 +1,37 @@
-"""A model family: rules by name template, and what they say about the names of a checkpoint.
+"""A model family: rules by name template, and how they apply to the names of a checkpoint.
 
 1. `bind` finds the sizes and flags of one model from its recorded arguments and the shapes of its tensors.
-2. `canonical` brings a name of any style into the family's own; `styled` goes back.
-3. `match` finds the rule of every name, or tells all names that have none, or two.
+2. `canonical` converts a name of any style to the family's own; `to_style` converts it back.
+3. `match` finds the rule of every name, or raises with all names that have none, or two.
 4. `Match.layout` makes the patterns, once degrees and shapes are known.
-
-Pure values: files are read in `ucp.families`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from ucp.errors import FamilyError, UsageError, counted, listed
-from ucp.families.expression import Expression, ExpressionError
+from ucp.families.expression import Expression
 from ucp.families.match import Match
 from ucp.families.naming import (
     CANONICAL,
-    Evidence,
-    Named,
-    Stored,
+    FamilyEvidence,
+    ParsedName,
+    StoredName,
     Style,
     Tables,
     Tied,
+    describe_ambiguity,
     order_key,
     positions_of,
-    undecided,
+    rewrite_names,
 )
 from ucp.families.rule import Alias, Rule
-from ucp.families.template import MOST_SHIFT, Template, kind, outline
+from ucp.families.template import Template, kind, outline
 from ucp.families.toml.config import ConfigPart
 
-_COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
-"""A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
-
-_Ways = tuple[tuple[Alias, tuple[Template, ...]], ...]
+_Spellings = tuple[tuple[Alias, tuple[Template, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,45 +45,45 @@ class Family:
     rules: tuple[Rule, ...] = ()
     """Rules, in the order in which the parameters are registered."""
     sizes: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
-    """Size or flag to the ways to find it, in order, from arguments, tensors, degrees and sizes before it."""
-    given: Mapping[str, int] = field(default_factory=dict)
+    """Size or flag to the formulas for it, in order, over arguments, tensors, degrees and sizes before it."""
+    constants: Mapping[str, int] = field(default_factory=dict)
     """Sizes and flags that all models of the family share."""
     limits: Mapping[str, Expression] = field(default_factory=dict)
-    """Field to the number that it stays below, where that is known: tells apart what a style counts on."""
+    """Field to its exclusive upper bound: tells apart names whose numbers a style continues."""
     tensors: Mapping[str, Template] = field(default_factory=dict)
     """Names in `sizes` that stand for the shape of a tensor."""
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: FamilyEvidence = field(default_factory=FamilyEvidence)
     """How it is recognised."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Other ways to write the names."""
     configs: Mapping[str, tuple[ConfigPart, ...]] = field(default_factory=dict)
-    """Style to the parts of a configuration that its framework loads a model by."""
+    """Style to the parts of the model configuration that its framework loads."""
     tied: tuple[Tied, ...] = ()
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()
-    """Endings of names that are no parameters and have no rule."""
+    """Suffixes of names without a rule, as they are no parameters."""
     order: tuple[str, ...] = ()
-    """Name prefixes whose order does not follow from the rules' order."""
+    """Name prefixes in registration order, where the order of the rules does not give it."""
     kind_of: tuple[str, ...] = ()
-    """More general families, that it is preferred to."""
+    """More general families, over which it is preferred."""
     abstract: bool = False
-    """Only there for others to extend."""
+    """Whether it exists only for others to extend."""
     source: str = ""
-    """Where its rules were read."""
+    """File of its rules."""
     values: Mapping[str, int] = field(default_factory=dict)
     """Sizes and flags found by `bind`."""
     conflicts: tuple[str, ...] = ()
-    """What the model that `bind` was given has otherwise than all models of the family."""
-    held: frozenset[str] = frozenset()
-    """Canonical names, among those that tell others apart, that the model has which `among` was given."""
+    """Contradictions between the model passed to `bind` and the constants of the family."""
+    present_names: frozenset[str] = frozenset()
+    """Canonical names of the model passed to `among` that tell ambiguous names apart."""
     _rules: Mapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
-    _entries: dict[tuple[str | None, str], tuple[Stored, ...]] = field(
+    _entries: dict[tuple[str | None, str], tuple[StoredName, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    _ways: dict[tuple[int, str], tuple[Rule, _Ways]] = field(
+    _spellings: dict[tuple[int, str], tuple[Rule, _Spellings]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """By the identity of a rule, which is kept beside, and the style."""
+    """Cache by the `id` of a rule, which is kept with the value, and the style."""
     _tables: Tables = field(init=False, repr=False, compare=False, default_factory=Tables)
     """Shared by the copies that are bound to models."""
     _limits: Mapping[str, int] = field(init=False, repr=False, compare=False)
@@ -98,9 +92,9 @@ class Family:
         rules: dict[str, list[Rule]] = {}
         for rule in self.rules:
             rules.setdefault(rule.name.outline, []).append(rule)
-        object.__setattr__(self, "_rules", {key: tuple(own) for key, own in rules.items()})
-        limits = {own: _attempt(limit, self.values) for own, limit in self.limits.items()}
-        object.__setattr__(self, "_limits", {own: limit for own, limit in limits.items() if limit is not None})
+        object.__setattr__(self, "_rules", {key: tuple(alike) for key, alike in rules.items()})
+        limits = {name: limit.try_value(self.values) for name, limit in self.limits.items()}
+        object.__setattr__(self, "_limits", {name: limit for name, limit in limits.items() if limit is not None})
 
     def bind(
         self,
@@ -111,323 +105,290 @@ class Family:
     ) -> Family:
         """This family with the sizes and flags of one model.
 
-        `arguments`: as recorded. `shapes`: name (any style) to shape, either of wholes, or of the parts of one rank;
-        then `axes` has the degrees.
+        `arguments`: as recorded. `shapes`: by name (any style): global ones, or local ones of a rank together with the
+        degrees in `axes`.
         """
         known: dict[str, object] = {"tp": 1, "etp": 1, "ep": 1, "pp": 1, **(arguments or {}), **(axes or {})}
         known |= self._tensor_shapes(shapes or {})
-        found = dict(self.given)
+        values = dict(self.constants)
         conflicts = []
-        for name, ways in self.sizes.items():
-            values = ((way, _attempt(way, {**known, **found})) for way in ways)
-            way, value = next(((way, value) for way, value in values if value is not None), (None, None))
-            if value is not None and found.setdefault(name, value) != value:
-                conflicts.append(f"{name} is {found[name]} in the family, {value} in the checkpoint ({way})")
-        return self._shared(replace(self, values=found, conflicts=tuple(conflicts)))
+        for name, formulas in self.sizes.items():
+            results = ((formula, formula.try_value({**known, **values})) for formula in formulas)
+            formula, value = next((result for result in results if result[1] is not None), (None, None))
+            if value is not None and values.setdefault(name, value) != value:
+                conflicts.append(f"{name} is {values[name]} in the family, {value} in the checkpoint ({formula})")
+        return self._share_tables(replace(self, values=values, conflicts=tuple(conflicts)))
 
-    def _shared(self, copy: Family) -> Family:
+    def _share_tables(self, copy: Family) -> Family:
         object.__setattr__(copy, "_tables", self._tables)
         return copy
 
     def _tensor_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-        """Name used in `sizes` to shape, where all tensors of that template have the same; `has_NAME` to 1 or 0."""
+        """Values for `sizes`: the shape that all tensors of a template have, and `has_NAME` as 1 or 0."""
         keys = {template.text: key for key, template in self.tensors.items()}
-        found: dict[str, set[tuple[int, ...]]] = {}
+        shapes_by_key: dict[str, set[tuple[int, ...]]] = {}
         for name, shape in distinct_shapes(shapes).items() if keys else ():
             rules = self.rules_of(name)
             key = keys.get(rules[0].name.text) if len(rules) == 1 else None
             named = None if key is None else self.read(name)
             if named is not None and key is not None:
-                found.setdefault(key, set()).update(named.whole_shapes(shape))
-        alike: dict[str, object] = {key: next(iter(own)) for key, own in found.items() if len(own) == 1}
-        return alike | {f"has_{key}": int(key in found) for key in keys.values() if shapes}
+                shapes_by_key.setdefault(key, set()).update(named.global_shapes(shape))
+        unique: dict[str, object] = {
+            key: next(iter(seen_shapes)) for key, seen_shapes in shapes_by_key.items() if len(seen_shapes) == 1
+        }
+        return unique | {f"has_{key}": int(key in shapes_by_key) for key in keys.values() if shapes}
 
     def among(self, names: Iterable[str]) -> Family:
-        """This family, told all names of one model (any style): what stands beside a name of several rules decides."""
-        ways = [alias for rule in self.rules for own in rule.aliases.values() for alias in own]
-        telling = {template for alias in ways for template in alias.beside}
-        held = {
+        """This family with all names of one model (any style), which decide between several rules for a name."""
+        aliases = [alias for rule in self.rules for rule_aliases in rule.aliases.values() for alias in rule_aliases]
+        telling = {template for alias in aliases for template in alias.alongside}
+        present = {
             entry.rule.name.filled(fields)
             for name in (names if telling else ())
-            for entry in self._stored_as(name, None)
+            for entry in self._find_entries(name, None)
             if entry.rule.name.text in telling and (fields := entry.template.fields_in(name)) is not None
         }
-        return self._shared(replace(self, held=frozenset(held))) if telling else self
+        return self._share_tables(replace(self, present_names=frozenset(present))) if telling else self
 
     def match(self, names: Iterable[str]) -> dict[str, Match]:
-        """Rule of every canonical name, those that are ignored left out.
+        """Rule of every canonical name that is not ignored.
 
-        Raises FamilyError naming all names without a rule, and all that two rules claim.
+        Raises FamilyError with all names that have no rule, and all that have two.
         """
-        found: dict[str, Match] = {}
-        without, twice = [], []
+        matches_by_name: dict[str, Match] = {}
+        unmatched, ambiguous = [], []
         for name in names:
             if self.ignores(name):
                 continue
             matches = self._match(name)
             if not matches:
-                without.append(name)
+                unmatched.append(name)
             elif len(matches) > 1:
-                twice.append(f"{name}: {' and '.join(str(match.rule) for match in matches)}")
+                ambiguous.append(f"{name}: {' and '.join(str(match.rule) for match in matches)}")
             else:
-                found[name] = matches[0]
-        if without or twice:
-            raise FamilyError(self._no_fit(without, twice))
-        return found
+                matches_by_name[name] = matches[0]
+        if unmatched or ambiguous:
+            raise FamilyError(self._describe_misfits(unmatched, ambiguous))
+        return matches_by_name
 
     def _match(self, name: str) -> list[Match]:
-        """Matches of a name: one per rule that holds; one for all rules among which nothing decides."""
+        """Matches of a name: one per rule whose condition holds, or one for all rules if none is known to."""
         holding: list[Rule] = []
         undecided: list[Rule] = []
         fields: Mapping[str, int] = {}
         for rule in self._rules.get(outline(name), ()):
-            own = rule.name.fields_in(name)
-            holds = None if own is None else self.holds(rule.when)
-            if own is not None and holds is not False:
-                fields = own
+            numbers = rule.name.fields_in(name)
+            holds = None if numbers is None else self.holds(rule.when)
+            if numbers is not None and holds is not False:
+                fields = numbers
                 (undecided if holds is None else holding).append(rule)
         if undecided and not holding:
             return [Match(name=name, rules=tuple(undecided), fields=fields, values=self.values)]
         return [Match(name=name, rules=(rule,), fields=fields, values=self.values) for rule in holding]
 
     def holds(self, when: Expression | None) -> bool | None:
-        """Whether the condition of a rule holds for the model; None when that is not known."""
+        """Whether the condition of a rule holds for the model; None if unknown."""
         if when is None:
             return True
-        value = _attempt(when, self.values)
+        value = when.try_value(self.values)
         return None if value is None else bool(value)
 
-    def _no_fit(self, without: Sequence[str], twice: Sequence[str]) -> str:
+    def _describe_misfits(self, unmatched: Sequence[str], ambiguous: Sequence[str]) -> str:
         parts = []
-        if without:
+        if unmatched:
             parts.append(
-                f"{counted(len(without), 'name has', 'names have')} "
-                f"no rule in the family {self.name!r}:\n{listed(without)}"
+                f"{counted(len(unmatched), 'name has', 'names have')} "
+                f"no rule in the family {self.name!r}:\n{listed(unmatched)}"
             )
-        if twice:
+        if ambiguous:
             parts.append(
-                f"{counted(len(twice), 'name has', 'names have')} "
-                f"two rules in the family {self.name!r}:\n{listed(twice)}"
+                f"{counted(len(ambiguous), 'name has', 'names have')} "
+                f"two rules in the family {self.name!r}:\n{listed(ambiguous)}"
             )
         remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
         return "\n".join((*parts, f"{remedy} (`ucp patterns check` shows which names have a rule)"))
 
     def ignores(self, name: str) -> bool:
-        """Whether the family knows such names, and they are no parameters."""
+        """Whether a name is known to be no parameter."""
         return name.endswith(self.ignored) if self.ignored else False
 
-    def read(self, name: str, style: str | None = None) -> Named | None:
-        """What a stored name stands for; None when it is no name of that style (None: of any).
+    def read(self, name: str, style: str | None = None) -> ParsedName | None:
+        """A stored name, parsed; None if it is no name of the style (None: of any style).
 
-        Raises FamilyError when it can be two parameters, and what is beside it does not tell (see `among`).
+        Raises FamilyError if it can be two parameters and the other names do not tell (see `among`).
         """
-        found: dict[str, Named] = {}
+        candidates: dict[str, ParsedName] = {}
         for named in self.readings(name, style):
-            found.setdefault(named.canonical, named)
-        if len(found) > 1:
-            told = [own for own in found.values() if self.held.intersection(own.beside)]
-            if len(told) != 1:
-                raise FamilyError(f"in the family {self.name!r}, {undecided(name, list(found.values()), told)}")
-            return told[0]
-        return next(iter(found.values()), None)
+            candidates.setdefault(named.canonical, named)
+        if len(candidates) > 1:
+            confirmed = [
+                candidate for candidate in candidates.values() if self.present_names.intersection(candidate.alongside)
+            ]
+            if len(confirmed) != 1:
+                raise FamilyError(
+                    f"in the family {self.name!r}, {describe_ambiguity(name, list(candidates.values()), confirmed)}"
+                )
+            return confirmed[0]
+        return next(iter(candidates.values()), None)
 
-    def readings(self, name: str, style: str | None = None) -> Iterator[Named]:
-        """All that a stored name can stand for in that style (None: in any)."""
-        for entry in self._stored_as(name, style):
+    def readings(self, name: str, style: str | None = None) -> Iterator[ParsedName]:
+        """All ways to parse a stored name of the style (None: of any style)."""
+        for entry in self._find_entries(name, style):
             fields = entry.template.fields_in(name)
-            if fields is not None and all(fields.get(own, -1) < limit for own, limit in self._limits.items()):
+            if fields is not None and all(
+                fields.get(name_of_field, -1) < limit for name_of_field, limit in self._limits.items()
+            ):
                 rule = entry.rule
-                stacked = tuple(own for own in rule.name.fields if own not in fields)
-                yield Named(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
+                stacked = tuple(field_name for field_name in rule.name.fields if field_name not in fields)
+                yield ParsedName(rule, rule.name.filled(fields), fields, stacked, entry.part, entry.alias, entry.style)
 
     def rules_of(self, name: str) -> tuple[Rule, ...]:
-        """Rules that a stored name of any style can be of; several where only the rest of the model tells."""
-        entries = self._stored_as(name, None)
-        found = {own.rule.name: own.rule for own in entries if own.template.fields_in(name) is not None}
-        return tuple(found.values())
+        """Rules for a stored name of any style; several if only the other names of the model decide."""
+        entries = self._find_entries(name, None)
+        rules = {entry.rule.name: entry.rule for entry in entries if entry.template.fields_in(name) is not None}
+        return tuple(rules.values())
 
-    def may_hold(self, text: str, outlines: Collection[str]) -> bool:
-        """Whether names of a model may be of the rule for the template `text`, told without a table of all names.
+    def may_match(self, text: str, outlines: Collection[str]) -> bool:
+        """Whether the rule for the template `text` may match names with these outlines, without the table of names.
 
-        `outlines`: of the names. A style whose names are computed from sizes may always have some.
+        Always true for a rule with names that are computed from sizes.
         """
-        rule = next((own for own in self.rules if own.name.text == text), None)
+        rule = next((rule for rule in self.rules if rule.name.text == text), None)
         if rule is None:
             return False
-        if any("=" in name for aliases in rule.aliases.values() for own in aliases for name in own.names):
+        if any("=" in name for aliases in rule.aliases.values() for alias in aliases for name in alias.names):
             return True
-        ways = (own.names for style in (CANONICAL, *self.styles) for own in self._aliases(rule, style))
-        return any(Template(name).outline in outlines for names in ways for name in names)
+        names_of_ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
+        return any(Template(name).outline in outlines for names in names_of_ways for name in names)
 
     def missing_parts(self, text: str, outlines: Collection[str]) -> list[str]:
-        """What names of a model lack of the rule for the template `text`, where no style has all that it stores it as.
+        """Names that are missing for the rule of the template `text`, in the style that has most of them.
 
-        `outlines`: of the names. A feed-forward without a gate has half of what others store.
+        `outlines`: of the model's names. A feed-forward layer without a gate has half of the names.
         """
-        rule = next(own for own in self.rules if own.name.text == text)
-        ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
-        missing = [[f"no {own}" for own in names if Template(own).outline not in outlines] for names in ways]
+        rule = next(rule for rule in self.rules if rule.name.text == text)
+        names_of_ways = (alias.names for style in (CANONICAL, *self.styles) for alias in self._aliases(rule, style))
+        missing = [
+            [f"no {name}" for name in names if Template(name).outline not in outlines] for names in names_of_ways
+        ]
         return min(missing, key=len, default=[])
 
     def canonical(self, name: str, style: str | None = None) -> str | None:
-        """Canonical name of a stored name, with `{field}` for a number that it lacks; None when it is of no rule."""
+        """Canonical name of a stored name, with `{field}` for missing numbers; None if no rule matches."""
         named = self.read(name, style)
         return None if named is None else named.canonical
 
-    def styled(self, name: str, style: str) -> str:
-        """The name in another style, where that stores it as one tensor. Raises FamilyError, UsageError."""
-        names = self.stored_as(name, style)[1]
+    def to_style(self, name: str, style: str) -> str:
+        """The name in another style, if it is one tensor there. Raises FamilyError, UsageError."""
+        names = self.find_spelling(name, style)[1]
         if len(names) != 1:
             raise FamilyError(f"{name} is {counted(len(names), 'tensor')} in the style {style!r}: {', '.join(names)}")
         return names[0]
 
-    def stored_as(self, name: str, style: str) -> tuple[Alias, tuple[str, ...]]:
-        """How a style stores a canonical name: as which names, and how they join to it.
+    def find_spelling(self, name: str, style: str) -> tuple[Alias, tuple[str, ...]]:
+        """How a style stores a canonical name: the alias and the stored names.
 
-        Raises FamilyError when the style has no such parameter, UsageError when there is no such style.
+        Raises FamilyError if the style has no such parameter, UsageError for an unknown style.
         """
-        ways = self.spellings(name, style)
-        if not ways:
+        spellings = self.find_spellings(name, style)
+        if not spellings:
             raise FamilyError(f"{name} has no name in the style {style!r} of the family {self.name!r}")
-        return ways[0]
+        return spellings[0]
 
-    def spellings(self, name: str, style: str) -> tuple[tuple[Alias, tuple[str, ...]], ...]:
+    def find_spellings(self, name: str, style: str) -> tuple[tuple[Alias, tuple[str, ...]], ...]:
         """All ways in which a style may store a canonical name, the likeliest first; see `stored_as`."""
         matches = self._match(name)
         if not matches:
-            raise FamilyError(self._no_fit([name], []))
+            raise FamilyError(self._describe_misfits([name], []))
         rule, fields = matches[0].rules[0], matches[0].fields
-        return tuple((own, tuple(name.filled(fields) for name in names)) for own, names in self._ways_of(rule, style))
+        return tuple(
+            (alias, tuple(name.filled(fields) for name in names)) for alias, names in self._spellings_of(rule, style)
+        )
 
     def is_left_out(self, rule: Rule, style: str) -> bool:
-        """Whether a style says that its models have no such buffer (`[]` in place of names)."""
-        ways = rule.aliases.get(style)
+        """Whether the models of a style have no such buffer (`[]` in place of names)."""
+        aliases = rule.aliases.get(style)
         like = self.styles[style].like if style in self.styles else None
-        return ways == () if ways is not None or like is None else self.is_left_out(rule, like)
+        return aliases == () if aliases is not None or like is None else self.is_left_out(rule, like)
 
-    def written(self, rule: Rule, style: str) -> tuple[str, ...]:
-        """Templates of the names that a style writes for a rule; empty when it has none. Raises UsageError."""
-        ways = self._ways_of(rule, style)
-        return ways[0][0].names if ways else ()
+    def written_names(self, rule: Rule, style: str) -> tuple[str, ...]:
+        """Templates of the names that a style writes for a rule; empty if it has none. Raises UsageError."""
+        spellings = self._spellings_of(rule, style)
+        return spellings[0][0].names if spellings else ()
 
-    def _ways_of(self, rule: Rule, style: str) -> _Ways:
-        """Ways in which a style may store a rule's parameters, and the templates of each, the likeliest first."""
-        known, ways = self._ways.get((id(rule), style), (None, ()))
+    def _spellings_of(self, rule: Rule, style: str) -> _Spellings:
+        """Aliases by which a style may store a rule's parameters, with their templates, the likeliest first."""
+        known, spellings = self._spellings.get((id(rule), style), (None, ()))
         if known is not rule:
-            aliases = sorted(self._aliases(rule, style), key=lambda own: self.holds(own.when) is False)
-            ways = tuple((own, tuple(map(Template, own.names))) for own in aliases)
-            self._ways[id(rule), style] = rule, ways
-        return ways
+            aliases = sorted(self._aliases(rule, style), key=lambda alias: self.holds(alias.when) is False)
+            spellings = tuple((alias, tuple(map(Template, alias.names))) for alias in aliases)
+            self._spellings[id(rule), style] = rule, spellings
+        return spellings
 
-    def _stored_as(self, name: str, style: str | None) -> Sequence[Stored]:
-        """Entries whose templates may be that of a stored name; the table of them is made when it is first needed."""
+    def _find_entries(self, name: str, style: str | None) -> Sequence[StoredName]:
+        """Entries whose templates may match a stored name, from a table that is built when first needed."""
         if not self._entries and not self.abstract:
             self._entries.update(self._tables.get(self.values, self._stored_names()))
         return self._entries.get((style, outline(name)), ())
 
-    def _stored_names(self) -> Iterable[Stored]:
+    def _stored_names(self) -> Iterable[StoredName]:
         for rule in self.rules:
-            yield Stored(rule.name, rule, None, 0, CANONICAL)
+            yield StoredName(rule.name, rule, None, 0, CANONICAL)
             for style in self.styles:
                 for alias in self._aliases(rule, style):
                     for part, name in enumerate(alias.names):
-                        yield Stored(Template(name), rule, alias, part, style)
+                        yield StoredName(Template(name), rule, alias, part, style)
 
     def _aliases(self, rule: Rule, style: str) -> tuple[Alias, ...]:
-        """Ways in which a style stores a rule's parameters, names complete; the first is the one written."""
+        """Aliases by which a style stores a rule's parameters, with complete names; the first is the one written."""
         if style == CANONICAL:
             return (Alias(names=(rule.name.text,)),)
         if style not in self.styles:
             known = ", ".join((CANONICAL, *self.styles))
             raise UsageError(f"expected one of the naming styles {known} of {self.name!r}; got {style!r}")
-        own = self.styles[style]
+        description = self.styles[style]
         aliases = rule.aliases.get(style)
         if aliases is None:
-            aliases = () if own.like is None else self._aliases(rule, own.like)
-        found: list[Alias] = []
+            aliases = () if description.like is None else self._aliases(rule, description.like)
+        complete: list[Alias] = []
         for alias in aliases:
-            ways = self._rewritten(alias.names, own)
-            found.extend(alias if names == alias.names else replace(alias, names=names) for names in ways)
-        return tuple(dict.fromkeys(found))
+            rewritten = rewrite_names(alias.names, description, self.values, self.source)
+            complete.extend(alias if names == alias.names else replace(alias, names=names) for names in rewritten)
+        return tuple(dict.fromkeys(complete))
 
-    def _rewritten(self, names: tuple[str, ...], style: Style) -> list[tuple[str, ...]]:
-        """The names with the parts that a style writes otherwise, in every way it does; none when a size lacks."""
-        filled = [name for name in map(self._computed, names) if name is not None]
-        if len(filled) < len(names):
-            return []
-        choices = [
-            [(part, own) for own in others]
-            for part, others in style.rewrite.items()
-            if any(part in name for name in filled)
-        ]
-        ways = []
-        for choice in product(*choices):
-            way = filled
-            for part, own in choice:
-                way = [self._replaced(name, part, own, style) for name in way]
-            ways.append(tuple(way))
-        return ways
-
-    def _replaced(self, name: str, part: str, own: str, style: Style) -> str:
-        """`name` with `own` for `part`. Raises UsageError where that is no name."""
-        try:
-            return Template(name.replace(part, own)).text
-        except ValueError as error:
-            where = f"{self.source}: style: {style.name}: rewrite: {part}"
-            raise UsageError(f"{where}: {error}, from {name!r}") from error
-
-    def _computed(self, name: str) -> str | None:
-        """The alias with its computed numbers; None when a size is not known, or is none that a name can count to."""
-        if "=" not in name:
-            return name
-        for text in _COMPUTED.findall(name):
-            value = _attempt(Expression(text), self.values)
-            if value is None or not 0 <= value <= MOST_SHIFT:
-                return None
-            name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
-        return name
-
-    def tied_to(self, name: str) -> str | None:
-        """The name that a parameter is stored under, when this name is its second; None otherwise."""
+    def find_tied(self, name: str) -> str | None:
+        """The name under which a tied parameter is stored, if `name` is its other name; else None."""
         for tie in self.tied:
             fields = Template(tie.name).fields_in(name)
             if fields is not None and self.holds(tie.when):
                 return Template(tie.to).filled(fields)
         return None
 
-    def ordered(self) -> tuple[Rule, ...]:
-        """The rules in the order in which the model registers their parameters."""
+    def sort_rules(self) -> tuple[Rule, ...]:
+        """The rules, in registration order of their parameters."""
         positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))
-        return tuple(sorted(self.rules, key=lambda own: order_key(own.name.text, "", positions)))
+        return tuple(sorted(self.rules, key=lambda rule: order_key(rule.name.text, "", positions)))
 
-    def in_order(self, names: Iterable[str], style: str) -> list[str] | None:
-        """Names of a style in the order in which the model registers its parameters; None where that is not known."""
-        return self.sorted(names) if style == CANONICAL else self.styles[style].in_order(names)
+    def sort_names(self, names: Iterable[str], style: str) -> list[str] | None:
+        """Names of a style in registration order; None if that is unknown."""
+        return self.sort_canonical(names) if style == CANONICAL else self.styles[style].sort_names(names)
 
-    def sorted(self, names: Iterable[str]) -> list[str]:
-        """Canonical names in the order in which the model registers them; those without a rule last, by name."""
+    def sort_canonical(self, names: Iterable[str]) -> list[str]:
+        """Canonical names in registration order; those without a rule last, by name."""
         positions = positions_of((*self.order, *(rule.name.text for rule in self.rules)))
-        ruled: list[tuple[list[tuple[int, int]], str]] = []
-        others = []
+        known: list[tuple[list[tuple[int, int]], str]] = []
+        unknown = []
         for name in names:
             rules = self._rules.get(outline(name), ())
-            template = next((own.name for own in rules if own.name.fields_in(name) is not None), None)
+            template = next((rule.name for rule in rules if rule.name.fields_in(name) is not None), None)
             if template is None:
-                others.append(name)
+                unknown.append(name)
             else:
-                ruled.append((order_key(template.text, name, positions), name))
-        return [*(name for _, name in sorted(ruled)), *sorted(others)]
+                known.append((order_key(template.text, name, positions), name))
+        return [*(name for _, name in sorted(known)), *sorted(unknown)]
 
 
 def distinct_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """One name for every shape that names of a kind have; the others tell nothing new."""
-    found = {(kind(name), shape): name for name, shape in shapes.items()}
-    return {name: shape for (_, shape), name in found.items()}
-
-
-def _attempt(expression: Expression, values: Mapping[str, object]) -> int | None:
-    """Value of an expression, or None when it has none with these values."""
-    try:
-        return expression.value(values)
-    except ExpressionError:
-        return None
+    """One name per shape and kind of name: the others tell nothing new."""
+    names = {(kind(name), shape): name for name, shape in shapes.items()}
+    return {name: shape for (_, shape), name in names.items()}

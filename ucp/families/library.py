@@ -15,7 +15,7 @@ from ucp.errors import UnknownFamilyError, UsageError
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.rule import PatternFactory, Rule
 from ucp.families.template import kind, outline
-from ucp.families.toml.family import header, read_family
+from ucp.families.toml.family import read_family, read_header
 from ucp.io.pickle.fields import shown
 
 _MOST_BYTES = 4 << 20
@@ -33,14 +33,14 @@ class Library:
     _read: dict[str, Family] = field(default_factory=dict)
 
     @classmethod
-    def of_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
+    def from_packages(cls, packages: Iterable[str], pattern: Callable[[str], PatternFactory]) -> Library:
         """Families of the TOML files in these packages. Raises UsageError when two have one name."""
         texts: dict[str, tuple[str, str]] = {}
-        found = ((package, entry) for package in packages for entry in files(package).iterdir())
-        for package, entry in sorted(found, key=lambda item: item[1].name):
+        entries = ((package, entry) for package in packages for entry in files(package).iterdir())
+        for package, entry in sorted(entries, key=lambda item: item[1].name):
             if entry.name.endswith(".toml"):
                 text, source = entry.read_text(encoding="utf-8"), f"{package.replace('.', '/')}/{entry.name}"
-                name = header(text, source).name
+                name = read_header(text, source).name
                 if name in texts:
                     raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
                 texts[name] = (source, text)
@@ -48,9 +48,9 @@ class Library:
 
     def with_file(self, path: Path) -> tuple[Library, str]:
         """This library and one more file, and the name of its family. Raises UsageError."""
-        text = rules_text(path)
+        text = read_rules_text(path)
         texts = dict(self.texts)
-        name = header(text, str(path)).name
+        name = read_header(text, str(path)).name
         if name in texts:
             raise UsageError(f"{path}: the name {name!r} is taken by {texts[name][0]}; give it another")
         texts[name] = (str(path), text)
@@ -64,21 +64,23 @@ class Library:
         """The family of that name, or the part of families. Raises UsageError, naming what a checkpoint can be of."""
         return self._family(name, ())
 
-    def chosen(self, name: str) -> Family:
+    def get_concrete(self, name: str) -> Family:
         """`family`, of which a checkpoint can be: raises UsageError for a mere part of families too."""
-        found = self.family(name)
-        if found.abstract:
+        family = self.family(name)
+        if family.abstract:
             raise UsageError(
                 f"expected one of the families {', '.join(self._choices())}; {name!r} is only a part of some, which no "
                 "checkpoint is of by itself"
             )
-        return found
+        return family
 
-    def replaced(self, name: str) -> tuple[str, ...]:
+    def list_replaced(self, name: str) -> tuple[str, ...]:
         """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
         source, text = self.texts[name]
         ours = _by_template(self.family(name).rules)
-        theirs = _by_template(rule for own in header(text, source).extends for rule in self.family(own).rules)
+        theirs = _by_template(
+            rule for parent in read_header(text, source).extends for rule in self.family(parent).rules
+        )
         return tuple(template for template, rules in theirs.items() if ours.get(template, rules) != rules)
 
     def _family(self, name: str, below: tuple[str, ...]) -> Family:
@@ -92,31 +94,31 @@ class Library:
             raise UsageError(f"expected one of the families {', '.join(choices)}; got {name!r}{where}{hint}")
         if name not in self._read:
             source, text = self.texts[name]
-            extended = [self._family(own, (*below, name)) for own in header(text, source).extends]
+            extended = [self._family(parent, (*below, name)) for parent in read_header(text, source).extends]
             self._read[name] = read_family(text, source, pattern=self.pattern, extended=extended)
         return self._read[name]
 
     def _choices(self) -> tuple[str, ...]:
-        return tuple(own.name for own in self.concrete())
+        return tuple(family.name for family in self.concrete())
 
     def concrete(self) -> tuple[Family, ...]:
         """Families that a checkpoint can be of."""
-        return tuple(own for own in map(self.family, self.names()) if not own.abstract)
+        return tuple(family for family in map(self.family, self.names()) if not family.abstract)
 
     def likely(self, arguments: Mapping[str, object]) -> Iterator[Family]:
         """Families that recorded arguments do not speak against, each read when it is its turn; special ones first."""
-        headers = {name: header(text, source) for name, (source, text) in self.texts.items()}
-        kinds = {name: own.kind_of for name, own in headers.items()}
-        for name in sorted(headers, key=lambda own: (-len(_more_general([own], kinds)), own)):
+        headers = {name: read_header(text, source) for name, (source, text) in self.texts.items()}
+        kinds = {name: document.kind_of for name, document in headers.items()}
+        for name in sorted(headers, key=lambda name: (-len(_more_general([name], kinds)), name)):
             if not headers[name].abstract and not list(_contradicted(headers[name].evidence.arguments, arguments)):
                 yield self.family(name)
 
 
 def _by_template(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
-    found: dict[str, list[Rule]] = {}
+    by_template: dict[str, list[Rule]] = {}
     for rule in rules:
-        found.setdefault(rule.name.text, []).append(rule)
-    return found
+        by_template.setdefault(rule.name.text, []).append(rule)
+    return by_template
 
 
 def choose(
@@ -135,49 +137,54 @@ def choose(
     more special than all others.
     """
     names = list(names)
-    kinds = {kind(name): name for name in names}
-    outlines = set(map(outline, kinds.values()))
-    doubts: dict[str, list[str]] = {}
+    names_by_kind = {kind(name): name for name in names}
+    outlines = set(map(outline, names_by_kind.values()))
+    objections: dict[str, list[str]] = {}
     unread: dict[str, int] = {}
     fitting: dict[str, Family] = {}
-    few = distinct_shapes(shapes)
-    more: dict[str, Sequence[str]] = {}
+    few_shapes = distinct_shapes(shapes)
+    kinds_of: dict[str, Sequence[str]] = {}
     for family in families:
-        more[family.name] = family.kind_of
-        if family.name in _more_general(fitting, more):
+        kinds_of[family.name] = family.kind_of
+        if family.name in _more_general(fitting, kinds_of):
             continue
-        if not explain and not all(family.may_hold(text, outlines) for text in family.evidence.names):
+        if not explain and not all(family.may_match(text, outlines) for text in family.evidence.names):
             continue
-        bound = family.bind(arguments=arguments, shapes=few, axes=axes)
-        doubts[family.name] = _doubts(bound, kinds.values(), arguments)
-        unread[family.name] = sum(not bound.ignores(own) and not bound.rules_of(own) for own in kinds.values())
-        if not doubts[family.name]:
+        bound = family.bind(arguments=arguments, shapes=few_shapes, axes=axes)
+        objections[family.name] = _find_objections(bound, names_by_kind.values(), arguments)
+        unread[family.name] = sum(
+            not bound.ignores(name) and not bound.rules_of(name) for name in names_by_kind.values()
+        )
+        if not objections[family.name]:
             fitting[family.name] = bound
-    general = _more_general(fitting, more)
+    general = _more_general(fitting, kinds_of)
     best = [family for name, family in fitting.items() if name not in general]
     if len(best) == 1:
         evidence = best[0].evidence
-        said = [f"{key} = {value!r}" for key, value in evidence.arguments.items() if key in arguments]
-        return best[0].among(names), (*(f"has {name}" for name in evidence.names), *said)
-    nearest = min(doubts, key=lambda own: (unread[own], len(doubts[own])), default="")
-    is_near = bool(doubts) and unread[nearest] < len(kinds)
-    raise UnknownFamilyError(_undecided([family.name for family in best], nearest, doubts[nearest] if is_near else ()))
+        arguments_text = [f"{key} = {value!r}" for key, value in evidence.arguments.items() if key in arguments]
+        return best[0].among(names), (*(f"has {name}" for name in evidence.names), *arguments_text)
+    nearest = min(objections, key=lambda name: (unread[name], len(objections[name])), default="")
+    is_near = bool(objections) and unread[nearest] < len(names_by_kind)
+    raise UnknownFamilyError(
+        _describe_undecided([family.name for family in best], nearest, objections[nearest] if is_near else ())
+    )
 
 
-def contradictions(
+def find_contradictions(
     family: Family, *, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
     """Sizes and flags of a model for which its recorded arguments give one value and its tensors another.
 
-    `shapes`: name (any style) to the shape of the whole. A size under [given] of the family counts as said, and is not
-    compared; nor is one that differs from layer to layer.
+    `shapes`: global shape by name (any style). Sizes under [given] of the family are not compared, nor are those that
+    differ from layer to layer.
     """
-    few = distinct_shapes(shapes)
-    said, seen = family.bind(arguments=arguments).values, family.bind(shapes=few).values
+    few_shapes = distinct_shapes(shapes)
+    recorded = family.bind(arguments=arguments).values
+    inferred = family.bind(shapes=few_shapes).values
     return tuple(
-        _contradiction(family, name, arguments, few)
-        for name, value in said.items()
-        if name not in family.given and seen.get(name, value) != value
+        _contradiction(family, name, arguments, few_shapes)
+        for name, value in recorded.items()
+        if name not in family.constants and inferred.get(name, value) != value
     )
 
 
@@ -185,42 +192,41 @@ def _contradiction(
     family: Family, size: str, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
     """One of `contradictions`, e.g. "hidden: hidden_size = 40, and embedding.word_embeddings.weight is [64, 20]"."""
-    names: list[str] = []
-    waiting = [size]
-    while waiting:
-        own = waiting.pop(0)
-        names.append(own)
-        waiting += sorted(other for way in family.sizes.get(own, ()) for other in way.names if other not in names)
-    recorded = (f"{own} = {shown(arguments[own])}" for own in dict.fromkeys(names) if arguments.get(own) is not None)
-    templates = {family.tensors[own].text for own in names if own in family.tensors}
-    found: dict[str, str] = {}
+    inputs: dict[str, None] = {}
+    queue = [size]
+    while queue:
+        inputs[name := queue.pop(0)] = None
+        queue += sorted(other for formula in family.sizes.get(name, ()) for other in formula.names - inputs.keys())
+    recorded = (f"{name} = {shown(arguments[name])}" for name in inputs if arguments.get(name) is not None)
+    templates = {family.tensors[name].text for name in inputs if name in family.tensors}
+    shape_texts: dict[str, str] = {}
     for name, shape in shapes.items():
         for rule in family.rules_of(name):
             if rule.name.text in templates:
-                found.setdefault(rule.name.text, f"{name} is {list(shape)}")
-    return f"{size}: the arguments say {', '.join(recorded)}; {', '.join(found.values())}"
+                shape_texts.setdefault(rule.name.text, f"{name} is {list(shape)}")
+    return f"{size}: the arguments say {', '.join(recorded)}; {', '.join(shape_texts.values())}"
 
 
-def _doubts(family: Family, names: Collection[str], arguments: Mapping[str, object]) -> list[str]:
+def _find_objections(family: Family, names: Collection[str], arguments: Mapping[str, object]) -> list[str]:
     """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
-    doubts: list[str] = []
-    held: set[str] = set()
+    objections: list[str] = []
+    present: set[str] = set()
     unread: list[str] = []
     for name in names:
         if not family.ignores(name):
             rules = family.rules_of(name)
-            held.update(rule.name.text for rule in rules)
+            present.update(rule.name.text for rule in rules)
             unread += [] if rules else [name]
     outlines = set(map(outline, names))
     for text in family.evidence.names:
-        doubts += [f"no {text}"] if text not in held else family.missing_parts(text, outlines)
-    doubts += [f"has {text}" for text in family.evidence.absent if text in held]
-    doubts += _contradicted(family.evidence.arguments, arguments)
-    doubts += family.conflicts
+        objections += [f"no {text}"] if text not in present else family.missing_parts(text, outlines)
+    objections += [f"has {text}" for text in family.evidence.absent if text in present]
+    objections += _contradicted(family.evidence.arguments, arguments)
+    objections += family.conflicts
     if unread:
-        more = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""
-        doubts.append(f"no rule for {unread[0]}{more}")
-    return doubts
+        rest = f" and {len(unread) - 1} more like it" if len(unread) > 1 else ""
+        objections.append(f"no rule for {unread[0]}{rest}")
+    return objections
 
 
 def _contradicted(wanted: Mapping[str, object], arguments: Mapping[str, object]) -> Iterator[str]:
@@ -232,21 +238,23 @@ def _contradicted(wanted: Mapping[str, object], arguments: Mapping[str, object])
 
 def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> set[str]:
     """Families that these are kinds of, at any remove. `kinds`: family to those that it says itself."""
-    found: set[str] = set()
+    general_names: set[str] = set()
     waiting = [general for name in names for general in kinds.get(name, ())]
     while waiting:
         name = waiting.pop()
-        if name not in found:
-            found.add(name)
+        if name not in general_names:
+            general_names.add(name)
             waiting.extend(kinds.get(name, ()))
-    return found
+    return general_names
 
 
-def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
-    """`nearest`: the family that has rules for most names; `doubts`: what speaks against it, nothing if it has none."""
+def _describe_undecided(best: Sequence[str], nearest: str, objections: Sequence[str]) -> str:
+    """`nearest`: the family with rules for most names; `objections`: what speaks against it."""
     if best:
         return f"the model may be of the families {', '.join(best)}; say which with --family"
-    why = f"the nearest is {nearest}: {'; '.join(doubts[:3])}" if doubts else "none has a rule for a single name"
+    why = (
+        f"the nearest is {nearest}: {'; '.join(objections[:3])}" if objections else "none has a rule for a single name"
+    )
     return (
         f"no model family fits the names of this checkpoint; {why}\n"
         "say which with --family, or write rules in a file for --patterns my.toml (`ucp patterns check CKPT --patterns "
@@ -254,7 +262,7 @@ def _undecided(best: Sequence[str], nearest: str, doubts: Sequence[str]) -> str:
     )
 
 
-def rules_text(path: Path) -> str:
+def read_rules_text(path: Path) -> str:
     """Text of a rules file. Raises UsageError for what cannot be one."""
     if not path.is_file():
         raise UsageError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ucp.core.layout import AxisLayout, Layout, local_shape, whole_shape
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, infer_global_shape
 from ucp.errors import FamilyError
 from ucp.families.expression import ExpressionError
 from ucp.families.rule import DIM, AxisRule, Rule
@@ -63,7 +63,7 @@ class Match:
 
     def axes(self, axes: Mapping[str, int]) -> tuple[str, ...]:
         """Axes of `axes` that matter to it, outermost first: what `local_shapes` of `layout` run over."""
-        return tuple(own.axis for own in self.rule.axes if own.axis in axes)
+        return tuple(rule.axis for rule in self.rule.axes if rule.axis in axes)
 
     def layout(
         self,
@@ -79,19 +79,19 @@ class Match:
         the rule's axes, the first axis slowest. `sizes`: values for names in expressions, before those found by
         `Family.bind`. Raises FamilyError when a size is not known or the shapes do not fit the rule.
         """
-        own = [axis for axis in self.rule.axes if axis.axis in axes]
+        axis_rules = [axis for axis in self.rule.axes if axis.axis in axes]
         values: dict[str, object] = {**axes, **self.values, **(sizes or {})}
         try:
             if global_shape is not None:
-                return _from_whole(own, values, axes, global_shape)
-            return _from_parts(own, values, axes, list(local_shapes))
+                return _from_whole(axis_rules, values, axes, global_shape)
+            return _from_parts(axis_rules, values, axes, list(local_shapes))
         except (ExpressionError, ValueError) as error:
             raise FamilyError(self._misfit(error, global_shape, local_shapes)) from error
 
     def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
         try:
-            return whole_shape(layout, local_shapes)
+            return infer_global_shape(layout, local_shapes)
         except ValueError as error:
             raise FamilyError(self._misfit(error, None, local_shapes)) from error
 
@@ -108,32 +108,35 @@ class Match:
 
 
 def _from_whole(
-    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
+    axis_rules: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
 ) -> Layout:
     """Patterns from the shape of the whole, outermost first."""
     layouts = []
-    whole = shape
-    for axis in own:
+    global_shape = shape
+    for axis in axis_rules:
         length = shape[axis.dim] if axis.dim < len(shape) else 0
-        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.made({**values, DIM: length})))
-        shape = local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
-    return _bounded(Layout(tuple(layouts)), whole)
+        layouts.append(AxisLayout(axis.axis, degrees[axis.axis], axis.make_pattern({**values, DIM: length})))
+        shape = compute_local_shape(Layout((layouts[-1],)), shape, {axis.axis: 0})
+    return _bounded(Layout(tuple(layouts)), global_shape)
 
 
 def _from_parts(
-    own: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shapes: list[tuple[int, ...]]
+    axis_rules: Sequence[AxisRule],
+    values: Mapping[str, object],
+    degrees: Mapping[str, int],
+    shapes: list[tuple[int, ...]],
 ) -> Layout:
     """Patterns from the shapes of all parts, innermost first."""
-    ranks = prod(degrees[axis.axis] for axis in own)
+    ranks = prod(degrees[axis.axis] for axis in axis_rules)
     if len(shapes) != ranks:
-        over = " x ".join(f"{axis.axis}={degrees[axis.axis]}" for axis in own) or "no axis"
+        over = " x ".join(f"{axis.axis}={degrees[axis.axis]}" for axis in axis_rules) or "no axis"
         raise ValueError(f"expected the shapes of {ranks} parts ({over}); got {len(shapes)}")
     layouts: list[AxisLayout] = []
-    for axis in reversed(own):
+    for axis in reversed(axis_rules):
         parts = degrees[axis.axis]
-        groups = [shapes[at : at + parts] for at in range(0, len(shapes), parts)]
+        groups = [shapes[start : start + parts] for start in range(0, len(shapes), parts)]
         dims = [[shape[axis.dim] for shape in group if axis.dim < len(shape)] for group in groups]
-        patterns = [axis.made({**values, DIM: sum(own) if axis.needs_length else 0}) for own in dims]
+        patterns = [axis.make_pattern({**values, DIM: sum(lengths) if axis.needs_length else 0}) for lengths in dims]
         if any(pattern != patterns[0] for pattern in patterns):
             raise ValueError(f"parts along {axis.axis} are laid out in different ways: {patterns}")
         layouts.insert(0, AxisLayout(axis.axis, parts, patterns[0]))
@@ -146,13 +149,13 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
-        shape = local_shape(Layout((axis,)), shape, {axis.axis: 0})
+        shape = compute_local_shape(Layout((axis,)), shape, {axis.axis: 0})
         if pieces > _MOST_PIECES:
             raise ValueError(f"expected at most {_MOST_PIECES:,} pieces of a tensor on a rank; got {pieces:,}")
     return layout
 
 
-def cut_dim(family: Family, name: str) -> int | None:
+def find_cut_dim(family: Family, name: str) -> int | None:
     """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
     named = family.read(name)
     if named is None or named.stacked or (named.alias is not None and named.alias.view):

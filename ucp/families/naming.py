@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 from msgspec import Struct
 
+from ucp.errors import UsageError
 from ucp.families.expression import Expression
 from ucp.families.rule import Alias, Rule
-from ucp.families.template import Template
-
-if TYPE_CHECKING:
-    from ucp.families.template import Template
+from ucp.families.template import MOST_SHIFT, Template
 
 CANONICAL = "mcore"
 """The style of the names that rules are written in."""
 
 
-class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FamilyEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a family is recognised."""
 
     names: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Style:
     modules: tuple[str, ...] = ()
     """Segments of its names, those of one module in the order in which it registers them; empty where not known."""
 
-    def in_order(self, names: Iterable[str]) -> list[str] | None:
+    def sort_names(self, names: Iterable[str]) -> list[str] | None:
         """Names in the order in which the model registers its parameters; None where that is not known of all."""
         places = {module: place for place, module in enumerate(self.modules)}
         keys: dict[str, list[int]] = {}
@@ -67,7 +67,7 @@ class Tied:
     """Condition on the model; None for always."""
 
 
-class Named(NamedTuple):
+class ParsedName(NamedTuple):
     """What a stored name stands for."""
 
     rule: Rule
@@ -85,7 +85,7 @@ class Named(NamedTuple):
     style: str
     """Style of the stored name."""
 
-    def whole_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def global_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shape of one canonical tensor in a stored one of that shape; none where that takes more to know."""
         alias = self.alias
         if alias is not None and (len(alias.names) > 1 or alias.view or alias.order):
@@ -93,29 +93,40 @@ class Named(NamedTuple):
         return [tuple(shape[len(self.stacked) :])]
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def alongside(self) -> tuple[str, ...]:
         """Canonical names of which the model has one where the stored name stands for this parameter and no other."""
-        return () if self.alias is None else tuple(Template(own).filled(self.fields) for own in self.alias.beside)
+        return (
+            ()
+            if self.alias is None
+            else tuple(Template(template).filled(self.fields) for template in self.alias.alongside)
+        )
 
 
-def undecided(name: str, found: Sequence[Named], told: Sequence[Named]) -> str:
+def describe_ambiguity(name: str, candidates: Sequence[ParsedName], confirmed: Sequence[ParsedName]) -> str:
     """Why it is open which of the parameters `found` a name stands for, and what to do.
 
     `told`: those that other names of the checkpoint speak for.
     """
-    ways = [own.canonical + (f" (beside {' or '.join(own.beside)})" if own.beside else "") for own in found]
+    texts = [
+        candidate.canonical + (f" (beside {' or '.join(candidate.alongside)})" if candidate.alongside else "")
+        for candidate in candidates
+    ]
     rules = "give the name to one of them in a rules file of your own (--patterns)"
-    if not any(own.beside for own in found):
-        either = " or ".join(ways)
+    if not any(candidate.alongside for candidate in candidates):
+        either = " or ".join(texts)
         return f"{name} can be {either}, and nothing tells which. Choose another family with --family, or {rules}"
-    seen = f"what speaks for {' and for '.join(own.canonical for own in told)} is" if told else "none of these is"
+    seen = (
+        f"what speaks for {' and for '.join(candidate.canonical for candidate in confirmed)} is"
+        if confirmed
+        else "none of these is"
+    )
     return (
-        f"{name} can be {', or '.join(ways)}; {seen} in the checkpoint. Take the whole model, without --include and "
+        f"{name} can be {', or '.join(texts)}; {seen} in the checkpoint. Take the whole model, without --include and "
         f"--exclude, or {rules}"
     )
 
 
-class Stored(NamedTuple):
+class StoredName(NamedTuple):
     """A name under which a style stores a rule's parameters, or a part of them."""
 
     template: Template
@@ -128,6 +139,48 @@ class Stored(NamedTuple):
     """Which of them it is."""
     style: str
     """The style."""
+
+
+_COMPUTED = re.compile(r"(?:\{|\+)=([^}]*)\}")
+"""A number in an alias that is computed from sizes: `{=layers + 4}.weight`, or `{mtp+=layers}` beside a field."""
+
+
+def rewrite_names(
+    names: tuple[str, ...], style: Style, values: Mapping[str, int], source: str
+) -> list[tuple[str, ...]]:
+    """The names of an alias in every spelling of `style`; none if a size is unknown. `source`: rules file.
+
+    Raises UsageError for a rewrite that gives no valid name.
+    """
+    filled = [name for name in (_fill_computed(name, values) for name in names) if name is not None]
+    if len(filled) < len(names):
+        return []
+    choices = [
+        [(part, replacement) for replacement in replacements]
+        for part, replacements in style.rewrite.items()
+        if any(part in name for name in filled)
+    ]
+    results = []
+    for choice in product(*choices):
+        spelling = filled
+        for part, replacement in choice:
+            try:
+                spelling = [Template(name.replace(part, replacement)).text for name in spelling]
+            except ValueError as error:
+                where = f"{source}: style: {style.name}: rewrite: {part}"
+                raise UsageError(f"{where}: {error}, from {', '.join(map(repr, spelling))}") from error
+        results.append(tuple(spelling))
+    return results
+
+
+def _fill_computed(name: str, values: Mapping[str, int]) -> str | None:
+    """The name with its computed numbers; None if a size is unknown, or no name can have such a number."""
+    for text in _COMPUTED.findall(name) if "=" in name else ():
+        value = Expression(text).try_value(values)
+        if value is None or not 0 <= value <= MOST_SHIFT:
+            return None
+        name = name.replace("{=" + text + "}", str(value)).replace("+=" + text + "}", f"+{value}}}")
+    return name
 
 
 def positions_of(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
@@ -148,12 +201,12 @@ def order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]
     path = tuple(template.split("."))
     segments = name.split(".") if name else ["0"] * len(path)
     return [
-        (positions[path[: at + 1]], int(segment) if path[at].startswith("{") else 0)
-        for at, segment in enumerate(segments)
+        (positions[path[: depth + 1]], int(segment) if path[depth].startswith("{") else 0)
+        for depth, segment in enumerate(segments)
     ]
 
 
-Table = Mapping[tuple[str | None, str], tuple[Stored, ...]]
+Table = Mapping[tuple[str | None, str], tuple[StoredName, ...]]
 """Style (None: any) and outline of a name, to the entries that it may be of."""
 
 _MOST = 4
@@ -163,30 +216,30 @@ _MOST = 4
 class Tables:
     """Tables by the sizes that they were made with: the rest of what names depend on is the same for all copies."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_by_sizes",)
 
     def __init__(self) -> None:
-        self._made: dict[frozenset[tuple[str, int]], Table] = {}
+        self._by_sizes: dict[frozenset[tuple[str, int]], Table] = {}
 
     def __reduce__(self) -> tuple[type[Tables], tuple[()]]:
         return Tables, ()
 
-    def get(self, values: Mapping[str, int], entries: Iterable[Stored]) -> Table:
+    def get(self, values: Mapping[str, int], entries: Iterable[StoredName]) -> Table:
         """The table for these sizes; `entries` are looked at where it is not kept."""
         key = frozenset(values.items())
-        table = self._made.pop(key, None)
+        table = self._by_sizes.pop(key, None)
         if table is None:
             table = _table(entries)
-        while len(self._made) >= _MOST:
-            self._made.pop(next(iter(self._made)))
-        self._made[key] = table  # the last one now
+        while len(self._by_sizes) >= _MOST:
+            self._by_sizes.pop(next(iter(self._by_sizes)))
+        self._by_sizes[key] = table  # the last one now
         return table
 
 
-def _table(entries: Iterable[Stored]) -> Table:
-    found: dict[tuple[str | None, str], dict[tuple[Template, Template], Stored]] = {}
+def _table(entries: Iterable[StoredName]) -> Table:
+    entries_by_key: dict[tuple[str | None, str], dict[tuple[Template, Template], StoredName]] = {}
     for entry in entries:
-        for own in (entry.style, None):  # None: any, the canonical one first
-            alike = found.setdefault((own, entry.template.outline), {})
+        for key_style in (entry.style, None):  # None: any, the canonical one first
+            alike = entries_by_key.setdefault((key_style, entry.template.outline), {})
             alike.setdefault((entry.template, entry.rule.name), entry)
-    return {key: tuple(alike.values()) for key, alike in found.items()}
+    return {key: tuple(alike.values()) for key, alike in entries_by_key.items()}

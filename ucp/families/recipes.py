@@ -16,11 +16,11 @@ from typing import NamedTuple
 from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
-from ucp.core.union import taken, with_copies
+from ucp.core.union import add_copies, map_fragment
 from ucp.errors import MissingStateError, UnsupportedError, listed
 
 
-class Made(NamedTuple):
+class TensorRecipe(NamedTuple):
     """A tensor that is to be made of others."""
 
     shape: tuple[int, ...]
@@ -29,9 +29,9 @@ class Made(NamedTuple):
     """Elements of others, by name, which it is made of; they tile it."""
 
     @classmethod
-    def whole(cls, source: str, shape: tuple[int, ...]) -> Made:
+    def identity(cls, source: str, shape: tuple[int, ...]) -> TensorRecipe:
         """A tensor as it is."""
-        return cls(shape, (RegionPair(Box.whole(shape), Box.whole(shape), source=source),))
+        return cls(shape, (RegionPair(Box.full(shape), Box.full(shape), source=source),))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -39,33 +39,41 @@ class Made(NamedTuple):
         return tuple(dict.fromkeys(patch.source for patch in self.patches))
 
     @property
-    def renames(self) -> bool:
+    def is_rename(self) -> bool:
         """Whether it is one other tensor as it is, under another name at most, as far as patches tell."""
-        return len(self.patches) == 1 and self == Made.whole(self.patches[0].source, self.shape)
+        return len(self.patches) == 1 and self == TensorRecipe.identity(self.patches[0].source, self.shape)
 
 
-def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int) -> Made:
-    """A tensor looked at in the shape `view`, its dims then put in `order`; the first merge, so that `rank` are left.
+def permute_view(
+    source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int
+) -> TensorRecipe:
+    """A tensor viewed in the shape `view`, its dims then permuted to `order`, and the first ones merged down to `rank`.
 
     Raises ValueError where the dims of `view` do not divide those of the tensor.
 
-    >>> made = rearranged("w", (4, 8), (2, 2, 8), (1, 0, 2), 2)  # rows 0, 2, 1, 3
-    >>> made.shape, [(str(patch.local), str(patch.whole), patch.steps) for patch in made.patches]
+    >>> made = permute_view("w", (4, 8), (2, 2, 8), (1, 0, 2), 2)  # rows 0, 2, 1, 3
+    >>> made.shape, [(str(patch.local), str(patch.global_box), patch.steps) for patch in made.patches]
     ((4, 8), [('[0:2, 0:8]', '[0:3, 0:8]', (2, 1)), ('[2:4, 0:8]', '[1:4, 0:8]', (2, 1))])
     """
     if not view:
-        return Made.whole(source, ())
+        return TensorRecipe.identity(source, ())
     parents = _parents(shape, view)
     lead = len(view) - rank + 1
     groups = [list(order[:lead]), *([dim] for dim in order[lead:])]
     runs = [_run(group, view, parents) for group in groups]
-    taken: set[int] = set()
-    for at, run in reversed(list(enumerate(runs))):  # along a dim of the source runs one dim of a box at most
+    used_dims: set[int] = set()
+    for position, run in reversed(
+        list(enumerate(runs))
+    ):  # along a dim of the source runs one dim of a box position most
         parent = parents[run[0]][0]
-        runs[at] = [] if parent in taken else run
-        taken.add(parent)
+        runs[position] = [] if parent in used_dims else run
+        used_dims.add(parent)
     loose = [dim for group, run in zip(groups, runs, strict=True) for dim in group[: len(group) - len(run)]]
-    weights = {dim: prod(view[own] for own in group[at + 1 :]) for group in groups for at, dim in enumerate(group)}
+    weights = {
+        dim: prod(view[inner_dim] for inner_dim in group[position + 1 :])
+        for group in groups
+        for position, dim in enumerate(group)
+    }
     sizes = tuple(prod(view[dim] for dim in run) for run in runs)
     patches = []
     for numbers in product(*(range(view[dim]) for dim in loose)):
@@ -77,22 +85,22 @@ def rearranged(source: str, shape: Sequence[int], view: Sequence[int], order: Se
         dims = tuple(parents[run[-1]][0] if run else None for run in runs)
         steps = tuple(parents[run[-1]][1] if run else 1 for run in runs)
         patches.append(RegionPair.strided(Box(offsets, sizes), source, start, dims, steps))
-    return Made(tuple(prod(view[dim] for dim in group) for group in groups), tuple(patches))
+    return TensorRecipe(tuple(prod(view[dim] for dim in group) for group in groups), tuple(patches))
 
 
 def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]:
     """Per dim of a view: the dim of the tensor that it is part of, and the elements of that to step."""
-    found: list[tuple[int, int]] = []
-    at = 0
+    parents: list[tuple[int, int]] = []
+    stop = 0
     for dim, length in enumerate(shape):
-        first, size = at, 1
-        while at < len(view) and (size < length or at == first or dim + 1 == len(shape)):
-            size *= view[at]
-            at += 1
-        if size != length or at == first:
+        first, size = stop, 1
+        while stop < len(view) and (size < length or stop == first or dim + 1 == len(shape)):
+            size *= view[stop]
+            stop += 1
+        if size != length or stop == first:
             raise ValueError(f"a tensor of shape {list(shape)} is not {list(view)} with its dims taken apart")
-        found += [(dim, prod(view[own + 1 : at])) for own in range(first, at)]
-    return found
+        parents += [(dim, prod(view[view_dim + 1 : stop])) for view_dim in range(first, stop)]
+    return parents
 
 
 def _run(group: Sequence[int], view: Sequence[int], parents: Sequence[tuple[int, int]]) -> list[int]:
@@ -106,24 +114,27 @@ def _run(group: Sequence[int], view: Sequence[int], parents: Sequence[tuple[int,
     return run
 
 
-def arranged(index: Index, made: Mapping[str, Made]) -> Index:
-    """`index` with the tensors of `made` for its own; groups and losses follow.
+def apply_recipes(index: Index, recipes: Mapping[str, TensorRecipe]) -> Index:
+    """`index` with the tensors that `recipes` make, by name; parameter groups and lost states follow.
 
     Raises UnsupportedError for a tensor whose sources differ in type, kind or parameter group, MissingStateError for
     one whose sources have not the same states.
     """
-    _check_once(index, made)
-    atoms = {name: _atom(name, own, [index.atoms[source] for source in own.sources]) for name, own in made.items()}
+    _check_once(index, recipes)
+    atoms = {
+        name: _atom(name, recipe, [index.atoms[source] for source in recipe.sources])
+        for name, recipe in recipes.items()
+    }
     names: dict[str, list[str]] = {}
-    for name, own in made.items():
-        for source in own.sources:
+    for name, recipe in recipes.items():
+        for source in recipe.sources:
             names.setdefault(source, []).append(name)
     numbers = {name: number for number, group in enumerate(index.groups) for name in group.params}
-    for name, own in made.items():
-        if len({numbers.get(source) for source in own.sources}) > 1:
+    for name, recipe in recipes.items():
+        if len({numbers.get(source) for source in recipe.sources}) > 1:
             raise UnsupportedError(
-                f"{name} is made of tensors in different parameter groups of the optimizer: {', '.join(own.sources)}. "
-                "Leave the optimizer out (--include '*/weight')"
+                f"{name} is made of tensors in different parameter groups of the optimizer: "
+                f"{', '.join(recipe.sources)}. Leave the optimizer out (--include '*/weight')"
             )
     groups = tuple(
         replace(group, params=tuple(dict.fromkeys(new for old in group.params for new in names.get(old, ()))))
@@ -133,16 +144,16 @@ def arranged(index: Index, made: Mapping[str, Made]) -> Index:
     return replace(index, atoms=atoms, groups=groups, aliases={}, lost=lost)
 
 
-def _check_once(index: Index, made: Mapping[str, Made]) -> None:
+def _check_once(index: Index, recipes: Mapping[str, TensorRecipe]) -> None:
     """Prove that patches fill what is made, and take every element of what they take from once, and once only."""
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     problems = []
-    for name, own in made.items():
-        if sum(patch.local.numel for patch in own.patches) != prod(own.shape) or not own.patches:
-            problems.append(f"{name} {list(own.shape)}: {', '.join(own.sources) or 'nothing'} does not fill it")
-        for patch in own.patches:
-            taken[patch.source] += patch.local.numel
-    for source, count in taken.items():
+    for name, recipe in recipes.items():
+        if sum(patch.local.numel for patch in recipe.patches) != prod(recipe.shape) or not recipe.patches:
+            problems.append(f"{name} {list(recipe.shape)}: {', '.join(recipe.sources) or 'nothing'} does not fill it")
+        for patch in recipe.patches:
+            counts[patch.source] += patch.local.numel
+    for source, count in counts.items():
         numel = prod(index.atoms[source].global_shape)
         if count != numel:
             problems.append(f"{source}: {count:,} of its {numel:,} elements would be taken")
@@ -153,7 +164,7 @@ def _check_once(index: Index, made: Mapping[str, Made]) -> None:
         )
 
 
-def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
+def add_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
     """An atom and another that has to be equal to it, as a further replica. Raises UnsupportedError."""
     states = {}
     for name, state in atom.states.items():
@@ -162,53 +173,53 @@ def with_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
             raise UnsupportedError(
                 f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
             )
-        states[name] = replace(state, fragments=with_copies(state.fragments, copy.fragments))
+        states[name] = replace(state, fragments=add_copies(state.fragments, copy.fragments))
     return replace(atom, states=states)
 
 
-def _atom(name: str, made: Made, sources: Sequence[AtomIndex]) -> AtomIndex:
+def _atom(name: str, recipe: TensorRecipe, sources: Sequence[AtomIndex]) -> AtomIndex:
     first = sources[0]
-    if made.renames and first.global_shape == made.shape:
+    if recipe.is_rename and first.global_shape == recipe.shape:
         return replace(first, name=name)
-    for own in sources[1:]:
-        _check_alike(name, first, own)
+    for source in sources[1:]:
+        _check_alike(name, first, source)
     states = dict(first.states)
     for key, state in first.states.items():
         if first.is_count(key):  # one for all
             continue
-        if any(own.states[key].global_shape != own.global_shape for own in sources):
+        if any(source.states[key].global_shape != source.global_shape for source in sources):
             raise UnsupportedError(
-                f"{name} is made of {', '.join(made.sources)}, whose {key} has not the shape of the parameter and "
+                f"{name} is made of {', '.join(recipe.sources)}, whose {key} has not the shape of the parameter and "
                 f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
             )
-        states[key] = patched(state, made, {own.name: own.states[key].fragments for own in sources})
-    layouts = {own.name: own.layout for own in sources if own.layout.every}
-    for own in sources:
-        layouts |= own.made_of
-    return replace(first, name=name, global_shape=made.shape, states=states, layout=Layout(), made_of=layouts)
+        states[key] = apply_recipe(state, recipe, {source.name: source.states[key].fragments for source in sources})
+    layouts = {source.name: source.layout for source in sources if source.layout.all_axes}
+    for source in sources:
+        layouts |= source.made_of
+    return replace(first, name=name, global_shape=recipe.shape, states=states, layout=Layout(), made_of=layouts)
 
 
-def _check_alike(name: str, first: AtomIndex, own: AtomIndex) -> None:
-    if own.states.keys() != first.states.keys():
+def _check_alike(name: str, first: AtomIndex, other: AtomIndex) -> None:
+    if other.states.keys() != first.states.keys():
         raise MissingStateError(
-            f"{name} is made of {first.name} with the states {', '.join(first.states)} and of {own.name} with "
-            f"{', '.join(own.states)}: expected the same of both. Take the weights alone (--include '*/weight')"
+            f"{name} is made of {first.name} with the states {', '.join(first.states)} and of {other.name} with "
+            f"{', '.join(other.states)}: expected the same of both. Take the weights alone (--include '*/weight')"
         )
     types = [
-        (each.kind, each.model_dtype, *(each.states[state].dtype for state in first.states)) for each in (first, own)
+        (atom.kind, atom.model_dtype, *(atom.states[state].dtype for state in first.states)) for atom in (first, other)
     ]
     if types[0] != types[1]:
         shown = (
-            ", ".join((each.kind, *(f"{state} {stored.dtype}" for state, stored in each.states.items())))
-            for each in (first, own)
+            ", ".join((atom.kind, *(f"{state} {stored.dtype}" for state, stored in atom.states.items())))
+            for atom in (first, other)
         )
         raise UnsupportedError(
-            f"{name} is made of {first.name} and {own.name}, which differ in kind or type ({'; '.join(shown)})"
+            f"{name} is made of {first.name} and {other.name}, which differ in kind or type ({'; '.join(shown)})"
         )
 
 
-def patched(state: StateIndex, made: Made, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
+def apply_recipe(state: StateIndex, recipe: TensorRecipe, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
     """`state`, made of the fragments of `sources`, by name."""
-    pieces = (taken(patch, piece) for patch in made.patches for piece in sources[patch.source])
+    pieces = (map_fragment(patch, piece) for patch in recipe.patches for piece in sources[patch.source])
     made_of = tuple(piece for piece in pieces if piece is not None)
-    return replace(state, global_shape=made.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)
+    return replace(state, global_shape=recipe.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ucp.errors import FamilyError, listed
-from ucp.families.expression import Expression, ExpressionError
+from ucp.families.expression import Expression
 from ucp.families.family import Family, distinct_shapes
-from ucp.families.naming import CANONICAL, Named
+from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.rule import Alias, OptionValue
 
 _Lengths = tuple[int | None, ...]
@@ -29,23 +29,27 @@ def find_source_style(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> 
     `family`: bound to the model. `shapes`: of global tensors, by name in any style. Raises FamilyError where no style
     has the shapes, or several that store other elements have.
     """
-    few = {name: shape for name, shape in distinct_shapes(shapes).items() if not family.ignores(name)}
+    few_shapes = {name: shape for name, shape in distinct_shapes(shapes).items() if not family.ignores(name)}
     styles = (CANONICAL, *family.styles)
-    readings = {style: {name: _arrangement(family, name, style) for name in few} for style in styles}
-    contested = [name for name in few if len({own[name] for own in readings.values()} - {None}) > 1]
+    readings = {style: {name: _arrangement(family, name, style) for name in few_shapes} for style in styles}
+    contested = [
+        name
+        for name in few_shapes
+        if len({readings_of_style[name] for readings_of_style in readings.values()} - {None}) > 1
+    ]
     if not contested:
         return None
     fitting: dict[tuple[object, ...], str] = {}
     conflicts: list[str] = []
     for style in (style for style in styles if None not in readings[style].values()):
-        problem = next(shape_conflicts(family, few, style), None)
+        problem = next(shape_conflicts(family, few_shapes, style), None)
         if problem is None:
             fitting.setdefault(tuple(readings[style][name] for name in contested), style)
         else:
             conflicts.append(f"{style}: {problem}")
     if len(fitting) == 1:
         return next(iter(fitting.values()))
-    raise FamilyError(_undecided(family, contested[0], list(fitting.values()), conflicts))
+    raise FamilyError(_describe_undecided(family, contested[0], list(fitting.values()), conflicts))
 
 
 def shape_conflicts(family: Family, shapes: Mapping[str, tuple[int, ...]], style: str) -> Iterator[str]:
@@ -70,18 +74,18 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
     if named is None:
         return None
     alias = named.alias or Alias(names=(named.rule.name.text,))
-    bare = replace(alias, names=("",) * len(alias.names), when=None, beside=())
+    bare = replace(alias, names=("",) * len(alias.names), when=None, alongside=())
     return named.canonical, named.part, named.stacked, bare
 
 
-def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
+def _stored_lengths(family: Family, named: ParsedName) -> _Lengths | None:
     """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
     stated = {
         rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule.when) is not False
     }
     if len(stated) != 1 or not (shape := stated.pop()):
         return None
-    lengths = [_length(own, family.values) for own in shape]
+    lengths = [_length(option, family.values) for option in shape]
     unknown: list[int | None] = [None] * len(named.stacked)
     alias = named.alias
     if alias is None:
@@ -90,8 +94,8 @@ def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
         return None
     if len(alias.names) > 1:
         joined = lengths[alias.dim]
-        each = None if joined is None else joined // len(alias.names)
-        lengths[alias.dim] = _length(alias.lengths[named.part], family.values) if alias.lengths else each
+        part_length = None if joined is None else joined // len(alias.names)
+        lengths[alias.dim] = _length(alias.lengths[named.part], family.values) if alias.lengths else part_length
     lengths = [*unknown, *lengths]
     order = (alias.orders[named.part] if alias.orders else alias.order) or range(len(lengths))
     return tuple(length for _, length in sorted(zip(order, lengths, strict=True), key=lambda pair: pair[0]))
@@ -99,14 +103,11 @@ def _stored_lengths(family: Family, named: Named) -> _Lengths | None:
 
 def _length(option: OptionValue, values: Mapping[str, object]) -> int | None:
     if isinstance(option, Expression):
-        try:
-            return option.value(values)
-        except ExpressionError:
-            return None
+        return option.try_value(values)
     return option if isinstance(option, int) and option >= 0 else None
 
 
-def _undecided(family: Family, name: str, fitting: list[str], conflicts: list[str]) -> str:
+def _describe_undecided(family: Family, name: str, fitting: list[str], conflicts: list[str]) -> str:
     if not fitting:
         why = f":\n{listed(conflicts)}" if conflicts else ", and no style has all of the names"
         return (

@@ -63,15 +63,15 @@ class Template:
     _shifts: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for own, value in zip(("fields", "outline", "_shifts"), _parsed(self.text), strict=True):
-            object.__setattr__(self, own, value)
+        for attribute, value in zip(("fields", "outline", "_shifts"), _parsed(self.text), strict=True):
+            object.__setattr__(self, attribute, value)
 
     def fields_in(self, name: str) -> dict[str, int] | None:
         """Field to number, or None when the template does not stand for `name`."""
-        found = _pattern(self.text).fullmatch(name)
-        if found is None:
+        match = _pattern(self.text).fullmatch(name)
+        if match is None:
             return None
-        numbers = [int(digits) - shift for digits, shift in zip(found.groups(), self._shifts, strict=True)]
+        numbers = [int(digits) - shift for digits, shift in zip(match.groups(), self._shifts, strict=True)]
         return dict(zip(self.fields, numbers, strict=True)) if not numbers or min(numbers) >= 0 else None
 
     def filled(self, fields: Mapping[str, int]) -> str:
@@ -81,9 +81,9 @@ class Template:
         'layers.2.experts.{expert}.weight'
         """
 
-        def number(found: re.Match[str]) -> str:
-            own, shift = found.groups()
-            return str(fields[own] + int(shift or 0)) if own in fields else found.group()
+        def number(match: re.Match[str]) -> str:
+            field, shift = match.groups()
+            return str(fields[field] + int(shift or 0)) if field in fields else match.group()
 
         return _FIELD.sub(number, self.text)
 

@@ -1,9 +1,7 @@
-"""A model's tensors under the names of another style: which of them make up which, and how.
+"""The tensors of a model under the names of another style: a recipe for each.
 
-1. `_canonical` joins what the source keeps apart, and takes apart what it stacks: one tensor per canonical name.
-2. `_styled` goes from there to the names of the style that is wanted, in the same way.
-
-Pure values: shapes and patches.
+1. `_to_canonical` joins tensors that the source splits and unstacks those that it stacks: one per canonical name.
+2. `_to_style` splits and stacks these as the requested style does.
 """
 
 from __future__ import annotations
@@ -19,101 +17,96 @@ from ucp.core.region import Box, RegionPair
 from ucp.errors import FamilyError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import Family
-from ucp.families.naming import CANONICAL, Named
-from ucp.families.recipes import Made
+from ucp.families.naming import CANONICAL, ParsedName
+from ucp.families.recipes import TensorRecipe
 from ucp.families.rule import Alias, JoinedBox
 from ucp.families.template import Template
 
-_WHOLE = "Take the whole model, without --include and --exclude, or choose another family with --family"
+_REMEDY = "Take the whole model, without --include and --exclude, or choose another family with --family"
 
 
 class _Unit(NamedTuple):
-    """Tensors that join to canonical ones: to one, or to a stack of them."""
+    """Stored tensors that join to a canonical tensor, or to a stack of these."""
 
     alias: Alias
-    """How."""
+    """How they join."""
     names: tuple[str, ...]
     """Stored names, in the order in which they join."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Canonical:
-    """A tensor of the model."""
+class _CanonicalTensor:
+    """A tensor under its canonical name."""
 
-    made: Made
+    recipe: TensorRecipe
     """What it is made of."""
     unit: _Unit
     """Its unit in the source."""
 
 
-def translated(
+def translate(
     family: Family, shapes: Mapping[str, tuple[int, ...]], style: str, *, source: str | None = None
-) -> dict[str, Made]:
-    """Every tensor of a model in `style`, made of those whose `shapes` are given.
+) -> dict[str, TensorRecipe]:
+    """Recipes for the tensors of a model under the names of `style`, made of those in `shapes`.
 
-    Ignored names are left out, and buffers of which the style says that it has none.
-
-    `family`: bound to the model. `source`: style of the names that are given; None for any.
-
-    Raises
-    ------
-    FamilyError
-        Names without a rule, or without a name in that style; all are named.
-    UnsupportedError
-        Tensors of which parts are missing, or that do not have the shapes that the family expects.
+    Ignored names are left out, and buffers that the style does not have. `family`: bound to the model. `source`: style
+    of the names in `shapes`; None for any. Raises FamilyError with all names without a rule, or without a name in
+    `style`; UnsupportedError for missing parts of tensors, and for other shapes than the family expects.
     """
     units = _units(family, shapes, source)
     if style == CANONICAL:
-        whole = _canonical(family, units, shapes)
-        return {name: whole[name].made for name in family.sorted(whole)}
-    ways = ((unit, () if named.stacked else family.spellings(named.canonical, style)) for named, unit in units)
-    kept = {unit: None for unit, first in ways if first and _Unit(*first[0]) == unit}  # the style writes them so
-    whole = _canonical(family, [own for own in units if own[1] not in kept], shapes)
-    found = {name: Made.whole(name, shapes[name]) for unit in kept for name in unit.names}
-    return found | _styled(family, whole, shapes, style)
+        canonical = _to_canonical(family, units, shapes)
+        return {name: canonical[name].recipe for name in family.sort_canonical(canonical)}
+    spellings = (
+        (unit, () if named.stacked else family.find_spellings(named.canonical, style)) for named, unit in units
+    )
+    unchanged = {unit: None for unit, known in spellings if known and _Unit(*known[0]) == unit}
+    canonical = _to_canonical(family, [(named, unit) for named, unit in units if unit not in unchanged], shapes)
+    recipes = {name: TensorRecipe.identity(name, shapes[name]) for unit in unchanged for name in unit.names}
+    return recipes | _to_style(family, canonical, shapes, style)
 
 
-def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[Named, _Unit]]:
-    """Tensors of the source that join, none of which is missing; each with what its first one stands for."""
-    found: dict[tuple[str, Alias], list[tuple[Named, str]]] = {}
-    for name, named in _read(family, shapes, source):
+def _units(family: Family, shapes: Mapping[str, tuple[int, ...]], source: str | None) -> list[tuple[ParsedName, _Unit]]:
+    """Units of the source, each with its first name as parsed. Raises UnsupportedError if a part is missing."""
+    parts_by_tensor: dict[tuple[str, Alias], list[tuple[ParsedName, str]]] = {}
+    for name, named in _parse_names(family, shapes, source):
         alias = named.alias or Alias(names=(named.rule.name.text,))
-        found.setdefault((named.canonical, alias), []).append((named, name))
+        parts_by_tensor.setdefault((named.canonical, alias), []).append((named, name))
     units = []
     problems = []
-    for (canonical, alias), parts in found.items():
-        parts.sort(key=lambda own: own[0].part)
+    for (canonical, alias), parts in parts_by_tensor.items():
+        parts.sort(key=lambda part: part[0].part)
         unit = _Unit(alias, tuple(name for _, name in parts))
         units.append((parts[0][0], unit))
         if [named.part for named, _ in parts] != list(range(len(alias.names))):
             problems.append(f"{canonical}: {', '.join(unit.names)} of {', '.join(alias.names)}")
     if problems:
-        raise _misparted(family, problems)
+        raise _parts_error(family, problems)
     return units
 
 
-def _canonical(
-    family: Family, units: Iterable[tuple[Named, _Unit]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, _Canonical]:
-    found: dict[str, _Canonical] = {}
+def _to_canonical(
+    family: Family, units: Iterable[tuple[ParsedName, _Unit]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, _CanonicalTensor]:
+    tensors: dict[str, _CanonicalTensor] = {}
     problems = []
     for named, unit in units:
-        for name, made in _joined(family, unit, named, shapes):
-            if name in found:
-                problems.append(f"{name}: {', '.join((*found[name].unit.names, *unit.names))}")
-            found[name] = _Canonical(made, unit)
+        for name, recipe in _join_unit(family, unit, named, shapes):
+            if name in tensors:
+                problems.append(f"{name}: {', '.join((*tensors[name].unit.names, *unit.names))}")
+            tensors[name] = _CanonicalTensor(recipe, unit)
     if problems:
-        raise _misparted(family, problems)
-    return found
+        raise _parts_error(family, problems)
+    return tensors
 
 
-def _misparted(family: Family, problems: Sequence[str]) -> UnsupportedError:
+def _parts_error(family: Family, problems: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
-        f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n{_WHOLE}"
+        f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n{_REMEDY}"
     )
 
 
-def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, Named]]:
+def _parse_names(family: Family, names: Iterable[str], source: str | None) -> Iterator[tuple[str, ParsedName]]:
     without = []
     for name in names:
         named = family.read(name, source)
@@ -129,66 +122,68 @@ def _read(family: Family, names: Iterable[str], source: str | None) -> Iterator[
         )
 
 
-def _joined(
-    family: Family, unit: _Unit, named: Named, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Made]]:
-    """Canonical tensors of a unit."""
+def _join_unit(
+    family: Family, unit: _Unit, named: ParsedName, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, TensorRecipe]]:
+    """Canonical tensors of a unit, with their names."""
     if named.alias is None and not named.stacked and 0 not in shapes[unit.names[0]]:  # most: it has this name
-        yield named.canonical, Made.whole(unit.names[0], shapes[unit.names[0]])
+        yield named.canonical, TensorRecipe.identity(unit.names[0], shapes[unit.names[0]])
         return
     alias, depth = unit.alias, len(named.stacked)
     try:
-        seen = [alias.seen(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]
-        stacks = {own.shape[:depth] for own in seen}
-        if len(stacks) > 1 or any(len(own) < depth for own in stacks):
+        views = [alias.unpack(part, shapes[name], depth, family.values) for part, name in enumerate(unit.names)]
+        stacks = {view.shape[:depth] for view in views}
+        if len(stacks) > 1 or any(len(lengths) < depth for lengths in stacks):
             raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
-        if any(0 in own for own in stacks):
+        if any(0 in lengths for lengths in stacks):
             raise ValueError("there is none in the stack")
-        inner = [own.shape[depth:] for own in seen]
+        inner = [view.shape[depth:] for view in views]
         if alias.lengths:
             alias.check_lengths(inner, family.values)
         pairs = _pairs(alias, inner, family.values)
     except (ValueError, ExpressionError) as error:
-        raise _misfit(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
-    shape = tuple(map(max, zip(*(pair.whole.stops for pair in pairs), strict=True)))
+        raise _misfit_error(family, [f"{name} {list(shapes[name])}" for name in unit.names], error) from error
+    shape = tuple(map(max, zip(*(pair.global_box.stops for pair in pairs), strict=True)))
     dims, steps = tuple(range(depth, depth + len(shape))), (1,) * len(shape)
-    for index in product(*map(range, seen[0].shape[:depth])):
-        wanted = [RegionPair.strided(own.whole, "", (*index, *own.local.offsets), dims, steps) for own in pairs]
+    for index in product(*map(range, views[0].shape[:depth])):
+        targets = [
+            RegionPair.strided(pair.global_box, "", (*index, *pair.local.offsets), dims, steps) for pair in pairs
+        ]
         patches = tuple(
-            found._replace(source=unit.names[pair.tensor])
-            for pair, patch in zip(pairs, wanted, strict=True)
-            for inner in seen[pair.tensor].patches
-            if (found := patch.after(inner)) is not None
+            region._replace(source=unit.names[pair.tensor])
+            for pair, patch in zip(pairs, targets, strict=True)
+            for inner in views[pair.tensor].patches
+            if (region := patch.after(inner)) is not None
         )
         fields = {**named.fields, **dict(zip(named.stacked, index, strict=True))}
-        yield named.rule.name.filled(fields), Made(shape, patches)
+        yield named.rule.name.filled(fields), TensorRecipe(shape, patches)
 
 
 def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> Sequence[JoinedBox]:
-    """Where the tensors of an alias lie in the one that they join to."""
+    """Where the tensors of an alias lie in the joined tensor."""
     if len(shapes) == 1 and alias.groups is None and not alias.blocks:
-        return (JoinedBox(0, Box.whole(shapes[0]), Box.whole(shapes[0])),)
-    others = {(*own[: alias.dim], *own[alias.dim + 1 :]) for own in shapes}
-    if len(others) > 1 or any(len(own) <= alias.dim or not own[alias.dim] for own in shapes):
+        return (JoinedBox(0, Box.full(shapes[0]), Box.full(shapes[0])),)
+    other_dims = {(*shape[: alias.dim], *shape[alias.dim + 1 :]) for shape in shapes}
+    if len(other_dims) > 1 or any(len(shape) <= alias.dim or not shape[alias.dim] for shape in shapes):
         raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")
-    return alias.pieces(shapes, values)
+    return alias.locate_parts(shapes, values)
 
 
-def _styled(
-    family: Family, whole: Mapping[str, _Canonical], shapes: Mapping[str, tuple[int, ...]], style: str
-) -> dict[str, Made]:
+def _to_style(
+    family: Family, canonical: Mapping[str, _CanonicalTensor], shapes: Mapping[str, tuple[int, ...]], style: str
+) -> dict[str, TensorRecipe]:
     units: dict[_Unit, dict[tuple[int, ...], str]] = {}
     without: list[str] = []
     twice: list[str] = []
-    for name, match in family.match(family.sorted(whole)).items():
-        ways = family.spellings(name, style)
-        if not ways:
+    for name, match in family.match(family.sort_canonical(canonical)).items():
+        spellings = family.find_spellings(name, style)
+        if not spellings:
             without += [] if family.is_left_out(match.rules[0], style) else [name]
             continue
-        alias, names = ways[0]
-        stacked = [own for own in match.rules[0].name.fields if own not in Template(alias.names[0]).fields]
+        alias, names = spellings[0]
+        stacked = [field for field in match.rules[0].name.fields if field not in Template(alias.names[0]).fields]
         members = units.setdefault(_Unit(alias, names), {})
-        if members.setdefault(tuple(match.fields[own] for own in stacked), name) != name:
+        if members.setdefault(tuple(match.fields[field] for field in stacked), name) != name:
             twice += names
     if without:
         raise FamilyError(
@@ -200,67 +195,67 @@ def _styled(
     twice += [name for name, count in counts.items() if count > 1]
     if twice:
         raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{listed(twice)}")
-    found: dict[str, Made] = {}
+    recipes: dict[str, TensorRecipe] = {}
     for unit, members in units.items():
-        if all(whole[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
-            found |= {own: Made.whole(own, shapes[own]) for own in unit.names}
+        if all(canonical[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
+            recipes |= {stored: TensorRecipe.identity(stored, shapes[stored]) for stored in unit.names}
         else:
-            found |= _stored(family, unit, members, {name: whole[name].made for name in members.values()})
-    return found
+            recipes |= _split_unit(family, unit, members, {name: canonical[name].recipe for name in members.values()})
+    return recipes
 
 
-def _stored(
-    family: Family, unit: _Unit, members: Mapping[tuple[int, ...], str], whole: Mapping[str, Made]
-) -> dict[str, Made]:
-    """Tensors of a unit, out of the canonical ones that they hold."""
+def _split_unit(
+    family: Family, unit: _Unit, members: Mapping[tuple[int, ...], str], canonical: Mapping[str, TensorRecipe]
+) -> dict[str, TensorRecipe]:
+    """Recipes for the tensors of a unit, made of canonical ones. `members`: stack indexes to canonical name."""
     alias = unit.alias
     counts = tuple(1 + max(numbers) for numbers in zip(*members, strict=True))
-    inner = {own.shape for own in whole.values()}
+    inner = {recipe.shape for recipe in canonical.values()}
     if prod(counts) != len(members) or len(inner) > 1:
         raise UnsupportedError(
             f"expected all {prod(counts)} tensors that make {', '.join(unit.names)}, of one shape; got\n"
-            f"{listed(f'{name} {list(own.shape)}' for name, own in whole.items())}\n{_WHOLE}"
+            f"{listed(f'{name} {list(recipe.shape)}' for name, recipe in canonical.items())}\n{_REMEDY}"
         )
     (shape,) = inner
     try:
         parts = alias.part_shapes(shape, family.values)
         pairs = _pairs(alias, parts, family.values)
-        stored = [alias.stored(n, (*counts, *own), len(counts), family.values) for n, own in enumerate(parts)]
+        packed = [alias.pack(n, (*counts, *part), len(counts), family.values) for n, part in enumerate(parts)]
     except (ValueError, ExpressionError) as error:
-        raise _misfit(
-            family, [f"{' and '.join(own.sources)}, {list(own.shape)}," for own in whole.values()], error
+        raise _misfit_error(
+            family, [f"{' and '.join(recipe.sources)}, {list(recipe.shape)}," for recipe in canonical.values()], error
         ) from error
     ones = (1,) * len(counts)
     dims, steps = (*(None for _ in counts), *range(len(shape))), ones + (1,) * len(shape)
-    found = {}
-    for number, (name, own) in enumerate(zip(unit.names, stored, strict=True)):
-        seen = [
-            RegionPair.strided(Box((*index, *own.offsets), (*ones, *own.sizes)), member, start, dims, steps)
+    recipes = {}
+    for number, (name, recipe) in enumerate(zip(unit.names, packed, strict=True)):
+        targets = [
+            RegionPair.strided(Box((*index, *local.offsets), (*ones, *local.sizes)), member, start, dims, steps)
             for index, member in sorted(members.items())
-            for own, start in ((pair.local, pair.whole.offsets) for pair in pairs if pair.tensor == number)
+            for local, start in ((pair.local, pair.global_box.offsets) for pair in pairs if pair.tensor == number)
         ]
-        found[name] = Made(own.shape, tuple(_followed(own.patches, seen, whole)))
-    return found
+        recipes[name] = TensorRecipe(recipe.shape, tuple(_follow(recipe.patches, targets, canonical)))
+    return recipes
 
 
-def _followed(
-    outer: Iterable[RegionPair], seen: Sequence[RegionPair], whole: Mapping[str, Made]
+def _follow(
+    outer: Iterable[RegionPair], targets: Sequence[RegionPair], canonical: Mapping[str, TensorRecipe]
 ) -> Iterator[RegionPair]:
-    """Patches of a stored tensor, down to the tensors of the source."""
+    """Patches of a stored tensor, followed down to the tensors of the source."""
     for patch in outer:
-        for inner in seen:
-            own = patch.after(inner)
-            for last in () if own is None else whole[own.source].patches:
-                found = None if own is None else own.after(last)
-                if found is not None:
-                    yield found
+        for inner in targets:
+            outer_region = patch.after(inner)
+            for last in () if outer_region is None else canonical[outer_region.source].patches:
+                region = None if outer_region is None else outer_region.after(last)
+                if region is not None:
+                    yield region
 
 
-def _misfit(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
+def _misfit_error(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
-        ways = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
-        why = f"nothing records how many {error} the model has. Say it: --set {ways[0]}=N"
-        why += f" (or {', '.join(ways[1:])})" if ways[1:] else ""
+        names = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
+        why = f"nothing records how many {error} the model has. Say it: --set {names[0]}=N"
+        why += f" (or {', '.join(names[1:])})" if names[1:] else ""
     elif not family.source:  # rules of the user's own
         why = f"{error}. Correct the rule (dim, groups, blocks, lengths, view, order)"
     else:

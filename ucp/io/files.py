@@ -26,22 +26,25 @@ from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from ucp.core.tensor import GAP
 from ucp.errors import MalformedError, MissingFileError, SourceError, listed
-from ucp.io.folder import is_there, is_url, names_in, path_of
+from ucp.io.folder import exists, is_url, names_in, path_of
+from ucp.io.json_text import NotJson, parsed
 
 if TYPE_CHECKING:
     from ucp.core.index import SourceFile as Listed
-    from ucp.io.remote.ahead import Ahead, Extent
     from ucp.io.remote.file import RemoteFile
+    from ucp.io.remote.prefetch import Extent, Prefetcher
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 OPEN_FILES = 128
 """Most source files held open by one thread."""
 _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
+_MOST_JSON = 256 << 20
+"""Bytes of the largest document that is read from a file of its own."""
 
 
 def join_ranges(
-    ranges: Iterable[tuple[int, int]], *, gap: int = 0, most: int = sys.maxsize
+    ranges: Iterable[tuple[int, int]], *, gap: int = 0, limit: int = sys.maxsize
 ) -> Iterator[tuple[int, int, int]]:
     """Reads (first byte, one past the last, how many ranges) for ranges of a file, in their order.
 
@@ -51,16 +54,16 @@ def join_ranges(
     >>> list(join_ranges([(0, 4), (4, 6), (9, 12)])), list(join_ranges([(0, 4), (4, 6), (9, 12)], gap=3))
     ([(0, 6, 2), (9, 12, 1)], [(0, 12, 3)])
     """
-    low = high = before = count = 0
+    low = high = previous_start = count = 0
     for start, stop in ranges:
-        is_near = before <= start <= high + gap if gap else start == high
-        if count and is_near and stop - low <= most:
+        is_near = previous_start <= start <= high + gap if gap else start == high
+        if count and is_near and stop - low <= limit:
             high, count = max(high, stop), count + 1
         else:
             if count:
                 yield low, high, count
             low, high, count = start, stop, 1
-        before = start
+        previous_start = start
     if count:
         yield low, high, count
 
@@ -84,12 +87,12 @@ class SourceFile(Protocol):
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise truncated(self.path, self.nbytes, offset, nbytes)
+            raise truncated_error(self.path, self.nbytes, offset, nbytes)
         data = bytearray(nbytes)
         self.read_into([memoryview(data)], offset)
         return bytes(data)
 
-    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
 
     def close(self) -> None:
@@ -126,49 +129,49 @@ class LocalFile(SourceFile):
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> None:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
-        rest = [view.cast("B") for view in views if view.nbytes]
+        buffers = [view.cast("B") for view in views if view.nbytes]
         first = 0
-        while first < len(rest):
-            some = rest[first : first + _IOV_MAX]
+        while first < len(buffers):
+            batch = buffers[first : first + _IOV_MAX]
             descriptor, within = self._place(offset)
             try:
-                got = os.preadv(descriptor, some, within)
+                got = os.preadv(descriptor, batch, within)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise _read_error(self.path, error) from error
             if got == 0:
-                raise truncated(self.path, self.nbytes, offset, sum(view.nbytes for view in some))
+                raise truncated_error(self.path, self.nbytes, offset, sum(view.nbytes for view in batch))
             offset += got
-            while first < len(rest) and got >= rest[first].nbytes:
-                got -= rest[first].nbytes
+            while first < len(buffers) and got >= buffers[first].nbytes:
+                got -= buffers[first].nbytes
                 first += 1
             if got:
-                rest[first] = rest[first][got:]
+                buffers[first] = buffers[first][got:]
 
     def read_runs(self, buffer: memoryview, starts: Sequence[int]) -> None:
         """Fill `buffer` with equally long runs of the file, one for each of `starts`. Raises MalformedError."""
         nbytes = len(buffer) // len(starts)
-        alone = self._descriptors[0] if len(self._descriptors) == 1 else None
-        for at, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
-            view = buffer[at : at + nbytes]
+        descriptor = self._descriptors[0] if len(self._descriptors) == 1 else None
+        for position, start in zip(range(0, len(buffer), nbytes), starts, strict=True):
+            view = buffer[position : position + nbytes]
             try:
-                got = 0 if alone is None else os.preadv(alone, (view,), start)
+                got = 0 if descriptor is None else os.preadv(descriptor, (view,), start)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise _read_error(self.path, error) from error
             if got < nbytes:
                 self.read_into([view[got:]], start + got)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """The `nbytes` bytes at `offset`. Raises MalformedError past the end of the file."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise truncated(self.path, self.nbytes, offset, nbytes)
+            raise truncated_error(self.path, self.nbytes, offset, nbytes)
         descriptor, within = self._place(offset)
         try:
             data = os.pread(descriptor, nbytes, within)
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise _read_error(self.path, error) from error
         return data if len(data) == nbytes else super().read(offset, nbytes)
 
-    def expect(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, stretches: Sequence[tuple[int, int]]) -> None:
         """Nothing: the system reads ahead."""
 
     def close(self) -> None:
@@ -190,46 +193,46 @@ class Sources:
         self._limit = limit
         self._versions = {file.path: file.version for file in files if file.version}
         self._open: OrderedDict[str, SourceFile] = OrderedDict()
-        self._ahead: Ahead | None = None
+        self._prefetcher: Prefetcher | None = None
 
     def get(self, path: str) -> SourceFile:
         """The file at `path`, opened if it is not open."""
         file = self._open.get(path)
         if file is None:
-            ahead, version = (self._announced(), self._versions.get(path, "")) if is_url(path) else (None, "")
-            file = self._open[path] = open_source(path, version=version, ahead=ahead)
+            ahead, version = (self._get_prefetcher(), self._versions.get(path, "")) if is_url(path) else (None, "")
+            file = self._open[path] = open_source(path, version=version, prefetcher=ahead)
             if len(self._open) > self._limit:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(path)
         return file
 
-    def expect(self, extents: Iterable[Extent], *, batch: int) -> None:
+    def prefetch(self, extents: Iterable[Extent], *, batch: int) -> None:
         """Announce what will be read of stores, in about this order, under a number, so that it is on its way."""
         remote = [extent for extent in extents if is_url(extent.path)]
         if remote:
-            self._announced().expect(remote, batch=batch)
+            self._get_prefetcher().expect(remote, batch=batch)
 
-    def drop(self, *, batch: int) -> None:
+    def cancel(self, *, batch: int) -> None:
         """Forget what was announced under that number, or an earlier one, and not read."""
-        if self._ahead is not None:
-            self._ahead.drop(batch=batch)
+        if self._prefetcher is not None:
+            self._prefetcher.cancel(batch=batch)
 
     def close(self) -> None:
         """Close all files; what was announced and not read is broken off."""
-        if self._ahead is not None:
-            self._ahead.drop(batch=None)
+        if self._prefetcher is not None:
+            self._prefetcher.cancel(batch=None)
         while self._open:
             self._open.popitem()[1].close()
 
-    def _announced(self) -> Ahead:
-        from ucp.io.remote.ahead import Ahead
+    def _get_prefetcher(self) -> Prefetcher:
+        from ucp.io.remote.prefetch import Prefetcher
 
-        if self._ahead is None:
-            self._ahead = Ahead(lambda path: cast("RemoteFile", self.get(path)))  # only URLs are announced
-        return self._ahead
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(lambda path: cast("RemoteFile", self.get(path)))  # only URLs are announced
+        return self._prefetcher
 
 
-def open_source(path: str, *, version: str = "", ahead: Ahead | None = None) -> SourceFile:
+def open_source(path: str, *, version: str = "", prefetcher: Prefetcher | None = None) -> SourceFile:
     """The file at `path`, or the concatenation of its parts when only those are there.
 
     `version`, `ahead`: of an object of a store, what it is expected to be, and who has it read ahead.
@@ -242,25 +245,42 @@ def open_source(path: str, *, version: str = "", ahead: Ahead | None = None) -> 
     if is_url(path):
         from ucp.io.remote.file import RemoteFile
 
-        return RemoteFile(path, parts_of(path), version=version, ahead=ahead)
+        return RemoteFile(path, parts_of(path), version=version, prefetcher=prefetcher)
     return LocalFile(path, parts_of(path))
+
+
+def read_object(path: str) -> dict[str, object]:
+    """The JSON object in a file. Raises MalformedError."""
+    with open_source(path) as file:
+        if file.nbytes > _MOST_JSON:
+            raise MalformedError(
+                f"expected a JSON document of at most {_MOST_JSON:,} bytes in {path}. Copy the file again"
+            )
+        data = file.read(0, file.nbytes)
+    try:
+        document = parsed(data)
+    except NotJson as error:
+        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
+    if not isinstance(document, dict):
+        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
+    return document
 
 
 def parts_of(path: str) -> tuple[str, ...]:
     """The file itself, or the parts that it is split into."""
-    return (path,) if is_there(path) else split_parts(path) or (path,)
+    return (path,) if exists(path) else split_parts(path) or (path,)
 
 
-def let_go() -> None:
+def close_connections() -> None:
     """End connections to stores, which a process must not inherit: to be called before one is forked."""
     if "ucp.io.remote.ends" in sys.modules:
-        from ucp.io.remote import ends, link
+        from ucp.io.remote import connections, ends
 
-        lock = link.forking()
+        lock = connections.fork_lock()
         if lock.acquire(blocking=False):  # else a conversion of another thread has connections that it still needs
             try:
                 ends.clear()
-                link.hang_up()
+                connections.close_connections()
             finally:
                 lock.release()
 
@@ -276,18 +296,18 @@ def split_parts(path: str) -> tuple[str, ...]:
         Parts of two splittings are there.
     """
     folder, name = os.path.split(path)
-    found: dict[int, set[int]] = {}
+    sets: dict[int, set[int]] = {}
     for entry in names_in(path_of(folder or ".")):
         match = _PART.fullmatch(entry[len(name) :]) if entry.startswith(name) else None
         if match:
-            found.setdefault(int(match["count"]), set()).add(int(match["index"]))
-    if not found:
+            sets.setdefault(int(match["count"]), set()).add(int(match["index"]))
+    if not sets:
         return ()
-    if len(found) > 1:
+    if len(sets) > 1:
         raise MalformedError(
-            f"expected one set of parts of {path}; got sets of {sorted(found)} parts. Remove those of the other run"
+            f"expected one set of parts of {path}; got sets of {sorted(sets)} parts. Remove those of the other run"
         )
-    ((count, indices),) = found.items()
+    ((count, indices),) = sets.items()
     surplus = sorted(index for index in indices if index >= count)
     if surplus:
         raise MalformedError(f"expected parts 0 to {count - 1} of {path}; got also part {surplus[0]} of {count}")
@@ -311,17 +331,17 @@ def _open(path: str) -> tuple[int, int]:
     except FileNotFoundError as error:
         raise MissingFileError(f"expected a file at {path}; nothing is there. Check the path, or copy it") from error
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
     return os.fstat(descriptor).st_size, descriptor
 
 
-def _unreadable(path: str, error: Exception) -> SourceError:
+def _read_error(path: str, error: Exception) -> SourceError:
     if isinstance(error, OSError):
         return SourceError(f"cannot read {path}: {error.strerror}")
     return SourceError(f"cannot read {path!r}: expected the name of a file; it holds a character that no name can hold")
 
 
-def truncated(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
+def truncated_error(path: str, total: int, offset: int, nbytes: int) -> MalformedError:
     """The error for bytes past the end of a file of `total` bytes."""
     return MalformedError(
         f"expected {nbytes} bytes at {offset}; the file ends at {total}: {path} is truncated. Copy it again"

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 
 from ucp.errors import IncompleteError
-from ucp.io.remote.path import RemotePath, names_of
+from ucp.io.remote.path import RemotePath, list_names
 from ucp.io.remote.url import as_url, check_url, key_of, scheme_of
 
 MARK = "ucp-conversion.json"
@@ -51,20 +51,20 @@ def path_of(text: str | PathLike[str]) -> Path:
     return RemotePath(text) if is_url(text) else Path(text)
 
 
-def given(text: str | PathLike[str]) -> Path:
+def parse_path(text: str | PathLike[str]) -> Path:
     """The path that a user names; a store is seen afresh there. Raises UsageError for a URL that is not read."""
     text = as_url(os.fspath(text))
     if not is_url(text) or scheme_of(text) == "file":
         return Path(text)
     check_url(text)
-    from ucp.io.remote.listing import named
+    from ucp.io.remote.listing import refresh_root
 
     path = RemotePath(text)
-    named(str(path))
+    refresh_root(str(path))
     return path
 
 
-def see_afresh(paths: Iterable[str]) -> None:
+def refresh(paths: Iterable[str]) -> None:
     """Ask stores again for those of `paths` that are URLs when they are next looked at."""
     folders = {os.path.dirname(path) for path in paths if is_url(path)}
     if folders:
@@ -74,18 +74,18 @@ def see_afresh(paths: Iterable[str]) -> None:
             forget(folder)
 
 
-def absolute(path: str | PathLike[str]) -> str:
+def to_absolute(path: str | PathLike[str]) -> str:
     """The path from the root on, without dots; a URL as it is."""
     text = os.fspath(path)
     return text if is_url(text) else os.path.abspath(text)
 
 
-def seen_from(folder: Path, path: str) -> Path:
+def resolve_from(folder: Path, path: str) -> Path:
     """`path` as it is seen from `folder`: a URL and an absolute path are what they are wherever they are named."""
     return path_of(path) if is_url(path) or os.path.isabs(path) else folder / path
 
 
-def is_there(path: str | PathLike[str]) -> bool:
+def exists(path: str | PathLike[str]) -> bool:
     """Whether anything is at a path, be it a link that leads nowhere."""
     text = os.fspath(path)
     return RemotePath(text).exists() if is_url(text) else os.path.lexists(text)
@@ -94,16 +94,16 @@ def is_there(path: str | PathLike[str]) -> bool:
 def names_of_folder(path: str | PathLike[str]) -> list[str]:
     """Names of the entries of a folder, in no order. Raises OSError where it is none, or cannot be listed."""
     text = os.fspath(path)
-    return names_of(RemotePath(text)) if is_url(text) else os.listdir(text)
+    return list_names(RemotePath(text)) if is_url(text) else os.listdir(text)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """Every file in a folder and in those in it, in no order."""
     if is_url(str(folder)):
-        for own in folder.iterdir():
-            yield from files_below(own) if own.is_dir() else (own,)
+        for entry in folder.iterdir():
+            yield from files_below(entry) if entry.is_dir() else (entry,)
     else:
-        yield from (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+        yield from (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -114,7 +114,7 @@ def names_in(path: Path) -> Iterator[str]:
         return
 
 
-def short_text(file: Path, *, most_bytes: int) -> str | None:
+def read_short_text(file: Path, *, most_bytes: int) -> str | None:
     """Text of a file of UTF-8 without the blanks around it; None if there is none, or one of more than `most_bytes`."""
     try:
         if not file.is_file() or file.stat().st_size > most_bytes:
@@ -127,9 +127,9 @@ def short_text(file: Path, *, most_bytes: int) -> str | None:
 def refuse_partial(path: Path) -> None:
     """Raise IncompleteError when `path` is, or lies in, a conversion that is not finished."""
     if is_url(str(path)):
-        from ucp.io.remote.write import is_written
+        from ucp.io.remote.write import is_writable
 
-        if not is_written(str(path)):
+        if not is_writable(str(path)):
             return
         for folder in (path, *path.parents[:_LEVELS_ABOVE]):
             if not key_of(str(folder)) or (folder == path and not (folder / PARTIAL).is_dir()):

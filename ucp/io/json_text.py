@@ -20,16 +20,11 @@ from typing import Annotated, TypeVar
 import msgspec
 import xxhash
 
-from ucp.errors import MalformedError
-from ucp.io.files import open_source
-
 T = TypeVar("T")
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 """Field of a document: a whole number of at least 0."""
 
-_MOST = 256 << 20
-"""Bytes of the largest document that is read from a file of its own."""
 
 _DIGEST = re.compile(rb',"xxh3":"([0-9a-f]{16})"}\s*\Z')
 """Last entry of a document that `with_digest` wrote."""
@@ -39,21 +34,6 @@ Pairs = Callable[[list[tuple[str, object]]], object]
 
 class NotJson(ValueError):  # noqa: N818  # a word of the message, never shown to a user by name
     """Text is not JSON, or not of the type asked for; the message says where it goes wrong."""
-
-
-def read_object(path: str) -> dict[str, object]:
-    """The JSON object in a file. Raises MalformedError."""
-    with open_source(path) as file:
-        if file.nbytes > _MOST:
-            raise MalformedError(f"expected a JSON document of at most {_MOST:,} bytes in {path}. Copy the file again")
-        data = file.read(0, file.nbytes)
-    try:
-        document = parsed(data)
-    except NotJson as error:
-        raise MalformedError(f"expected JSON in {path}; {error}. Copy the file again") from error
-    if not isinstance(document, dict):
-        raise MalformedError(f"expected a JSON object in {path}; got a {type(document).__name__}. Copy the file again")
-    return document
 
 
 def decode(text: bytes, kind: type[T]) -> T:

@@ -19,7 +19,7 @@ from zlib_ng import zlib_ng
 from ucp.core.index import SourceFile
 from ucp.errors import ChangedError, DestinationError, SourceError, counted, listed
 from ucp.io.files import open_source, parts_of
-from ucp.io.folder import MARK, files_below, is_url, path_of, see_afresh
+from ucp.io.folder import MARK, files_below, is_url, path_of, refresh
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.remote.url import key_of
 
@@ -56,7 +56,7 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
     Called after reading, it proves that all reads saw the same version of each object.
     """
     remote = [file for file in files if is_url(file.path)]
-    see_afresh(file.path for file in remote)
+    refresh(file.path for file in remote)
     changed = []
     for file in remote:
         with suppress(OSError):

@@ -19,8 +19,8 @@ import msgspec
 
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.files import open_source
-from ucp.io.json_text import parsed, read_object
+from ucp.io.files import open_source, read_object
+from ucp.io.json_text import parsed
 from ucp.io.pickle.fields import described
 
 _MOST_HEADER_NBYTES = 100_000_000

@@ -215,7 +215,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         """
         if not isinstance(ref, TensorRef | InlineTensor):
             raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
-        return _read(StateIndex.whole(ref), Box.whole(ref.shape), "an extra", self.index.files)
+        return _read(StateIndex.from_tensor(ref), Box.full(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
         """Raises NoSuchNameError with what there is instead."""
@@ -235,7 +235,7 @@ _SHOWN = 50
 def _to_box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
     """A region as a box. Raises ValueError if it does not lie in a tensor of that shape."""
     if region is None:
-        return Box.whole(shape)
+        return Box.full(shape)
     if isinstance(region, Box):
         if len(region.sizes) != len(shape) or any(a > b for a, b in zip(region.stops, shape, strict=True)):
             raise ValueError(f"region {region} does not lie in {what} of shape {list(shape)}")
@@ -262,7 +262,7 @@ def _read(source: StateIndex, box: Box, what: str, files: Sequence[SourceFile]) 
         param=what,
         state="",
         dtype=source.dtype,
-        pairs=(RegionPair(box, Box.whole(box.sizes)),),
+        pairs=(RegionPair(box, Box.full(box.sizes)),),
         local_shape=box.sizes,
         start=0,
         stop=box.numel,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import LoadArguments, takes_options
-from ucp.conversion.values import DtypeLike, TopologyLike, type_path
+from ucp.conversion.option import DtypeLike, TopologyLike, type_path
 from ucp.io.provenance import check_unchanged
 from ucp.live.adapters import LiveRequest
 from ucp.live.exchange.carry import carry
@@ -26,14 +26,14 @@ from ucp.live.model.describe import describe_run
 from ucp.live.model.meta import find_device
 from ucp.live.model.parallel.experts import Experts
 from ucp.live.model.parallel.numbering import strip_chunks
-from ucp.live.model.parallel.place import PlacingOptions, place_run, trim_padding
+from ucp.live.model.parallel.place import place_run, trim_padding
 from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
 from ucp.live.report import Clock, LoadReport, make_report
 from ucp.live.resume.beside import ResumeOptions, ResumePlan, plan_resume
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import LoadRequest
 from ucp.live.run.shared_index import read_once
-from ucp.source.read import index_as_told, index_of, no_cycle_collection
+from ucp.source.read import index_of, pause_gc, read_with_options
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +176,7 @@ def load_into(
         dtype=request.dtype,
         masters=masters,
     )
-    with no_cycle_collection():  # of the user's objects there may be millions
+    with pause_gc():  # of the user's objects there may be millions
         decision, resume = _plan(live, request, resume_options, objects, clock)
     run, index = decision.run, decision.index
     try:
@@ -202,15 +202,16 @@ def _plan(
     `objects`: what the user passed beside the model.
     """
     ranks, source = live.ranks, request.names.source
-    read = index_of if request.mesh.topology is None else index_as_told  # rules may be for this run alone
+    read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run alone
     saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
     clock.lap("index")
     run = run_together(ranks, lambda: describe_run(live))
     index, hints = rename_to_model(saved, strip_chunks(run.model), request.names, ranks)
-    placing = PlacingOptions(family=source, rename=request.options.rename, experts=request.experts)
-    run = place_run(run, index, request.mesh, ranks, placing)
+    run = place_run(
+        run, index, request.mesh, ranks, options=source, rename=request.options.rename, experts=request.experts
+    )
     if index is saved:  # names of parameters are those of the checkpoint
         index = reorder_to_optimizer(index, request.path, run, request.names, ranks)
     matching = run_together(ranks, lambda: match(run, index, request.options, dtype=request.dtype))

@@ -6,7 +6,7 @@ and the rank's coordinates in it, and becomes a slice as a part of a file does; 
 >>> from ucp_patterns.chunk import Chunk
 >>> from ucp.core.layout import AxisLayout
 >>> half = LivePart(local_shape=(2, 4), layout=Layout((AxisLayout("tp", 2, Chunk(0)),)), coords={"tp": 1})
->>> str(half.to_slice("w", "weight", (4, 4), DType.FLOAT32).pairs[0].whole)
+>>> str(half.to_slice("w", "weight", (4, 4), DType.FLOAT32).pairs[0].global_box)
 '[2:4, 0:4]'
 """
 
@@ -18,7 +18,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucp.core.index import StateIndex
-from ucp.core.layout import Layout, part_of
+from ucp.core.layout import Layout, locate_shard
 from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice
 from ucp.core.tensor import DType
@@ -54,7 +54,7 @@ class LivePart:
     @property
     def is_full(self) -> bool:
         """Whether every rank holds all of it."""
-        return not self.layout.every
+        return not self.layout.all_axes
 
     def to_slice(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
         """The slice of a state of `shape` that the rank holds, in its order.
@@ -66,21 +66,21 @@ class LivePart:
             return _keep_rows(self.to_slice(param, state, full, dtype), shape[0])
         if full not in (None, shape):
             raise ValueError(f"has shape {list(full or ())} in the model and {list(shape)}")
-        part = part_of(self.layout, shape, coords=self.coords)
+        part = locate_shard(self.layout, shape, coords=self.coords)
         if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
             cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
             raise ValueError(
                 f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} leaves {list(part.local_shape)} "
                 f"of {list(shape)}"
             )
-        start, stop = 0, prod(part.local_shape) if part.held else 0
+        start, stop = 0, prod(part.local_shape) if part.regions else 0
         if part.flat is not None:
-            boxes = [run.pair.whole for run in part.flat]
+            boxes = [run.pair.global_box for run in part.flat]
             start = boxes[0].offsets[0] if boxes else 0
             stop = start + sum(box.sizes[0] for box in boxes)
             if boxes and boxes[-1].stops[0] != stop:
                 raise ValueError("is held in several ranges, and one was expected")
-        pairs = tuple(region.pair for region in part.held)
+        pairs = tuple(region.pair for region in part.regions)
         local = self.local_shape  # of a tensor without elements `part` does not know the other dims
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
@@ -97,10 +97,10 @@ class LivePart:
 def _keep_rows(piece: Slice, rows: int) -> Slice:
     """A slice of adjacent rows without those from row `rows` of the global tensor on."""
     width = prod(piece.local_shape[1:])
-    first = piece.pairs[0].whole.offsets[0] if piece.pairs else 0
+    first = piece.pairs[0].global_box.offsets[0] if piece.pairs else 0
     local = (max(min(rows - first, piece.local_shape[0]), 0), *piece.local_shape[1:])
     stop = min(piece.stop, local[0] * width)
-    pairs = [RegionPair(Box(p.whole.offsets, local), Box(p.local.offsets, local)) for p in piece.pairs if local[0]]
+    pairs = [RegionPair(Box(p.global_box.offsets, local), Box(p.local.offsets, local)) for p in piece.pairs if local[0]]
     return replace(piece, pairs=tuple(pairs), local_shape=local, start=min(piece.start, stop), stop=stop)
 
 

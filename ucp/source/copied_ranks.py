@@ -21,7 +21,7 @@ from os.path import relpath
 
 from ucp.core.index import AtomIndex, Doubt, DoubtKind, Fragment, Index
 from ucp.core.tensor import Record, Tensor, TensorRef
-from ucp.source.moments import moments
+from ucp.source.moments import iter_moments
 from ucp.transfer.probe import Prober
 
 _WINDOW = 64
@@ -29,7 +29,7 @@ _WINDOW = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StoredFragment:
     """A fragment, with what it is a part of."""
 
     atom: AtomIndex
@@ -43,19 +43,19 @@ class _Piece:
         return f"{self.atom.name}/{self.state} {self.fragment.box}"
 
 
-def copied_ranks(index: Index) -> tuple[Doubt, ...]:
+def find_copied_ranks(index: Index) -> tuple[Doubt, ...]:
     """A doubt for every two files that are copies of one another and should not be. Reads windows of these alone."""
-    twins = list(_twins(index.records))
+    twins = list(_find_equal_files(index.records))
     if not twins:
         return ()
-    pieces = _pieces(index, {path for own in twins for path in own})
+    pieces = _list_fragments(index, {path for own in twins for path in own})
     root = index.path
     found = []
     with Prober() as prober:
         for paths in twins:
             first = pieces.get(paths[0], {})
             for path in paths[1:]:
-                pair = _contradiction(first, pieces.get(path, {}), prober)
+                pair = _find_contradiction(first, pieces.get(path, {}), prober)
                 if pair is not None:
                     text = (
                         "expected the files of two ranks to differ, as they hold other parts of the model; "
@@ -67,7 +67,7 @@ def copied_ranks(index: Index) -> tuple[Doubt, ...]:
     return tuple(found)
 
 
-def _twins(records: Iterable[Record]) -> Iterator[list[str]]:
+def _find_equal_files(records: Iterable[Record]) -> Iterator[list[str]]:
     """Files with several storages that agree in the place and checksum of each."""
     files: dict[str, list[Record]] = {}
     for record in records:
@@ -85,20 +85,20 @@ def _twins(records: Iterable[Record]) -> Iterator[list[str]]:
             yield from (own for own in alike.values() if len(own) > 1)
 
 
-def _pieces(index: Index, paths: set[str]) -> dict[str, dict[int, list[_Piece]]]:
+def _list_fragments(index: Index, paths: set[str]) -> dict[str, dict[int, list[_StoredFragment]]]:
     """What lies in some files: path to offset to the fragments there."""
-    found: dict[str, dict[int, list[_Piece]]] = {}
+    found: dict[str, dict[int, list[_StoredFragment]]] = {}
     for atom, name, state in index.states():
         for fragment in state.fragments:
             ref = fragment.ref
             if isinstance(ref, TensorRef) and ref.path in paths and ref.numel:
-                found.setdefault(ref.path, {}).setdefault(ref.offset, []).append(_Piece(atom, name, fragment))
+                found.setdefault(ref.path, {}).setdefault(ref.offset, []).append(_StoredFragment(atom, name, fragment))
     return found
 
 
-def _contradiction(
-    a: dict[int, list[_Piece]], b: dict[int, list[_Piece]], prober: Prober
-) -> tuple[_Piece, _Piece] | None:
+def _find_contradiction(
+    a: dict[int, list[_StoredFragment]], b: dict[int, list[_StoredFragment]], prober: Prober
+) -> tuple[_StoredFragment, _StoredFragment] | None:
     """Two pieces of the same bytes that should differ; None where there are none."""
     for offset, own in a.items():
         for mine in own:
@@ -110,7 +110,7 @@ def _contradiction(
             if is_copy or not _varies(mine.fragment.ref, prober):
                 continue
             for other in others:
-                trained = (piece.ref for _, state in moments(mine.atom) for piece in state.fragments)
+                trained = (piece.ref for _, state in iter_moments(mine.atom) for piece in state.fragments)
                 if mine.atom is other.atom or any(_varies(ref, prober) for ref in trained):
                     return mine, other
     return None

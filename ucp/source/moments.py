@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 
-from ucp.contract.optimizer import step_counts
+from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
 from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.errors import MalformedError, SourceError, counted, listed
@@ -40,17 +40,17 @@ class ZeroMoments(StrEnum):
     """Take them as they are."""
 
 
-def before_first_step(index: Index) -> Index:
+def detect_first_step(index: Index) -> Index:
     """`index` as of step 0, with a note, where its optimizer was made to be saved and has not stepped.
 
     `get_state_dict` of torch steps a new optimizer once with gradients of zero, so that its states are there: it counts
     1, and its moments are zero. A run that records a later step had lost its optimizer.
     """
-    if index.step is not None or not _stepped_with_zeros(index):
+    if index.step is not None or not _find_zero_moments(index):
         return index
     try:
         with Prober() as prober:
-            is_new = step_counts(index, prober) == [1]
+            is_new = read_step_counts(index, prober) == [1]
     except SourceError:
         return index
     if not is_new:
@@ -62,9 +62,9 @@ def before_first_step(index: Index) -> Index:
     return replace(index, step=0, notes=(*index.notes, note))
 
 
-def moments_note(index: Index) -> str | None:
+def describe_zero_moments(index: Index) -> str | None:
     """What to tell of moments that are zero wherever they are looked at, in a few windows; None when they are not."""
-    if not _stepped_with_zeros(index):
+    if not _find_zero_moments(index):
         return None
     return (
         "the optimizer's moments are zero wherever they were sampled, although steps were taken: the run that "
@@ -72,20 +72,20 @@ def moments_note(index: Index) -> str | None:
     )
 
 
-def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = None) -> None:
+def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None = None) -> None:
     """Prove that some moment is not zero, where there are any and steps were taken. Raises MalformedError.
 
     `taken`: the part of `index` that is wanted; where it has no moments, nothing is to be proved. A part is judged by
     the whole: experts that saw no token have moments of zero in the best of runs.
     """
-    wanted = (taken or index).atoms.values()
-    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in moments(atom)):
+    wanted = (selection or index).atoms.values()
+    if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in iter_moments(atom)):
         return
-    atoms = _stepped_with_zeros(index)
+    atoms = _find_zero_moments(index)
     with Prober() as prober:
-        if not atoms or not _are_zero(atoms, prober, whole=True):
+        if not atoms or not _are_zero(atoms, prober, read_all=True):
             return
-    states = dict.fromkeys(name for atom in atoms for name, _ in moments(atom))
+    states = dict.fromkeys(name for atom in atoms for name, _ in iter_moments(atom))
     left_out = " ".join(f"--exclude '*/{name}'" for name in states)
     raise MalformedError(
         f"expected moments that are not zero, as steps were taken; in {index.path} every element of "
@@ -96,19 +96,19 @@ def check_moments(index: Index, policy: ZeroMoments, *, taken: Index | None = No
     )
 
 
-def _stepped_with_zeros(index: Index) -> list[AtomIndex]:
+def _find_zero_moments(index: Index) -> list[AtomIndex]:
     """Parameters with moments, where all windows of some are zero although steps were taken; none of others."""
     if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
         return []
-    atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(moments(atom))]
+    atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(iter_moments(atom))]
     some = atoms[:: max(1, len(atoms) // _PROBED)]
     with Prober() as prober:
-        if not atoms or not _are_zero(some, prober, whole=False):
+        if not atoms or not _are_zero(some, prober, read_all=False):
             return []
         return atoms if any(_has_stepped(atom, index, prober) for atom in some) else []
 
 
-def moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
+def iter_moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
     """States with a value per element, beside the weight."""
     for name, state in atom.states.items():
         is_moment = name not in (WEIGHT, STEP) and state.dtype.is_floating and state.numel > 0
@@ -126,7 +126,7 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
         return False
     if STEP in atom.states:
         ref = atom.states[STEP].fragments[0].ref
-        return _is_zero(ref, prober, whole=True) is not True
+        return _is_zero(ref, prober, read_all=True) is not True
     group = next((own for own in index.groups if atom.name in own.params), None)
     step = None if group is None else group.hyper.get(STEP)
     if step is None:
@@ -134,25 +134,27 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
     return isinstance(step, int | float) and step > 0
 
 
-def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, whole: bool) -> bool:
+def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, read_all: bool) -> bool:
     """Whether all moments that can be read are zero, where there are any: one that cannot be read tells nothing."""
     is_read = False
-    for piece in (piece for atom in atoms for _, state in moments(atom) for piece in state.fragments):
-        is_zero = _is_zero(piece.ref, prober, whole=whole)
+    for piece in (piece for atom in atoms for _, state in iter_moments(atom) for piece in state.fragments):
+        is_zero = _is_zero(piece.ref, prober, read_all=read_all)
         if is_zero is False:
             return False
         is_read = is_read or is_zero is True
     return is_read
 
 
-def _is_zero(ref: Tensor, prober: Prober, *, whole: bool) -> bool | None:
+def _is_zero(ref: Tensor, prober: Prober, *, read_all: bool) -> bool | None:
     """Whether all elements are zero, or those of three windows; None where they cannot be read."""
-    if whole and isinstance(ref, TensorRef):  # in the order in which elements lie, so that they are read in long runs
+    if read_all and isinstance(
+        ref, TensorRef
+    ):  # in the order in which elements lie, so that they are read in long runs
         dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
         shape, strides = (tuple(sizes[dim] for dim in dims) for sizes in (ref.shape, ref.strides))
         ref = replace(ref, shape=shape, strides=strides)
-    step, last = (_BLOCK, 0) if whole else (_WINDOW, max(ref.numel - _WINDOW, 0))
-    starts = range(0, ref.numel, step) if whole else sorted({0, last // 2, last})
+    step, last = (_BLOCK, 0) if read_all else (_WINDOW, max(ref.numel - _WINDOW, 0))
+    starts = range(0, ref.numel, step) if read_all else sorted({0, last // 2, last})
     windows = ((start, min(start + step, ref.numel)) for start in starts)
     try:
         return all(_holds_nothing(prober.window(ref, start, stop), ref.dtype) for start, stop in windows)
@@ -169,16 +171,16 @@ def _holds_nothing(data: bytes, dtype: DType) -> bool:
     return not viewed(memoryview(data), dtype).any()
 
 
-_IN_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """States that torch's optimizers keep in the shape of the parameter."""
 
 
-def odd_moments(index: Index) -> Iterator[Doubt]:
+def find_odd_moments(index: Index) -> Iterator[Doubt]:
     """A doubt that lists them, where there are any."""
     odd = [
         f"{atom.name}: {name} of {list(state.global_shape)}, the parameter of {list(atom.global_shape)}"
         for atom, name, state in index.states()
-        if name in _IN_SHAPE and state.global_shape != atom.global_shape
+        if name in _ELEMENTWISE and state.global_shape != atom.global_shape
     ]
     if odd:
         text = (

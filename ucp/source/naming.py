@@ -8,18 +8,18 @@ from pathlib import Path
 
 from ucp.contract.model import run_arguments
 from ucp.contract.protocols import Naming, SourceOptions, Target
-from ucp.contract.registry import choose_family, library, names_of
+from ucp.contract.registry import choose_family, library, naming_style_of
 from ucp.core.gaps import check_weights
 from ucp.core.index import Index
 from ucp.core.tensor import DType
 from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
 from ucp.families.family import Family
-from ucp.families.library import rules_text
+from ucp.families.library import read_rules_text
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made, arranged, with_copy
+from ucp.families.recipes import TensorRecipe, add_copy, apply_recipes
 from ucp.families.styles import find_source_style
-from ucp.families.toml.rename import renames_of
-from ucp.families.translate import translated
+from ucp.families.toml.rename import read_renames
+from ucp.families.translate import translate
 from ucp.transfer.probe import Prober
 
 _MOST_SHOWN = 8
@@ -27,7 +27,7 @@ _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renamed:
+class RenamedSource:
     """The source as the target is to see it."""
 
     index: Index
@@ -38,66 +38,66 @@ class Renamed:
     """Settings that were said for the family alone."""
 
 
-def under_names(
-    index: Index, target: Target, naming: Naming, said: SourceOptions, settings: Mapping[str, str]
-) -> Renamed:
+def rename_source(
+    index: Index, target: Target, naming: Naming, options: SourceOptions, settings: Mapping[str, str]
+) -> RenamedSource:
     """The source under the names that are wanted; as it is where it has them, or none are.
 
     Raises FamilyError, UnsupportedError and UsageError, each with all names concerned.
     """
     if naming.rules is not None:
-        index = by_rules(index, naming.rules)
+        index = apply_rules(index, naming.rules)
     style = naming.style or target.names
     if not style:
-        return Renamed(index=index)
+        return RenamedSource(index=index)
     if target.names:
         check_weights(index)
     if target.names not in (None, style):
         raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
-    family = _family(index, target, said, settings, naming)
+    family = _find_family(index, target, options, settings, naming)
     if family is None:
         note = f"no known model family: all names are written unchanged, taken to be those of {style}"
-        return Renamed(index=replace(index, notes=(*index.notes, note)))
-    used = frozenset(name for name in settings if name not in target.settings and name in _sizes_of(family))
-    return Renamed(index=under_style(index, family, style, naming.source), family=family.name, used=used)
+        return RenamedSource(index=replace(index, notes=(*index.notes, note)))
+    used = frozenset(name for name in settings if name not in target.settings and name in _size_names(family))
+    return RenamedSource(index=translate_names(index, family, style, naming.source), family=family.name, used=used)
 
 
-def under_style(index: Index, family: Family, style: str, source: str = "") -> Index:
+def translate_names(index: Index, family: Family, style: str, source: str = "") -> Index:
     """The source under the names of `style`; as it is where it has them.
 
     `source`: style of its own; empty for the one that has its names and shapes. Raises FamilyError, UnsupportedError.
     """
     shown = None if source else find_source_style(family, index.shapes)
-    index, made = restyled(index, family, style, source or shown)
+    index, made = restyle(index, family, style, source or shown)
     shapes = index.shapes
-    if made.keys() == shapes.keys() and all(own.renames and own.sources == (name,) for name, own in made.items()):
+    if made.keys() == shapes.keys() and all(own.is_rename and own.sources == (name,) for name, own in made.items()):
         return index
     _check_counts(index, made)
-    index = _translated(index, made, family, style)
+    index = _apply_translation(index, made, family, style)
     note = f"the source is read under the naming style {shown}, whose shapes it has; --names SOURCE:STYLE overrides"
     return replace(index, notes=(*index.notes, note)) if shown else index
 
 
-def restyled(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, Made]]:
+def restyle(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, TensorRecipe]]:
     """The source, each tensor in it once, and every tensor of `style`, made of these. `source`: style; None for any.
 
     Raises FamilyError, UnsupportedError.
     """
-    index = _without_copies(index, family, source)
-    return index, translated(family, index.shapes, style, source=source)
+    index = _drop_copies(index, family, source)
+    return index, translate(family, index.shapes, style, source=source)
 
 
-def family_sizes() -> set[str]:
+def list_size_names() -> set[str]:
     """What --set can say of a model for its family: names that the sizes of any are found by."""
-    return {name for family in library().concrete() for name in _sizes_of(family)}
+    return {name for family in library().concrete() for name in _size_names(family)}
 
 
-def _sizes_of(family: Family) -> set[str]:
+def _size_names(family: Family) -> set[str]:
     return {name for ways in family.sizes.values() for way in ways for name in way.names}
 
 
-def _family(
-    index: Index, target: Target, said: SourceOptions, settings: Mapping[str, str], naming: Naming
+def _find_family(
+    index: Index, target: Target, options: SourceOptions, settings: Mapping[str, str], naming: Naming
 ) -> Family | None:
     """The family that the user names, or that all evidence is for; None where names are written as they are.
 
@@ -108,10 +108,10 @@ def _family(
     """
     shapes, arguments = index.shapes, target.model_arguments(index, settings)
     try:
-        family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=said)
+        family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError as error:
-        unread = min((_unread(own, shapes) for own in library().concrete()), key=len)
-        has_names = not naming.style and names_of(index) == target.names
+        unread = min((_find_unknown(own, shapes) for own in library().concrete()), key=len)
+        has_names = not naming.style and naming_style_of(index) == target.names
         if not unread and not has_names:  # the question is which of those that know them all
             raise
         if naming.style:  # names that no family knows are those to write where the user says so
@@ -121,10 +121,10 @@ def _family(
             are_final = are_known and not run_arguments(index)
         if are_final:
             return None
-        raise UnknownFamilyError(_refusal(index, unread, "a model family", target, naming)) from error
-    unread = _unread(family, shapes)
+        raise UnknownFamilyError(_describe_unknown(index, unread, "a model family", target, naming)) from error
+    unread = _find_unknown(family, shapes)
     if unread:
-        raise FamilyError(_refusal(index, unread, f"the family {family.name!r}", target, naming))
+        raise FamilyError(_describe_unknown(index, unread, f"the family {family.name!r}", target, naming))
     check_styles(family, naming)
     return family
 
@@ -141,12 +141,12 @@ def check_styles(family: Family, naming: Naming) -> None:
             )
 
 
-def _unread(family: Family, names: Iterable[str]) -> list[str]:
+def _find_unknown(family: Family, names: Iterable[str]) -> list[str]:
     """Names that a family neither has a rule for nor knows to be no parameters."""
     return [name for name in names if not family.ignores(name) and not family.rules_of(name)]
 
 
-def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
+def _describe_unknown(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
     families = ", ".join(own.name for own in library().concrete())
     style = naming.style or target.names
     who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
@@ -164,7 +164,7 @@ def _refusal(index: Index, unread: Sequence[str], whose: str, target: Target, na
     )
 
 
-def _without_copies(index: Index, family: Family, style: str | None) -> Index:
+def _drop_copies(index: Index, family: Family, style: str | None) -> Index:
     """The source with one of the tensors that a style stores twice (DeepSeek-V3), the other as its copy."""
     read = {name: family.read(name, style) for name in index.atoms}
     first: dict[str, str] = {}
@@ -178,23 +178,23 @@ def _without_copies(index: Index, family: Family, style: str | None) -> Index:
         return index
     atoms = {name: atom for name, atom in index.atoms.items() if name not in copies}
     for name, kept in copies.items():
-        atoms[kept] = with_copy(atoms[kept], index.atoms[name])
+        atoms[kept] = add_copy(atoms[kept], index.atoms[name])
     groups = tuple(replace(own, params=tuple(p for p in own.params if p not in copies)) for own in index.groups)
     return replace(index, atoms=atoms, groups=groups, aliases={**index.aliases, **copies})
 
 
-def _translated(index: Index, made: Mapping[str, Made], family: Family, style: str) -> Index:
-    found = arranged(index, made)
+def _apply_translation(index: Index, made: Mapping[str, TensorRecipe], family: Family, style: str) -> Index:
+    found = apply_recipes(index, made)
     used = {source for own in made.values() for source in own.sources}
     left = [name for name in index.atoms if name not in used]
     dropped = (
         [f"no parameters, and without a name in {style} by the family {family.name}:\n{listed(left)}"] if left else []
     )
-    names = {own.sources[0]: name for name, own in made.items() if own.renames}
-    second = {old: _alias(old, family, style) for old, to in index.aliases.items() if to in names}
+    names = {own.sources[0]: name for name, own in made.items() if own.is_rename}
+    second = {old: _translate_alias(old, family, style) for old, to in index.aliases.items() if to in names}
     aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}
-    dropped += _untied(index, {old for old, new in second.items() if new})
-    order = family.in_order(found.atoms, style)
+    dropped += _list_lost_aliases(index, {old for old, new in second.items() if new})
+    order = family.sort_names(found.atoms, style)
     places = {name: place for place, name in enumerate(order or found.atoms)}
     groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
     return replace(
@@ -208,36 +208,36 @@ def _translated(index: Index, made: Mapping[str, Made], family: Family, style: s
     )
 
 
-def _alias(name: str, family: Family, style: str) -> str:
+def _translate_alias(name: str, family: Family, style: str) -> str:
     """The second name of a tied tensor in another style; empty where it has none."""
     canonical = family.canonical(name)
-    ways = family.spellings(canonical, style) if canonical is not None else ()
+    ways = family.find_spellings(canonical, style) if canonical is not None else ()
     return ways[0][1][0] if ways and ways[0][0].is_plain else ""
 
 
-def by_rules(index: Index, path: Path) -> Index:
+def apply_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    made, kept = renames_of(rules_text(path), str(path), index.shapes)
+    made, kept = read_renames(read_rules_text(path), str(path), index.shapes)
     _check_counts(index, made)
-    names = {own.sources[0]: name for name, own in made.items() if own.renames}
-    found = arranged(index, made)
+    names = {own.sources[0]: name for name, own in made.items() if own.is_rename}
+    found = apply_recipes(index, made)
     note = f"no rule in {path} for, and so left under their names:\n{listed(kept)}"
     aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in made}
     return replace(
         found,
         aliases=aliases,
         notes=(*found.notes, *([note] if kept else [])),
-        dropped=(*found.dropped, *_untied(index, aliases)),
+        dropped=(*found.dropped, *_list_lost_aliases(index, aliases)),
     )
 
 
-def _untied(index: Index, kept: Collection[str]) -> list[str]:
+def _list_lost_aliases(index: Index, known: Collection[str]) -> list[str]:
     """A line for second names that are not carried over: that of a tensor joined or split, or taken by another."""
-    lost = [f"{alias} = {name}" for alias, name in index.aliases.items() if alias not in kept]
+    lost = [f"{alias} = {name}" for alias, name in index.aliases.items() if alias not in known]
     return [f"second names of tied tensors, which have none under other names:\n{listed(lost)}"] if lost else []
 
 
-def _check_counts(index: Index, made: Mapping[str, Made]) -> None:
+def _check_counts(index: Index, made: Mapping[str, TensorRecipe]) -> None:
     """Raise UnsupportedError for tensors that are to join and have counted different steps."""
     problems = []
     with Prober() as prober:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor
-from ucp.core.union import number_state
+from ucp.core.union import state_from_number
 from ucp.errors import UsageError, counted
 
 HYPER: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -32,7 +32,7 @@ class NewOptimizer(StrEnum):
     """Moments of zero, as Adam starts."""
 
 
-def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
+def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
     """`index` with moments of zero for every trained parameter. Raises UsageError where it has optimizer states.
 
     `settings`: as the user wrote them; those of `HYPER` are for the group.
@@ -46,7 +46,7 @@ def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
     atoms = dict(index.atoms)
     for name, atom in index.atoms.items():
         if atom.kind is Kind.PARAMETER and (weight := atom.states[WEIGHT]).dtype.is_floating and weight.numel:
-            atoms[name] = _zeroed(atom)
+            atoms[name] = _add_zero_moments(atom)
     params = tuple(name for name, atom in atoms.items() if STEP in atom.states)
     if index.groups:  # of a source whose states were left out
         said = [name for name in HYPER if name in settings]
@@ -58,7 +58,7 @@ def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
         groups = tuple(replace(group, hyper=hyper) for group, hyper in zip(index.groups, stepless, strict=True))
         told = "the groups of the source"
     else:
-        groups, told = _new(params, settings)
+        groups, told = _make_group(params, settings)
     note = (
         f"an optimizer was made (--optimizer zero): moments of zero and a step of 0 for "
         f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {told}"
@@ -66,9 +66,9 @@ def with_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
     return replace(index, atoms=atoms, groups=groups, notes=(*index.notes, note))
 
 
-def _new(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
+def _make_group(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
     """One group, and what to tell of it."""
-    hyper = {name: _number(name, settings[name]) if name in settings else own for name, own in HYPER.items()}
+    hyper = {name: _parse_hyper(name, settings[name]) if name in settings else own for name, own in HYPER.items()}
     said = ", ".join(f"{name}={value:g}" for name, value in hyper.items())
     betas = hyper.pop("beta1"), hyper.pop("beta2")
     told = (
@@ -78,12 +78,12 @@ def _new(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[Pa
     return (ParamGroup(params=params, hyper={**hyper, "betas": betas}),), told
 
 
-def without_hyper(settings: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+def drop_hyper(settings: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
     """Settings for the target: those of the group only where it knows them too."""
     return {name: value for name, value in settings.items() if name not in HYPER or name in known}
 
 
-def _number(name: str, text: str) -> float:
+def _parse_hyper(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -95,9 +95,9 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def _zeroed(atom: AtomIndex) -> AtomIndex:
+def _add_zero_moments(atom: AtomIndex) -> AtomIndex:
     shape = atom.global_shape
     zero = InlineTensor(data=bytes(DType.FLOAT32.itemsize), dtype=DType.FLOAT32, shape=shape, repeats=True)
-    piece = Fragment(box=Box.whole(shape), ref=zero)
+    piece = Fragment(box=Box.full(shape), ref=zero)
     moment = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(piece,))
-    return replace(atom, states={**atom.states, **dict.fromkeys(_MOMENTS, moment), STEP: number_state(0)})
+    return replace(atom, states={**atom.states, **dict.fromkeys(_MOMENTS, moment), STEP: state_from_number(0)})

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
-from ucp.core.gaps import check_cover, check_names, with_gaps
+from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
 from ucp.errors import IdleOptionError, listed
 from ucp.io.folder import files_below
-from ucp.source.copied_ranks import copied_ranks
-from ucp.source.moments import odd_moments
-from ucp.source.selection import NameFilter, selected
+from ucp.source.copied_ranks import find_copied_ranks
+from ucp.source.moments import find_odd_moments
+from ucp.source.selection import NameFilter, select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def survey(path: Path) -> Survey:
 
 
 @contextmanager
-def no_cycle_collection() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Pause the search for cycles, which walks all containers again and again while an index of millions is built.
 
     What is not in a cycle is freed as ever.
@@ -69,7 +69,7 @@ def no_cycle_collection() -> Iterator[None]:
             gc.enable()
 
 
-@no_cycle_collection()
+@pause_gc()
 def index_of(
     path: Path,
     names: NameFilter | None = None,
@@ -86,8 +86,8 @@ def index_of(
     index = read_index(path, source=source, unfinished=unfinished)
     check_cover(index)
     check_names(index)
-    index = judged(index)
-    return index if names is None else selected(index, names)
+    index = add_doubts(index)
+    return index if names is None else select(index, names)
 
 
 def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: bool = False) -> Index:
@@ -103,12 +103,12 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
     return replace(index, notes=(*index.notes, note))
 
 
-def judged(index: Index) -> Index:
+def add_doubts(index: Index) -> Index:
     """`index` with what its own contents tell against it: copied files, and states that were lost."""
-    return with_gaps(replace(index, doubts=(*index.doubts, *copied_ranks(index), *odd_moments(index))))
+    return add_state_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
 
 
-def index_as_told(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
+def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
     """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
     for options in dict.fromkeys((source, source.without_family())):
         try:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from ucp.contract.protocols import Observer
 from ucp.core.index import Fragment, Index, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import uncovered
+from ucp.core.region import find_gaps
 from ucp.errors import ReplicaError, counted, listed
 
 
@@ -43,26 +43,25 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
         return index
     from ucp.transfer.compare import find_drifting_states, fit_threads  # not needed by most conversions
 
-    found = find_drifting_states(index, observer, threads=fit_threads(memory))
-    if not found:
+    lines_by_state = find_drifting_states(index, observer, threads=fit_threads(memory))
+    if not lines_by_state:
         return index
     atoms = dict(index.atoms)
-    for param, name in found:
+    for param, name in lines_by_state:
         atom, state = atoms[param], atoms[param].states[name]
         if drift is Drift.MEAN:
-            state = _mean(state, f"{param}/{name}")
+            state = _take_mean(state, f"{param}/{name}")
         else:
             state = replace(state, fragments=tuple(own for own in state.fragments if own.replica == 0))
         atoms[param] = replace(atom, states={**atom.states, name: state})
-    taken = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
-    lines = [line for _, differences in sorted(found.items()) for line in sorted(differences)]
-    note = (
-        f"copies of {counted(len(found), 'state')} differ, and {taken}, as asked with --drift {drift}:\n{listed(lines)}"
-    )
+    action = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
+    lines = [line for _, differences in sorted(lines_by_state.items()) for line in sorted(differences)]
+    states = counted(len(lines_by_state), "state")
+    note = f"copies of {states} differ, and {action}, as asked with --drift {drift}:\n{listed(lines)}"
     return replace(index, atoms=atoms, notes=(*index.notes, note))
 
 
-def _mean(state: StateIndex, label: str) -> StateIndex:
+def _take_mean(state: StateIndex, label: str) -> StateIndex:
     """All whole copies of the state's own type as the terms of a mean, but those that a rank computed from others."""
     terms: dict[int, list[Fragment]] = {}
     for own in state.fragments:
@@ -75,7 +74,7 @@ def _mean(state: StateIndex, label: str) -> StateIndex:
             "first"
         )
     for replica, pieces in terms.items():
-        gaps = uncovered(state.global_shape, [own.box for own in pieces], most=1)
+        gaps = find_gaps(state.global_shape, [own.box for own in pieces], most=1)
         if gaps:
             raise ReplicaError(
                 f"{label}: copy {replica} does not hold {gaps[0].box} of {list(state.global_shape)}, so there is no "

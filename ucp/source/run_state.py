@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ucp.contract.optimizer import step_counts
+from ucp.contract.optimizer import read_step_counts
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
-from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, scheduler_states
+from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, find_schedulers
 from ucp.core.index import STEP, Extra, Index
 from ucp.errors import UsageError
 from ucp.io.pickle.values import differing_values
@@ -25,7 +25,7 @@ RUN_SETTINGS = (SCHEDULER, STEP)
 """Settings that a target takes whose framework resumes a run."""
 
 
-def with_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+def place_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
     """`index` with its step and scheduler where `chosen` looks for them, and the settings that are left.
 
     Raises UsageError for a setting that does not fit the source.
@@ -33,23 +33,23 @@ def with_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) ->
     if not chosen.resumes:
         return index, settings
     others = {name: text for name, text in settings.items() if name not in RUN_SETTINGS}
-    index = _with_step(index, settings.get(STEP))
-    return _with_scheduler(index, chosen, settings.get(SCHEDULER)), others
+    index = _set_step(index, settings.get(STEP))
+    return _find_scheduler(index, chosen, settings.get(SCHEDULER)), others
 
 
-def _with_step(index: Index, asked: str | None) -> Index:
-    if asked is not None:
-        if not (asked.isascii() and asked.isdecimal()):
-            raise UsageError(f"expected --set {STEP} as a whole number; got {asked}")
-        if index.step is not None and index.step != int(asked):
+def _set_step(index: Index, text: str | None) -> Index:
+    if text is not None:
+        if not (text.isascii() and text.isdecimal()):
+            raise UsageError(f"expected --set {STEP} as a whole number; got {text}")
+        if index.step is not None and index.step != int(text):
             raise UsageError(
-                f"{index.path} says in its files or its name that its step is {index.step}: drop --set {STEP}={asked}"
+                f"{index.path} says in its files or its name that its step is {index.step}: drop --set {STEP}={text}"
             )
-        return replace(index, step=int(asked))
+        return replace(index, step=int(text))
     if index.step is not None:
         return index
     with Prober() as prober:
-        counts = step_counts(index, prober)
+        counts = read_step_counts(index, prober)
     if not any(counts):
         return index
     if len(counts) == 1 and counts[0].is_integer():
@@ -63,21 +63,21 @@ def _with_step(index: Index, asked: str | None) -> Index:
     return replace(index, dropped=(*index.dropped, line))
 
 
-def _with_scheduler(index: Index, chosen: Target, asked: str | None) -> Index:
+def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
     """`index` with the scheduler's state as `LR_SCHEDULER`; a line under `dropped` where several could be it."""
     has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
     has_place = has_one or run_extras(index).scheduler is not None  # where frameworks look, or the source's own
-    if asked is None and (chosen.scheduler is None or has_place):
+    if key is None and (chosen.scheduler is None or has_place):
         return index
     if chosen.scheduler is None:
-        raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={asked}")
-    known = {own.key: own for own in scheduler_states(index)}
-    if asked is not None and asked.replace("/", ".") not in known:
+        raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={key}")
+    known = {own.key: own for own in find_schedulers(index)}
+    if key is not None and key.replace("/", ".") not in known:
         raise UsageError(
-            f"expected the key of a scheduler's state in {index.path} (--set {SCHEDULER}=KEY); got {asked}. It has "
+            f"expected the key of a scheduler's state in {index.path} (--set {SCHEDULER}=KEY); got {key}. It has "
             f"{', '.join(known) or 'none'}"
         )
-    wanted = known.values() if asked is None else [known[asked.replace("/", ".")]]
+    wanted = known.values() if key is None else [known[key.replace("/", ".")]]
     different: list[SchedulerState] = []
     for own in wanted:
         if all(any(True for _ in differing_values(own.state, other.state)) for other in different):
@@ -88,19 +88,19 @@ def _with_scheduler(index: Index, chosen: Target, asked: str | None) -> Index:
             f"on with. Choose one with --set {SCHEDULER}=KEY"
         )
         return replace(index, dropped=(*index.dropped, line))
-    return _moved(index, different[0], chosen) if different else index
+    return _move_scheduler(index, different[0], chosen) if different else index
 
 
-def _moved(index: Index, found: SchedulerState, chosen: Target) -> Index:
+def _move_scheduler(index: Index, scheduler: SchedulerState, chosen: Target) -> Index:
     """`index` with a state as the extra that the target writes; it stays where it was, too, for scripts of its own."""
     assert chosen.scheduler is not None
-    if found.key == chosen.scheduler:
+    if scheduler.key == chosen.scheduler:
         return index
     keeps = (index.origin or index.format) in chosen.keeps_extras_of
-    extras: list[Extra] = [Extra(name=chosen.scheduler, value=found.state)]
+    extras: list[Extra] = [Extra(name=chosen.scheduler, value=scheduler.state)]
     for extra in index.extras:
-        rest = found.taken_out_of(extra) if extra.name == found.extra and not keeps else extra
+        rest = scheduler.remove_from(extra) if extra.name == scheduler.extra and not keeps else extra
         if rest is not None and rest.name != chosen.scheduler:
             extras.append(rest)
-    note = f"the scheduler's state is taken from {found.key}, as {chosen.scheduler}"
+    note = f"the scheduler's state is taken from {scheduler.key}, as {chosen.scheduler}"
     return replace(index, extras=tuple(extras), notes=(*index.notes, note))

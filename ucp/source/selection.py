@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, Loss
+from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, LostStates
 from ucp.errors import UsageError, counted, listed
-from ucp.source.moments import odd_moments
+from ucp.source.moments import find_odd_moments
 
 DROP = "drop"
 """Setting that every target takes: extras to leave out."""
@@ -52,7 +52,7 @@ class NameFilter:
             raise UsageError(f"no parameter matches {', '.join(map(repr, unused))}; {_hint(unused, pairs)}")
 
 
-def selected(index: Index, names: NameFilter) -> Index:
+def select(index: Index, names: NameFilter) -> Index:
     """What `names` keeps of `index`. Raises UsageError when a glob matches nothing, or nothing is kept."""
     if names == NameFilter():
         return index
@@ -77,7 +77,7 @@ def selected(index: Index, names: NameFilter) -> Index:
     dropped = (*index.dropped, f"{', '.join(filter(None, left))}: {_SELECTION}") if any(left) else index.dropped
     doubts = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
     if len(doubts) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
-        doubts += tuple(odd_moments(replace(index, atoms=atoms)))
+        doubts += tuple(find_odd_moments(replace(index, atoms=atoms)))
     return replace(
         index,
         atoms=atoms,
@@ -85,25 +85,25 @@ def selected(index: Index, names: NameFilter) -> Index:
         aliases=aliases,
         dropped=dropped,
         doubts=doubts,
-        lost=_lost(index, atoms),
+        lost=_find_lost(index, atoms),
         unnamed=index.unnamed if any(names.keeps(*own) for own in unnamed) else None,
         unselected=index.unselected + whole,
     )
 
 
-def _lost(index: Index, kept: Mapping[str, AtomIndex]) -> dict[str, Loss]:
+def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostStates]:
     """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
-    lost = {name: loss for name, loss in index.lost.items() if name in kept}
-    held = {state for atom in kept.values() for state in atom.states}
-    for name, atom in kept.items():
+    lost = {name: loss for name, loss in index.lost.items() if name in atoms}
+    held = {state for atom in atoms.values() for state in atom.states}
+    for name, atom in atoms.items():
         states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
         if states and name not in lost:
             why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
-            lost[name] = Loss(why=why, chosen=True)
+            lost[name] = LostStates(reason=why, is_chosen=True)
     return lost
 
 
-def part_warnings(whole: Index, index: Index) -> Iterator[str]:
+def describe_part(full: Index, index: Index) -> Iterator[str]:
     """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
     if index.unselected:
         part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
@@ -113,7 +113,7 @@ def part_warnings(whole: Index, index: Index) -> Iterator[str]:
             "a part is kept as atoms (--to ucp)"
         )
     for state in dict.fromkeys(name for _, name, _ in index.states()):
-        had = [name for name in index.atoms if state in whole.atoms[name].states]
+        had = [name for name in index.atoms if state in full.atoms[name].states]
         lacking = [name for name in had if state not in index.atoms[name].states]
         if lacking:
             yield (
@@ -125,7 +125,7 @@ def part_warnings(whole: Index, index: Index) -> Iterator[str]:
             )
 
 
-def without_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+def drop_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
     """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
     if DROP not in settings:
         return index, settings
@@ -149,7 +149,7 @@ FROZEN = "frozen"
 """Setting that every target takes: globs of the parameters that are frozen."""
 
 
-def with_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
+def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
     """`index` with just the parameters frozen that --set frozen names, and the other settings. Raises UsageError."""
     if FROZEN not in settings:
         return index, settings

@@ -63,7 +63,7 @@ def describe(
     losses: dict[tuple[str, bool], dict[str, str]] = {}  # each reason once, for the parameters there are
     for name, loss in index.lost.items():
         if name in index.atoms:
-            losses.setdefault((loss.why, loss.chosen), {})[name] = loss.detail
+            losses.setdefault((loss.reason, loss.is_chosen), {})[name] = loss.detail
     return Manifest(
         ucp=VERSION,
         producer=producer,

@@ -19,13 +19,13 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from ucp.contract.plugins import pattern_factory
-from ucp.core.index import WEIGHT, AtomIndex, Fragment, Index, Loss, ParamGroup, SourceFile, StateIndex
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Index, LostStates, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap
-from ucp.core.region import Box, local_flat_pairs
+from ucp.core.region import Box, locate_flat_range
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
-from ucp.io.folder import is_there, is_url, see_afresh, seen_from
+from ucp.io.folder import exists, is_url, refresh, resolve_from
 from ucp.io.provenance import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
 from ucp.store.values import from_json
@@ -40,8 +40,8 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
     for file in manifest.files:
         if manifest.virtual and (not file.identity or file.nbytes is None or file.mtime_ns is None):
             raise _wrong(root, f"there is no identity of {file.path!r}, to which a virtual store refers")
-        paths.append(str(seen_from(root, file.path)) if manifest.virtual else inside(root, file.path))
-    see_afresh(paths if manifest.virtual else ())
+        paths.append(str(resolve_from(root, file.path)) if manifest.virtual else inside(root, file.path))
+    refresh(paths if manifest.virtual else ())
     files, missing = [], []
     for path, file in zip(paths, manifest.files, strict=True):
         try:
@@ -49,7 +49,7 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
         except OSError:
             missing.append(path)
             continue
-        if not manifest.virtual and not is_there(path):  # parts of a file are one only where it was split
+        if not manifest.virtual and not exists(path):  # parts of a file are one only where it was split
             missing.append(path)
     if missing:
         raise MissingFileError(
@@ -133,7 +133,7 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
         dropped=manifest.dropped,
         lost={
-            name: Loss(why=loss.why, detail=detail, chosen=loss.chosen)
+            name: LostStates(reason=loss.why, detail=detail, is_chosen=loss.chosen)
             for loss in manifest.lost
             for name, detail in loss.params.items()
         },
@@ -234,7 +234,7 @@ class _States:
         if state.codec is not None:
             fragments = tuple(self._blocks(state, state.file, state.codec, state.block // itemsize))
         else:
-            box = Box.whole([*state.shape])  # not the tuple of the state: a pickle of it says which objects are one
+            box = Box.full([*state.shape])  # not the tuple of the state: a pickle of it says which objects are one
             ref = TensorRef(
                 path=self._locate(state.file, state.offset, nbytes),
                 offset=state.offset,
@@ -264,7 +264,7 @@ class _States:
             raise ValueError(f"{len(blocks)} blocks of {step} elements for {numel} elements")
         for number, (offset, nbytes) in enumerate(blocks):
             path = self._locate(file, offset, nbytes)
-            for box, position in local_flat_pairs(shape, number * step, min((number + 1) * step, numel)):
+            for box, position in locate_flat_range(shape, number * step, min((number + 1) * step, numel)):
                 ref = TensorRef(
                     path=path,
                     offset=offset,

@@ -29,8 +29,8 @@ from ucp.core.target import (
     Slice,
     TargetOptions,
     TargetPlan,
-    casts,
-    whole_slice,
+    describe_casts,
+    full_slice,
 )
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, UsageError, counted, listed
@@ -73,7 +73,7 @@ class StoreTarget(Target):
         check_text((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
         _check_groups(index)
         slices = [
-            whole_slice(atom.name, name, state, dtype=dtype)
+            full_slice(atom.name, name, state, dtype=dtype)
             for atom, name, state in (() if layout == "virtual" else index.states())
             for dtype in (atom.dtype_of(name, options.dtypes),)
             if dtype is not state.dtype or not is_inline(state)
@@ -84,7 +84,7 @@ class StoreTarget(Target):
             files=(*files, *(file for _, file, _ in extras)),
             placements=tuple(placements),
             raw=tuple(copy for _, _, own in extras for copy in own),
-            casts=tuple(f"{line}, as asked" for line in casts(index, slices)),
+            casts=tuple(f"{line}, as asked" for line in describe_casts(index, slices)),
             compress=options.compress,
         )
 

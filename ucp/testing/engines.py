@@ -56,20 +56,20 @@ class EngineContract:
     def test_every_task_is_reported_once(self, job: Job, tmp_path: Path, workers: int, threads: int) -> None:
         """Whatever the number of workers, and that of tasks."""
         done = self._run(job, tmp_path / "out", workers=workers, threads=threads)
-        assert sorted(own.task for own in done) == [task.number for task in job.tasks]
+        assert sorted(report.task for report in done) == [task.number for task in job.tasks]
 
     def test_it_writes_what_the_serial_engine_writes(self, job: Job, tmp_path: Path) -> None:
         """Bytes, and reports but for their order."""
         done = self._run(job, tmp_path / "out")
         wanted = list(SerialEngine().run(job, _created(job, tmp_path / "serial"), job.tasks, workers=1, threads=1))
         assert _tree(tmp_path / "out") == _tree(tmp_path / "serial")
-        assert sorted(done, key=lambda own: own.task) == wanted
+        assert sorted(done, key=lambda report: report.task) == wanted
 
     def test_it_does_the_tasks_it_is_given(self, job: Job, tmp_path: Path) -> None:
         """And no others: the rest was done before."""
-        some = job.tasks[1::3]
-        done = self._run(job, tmp_path / "out", tasks=some)
-        assert sorted(own.task for own in done) == [task.number for task in some]
+        chosen = job.tasks[1::3]
+        done = self._run(job, tmp_path / "out", tasks=chosen)
+        assert sorted(report.task for report in done) == [task.number for task in chosen]
 
     def test_nothing_to_do_gives_nothing(self, job: Job, tmp_path: Path) -> None:
         """No task, no report, no error."""

@@ -14,7 +14,7 @@ from ucp.contract.protocols import Format
 from ucp.core.gaps import check_cover
 from ucp.core.index import WEIGHT, Index
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import UcpError
 from ucp.io.files import Sources
@@ -43,18 +43,18 @@ class FormatContract:
     @pytest.fixture
     def checkpoints(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
         """What `paths` gives."""
-        kept = class_stash(request)
-        if _CHECKPOINTS not in kept:
-            kept[_CHECKPOINTS] = self.paths(tmp_path_factory.mktemp("checkpoints"))
-        return kept[_CHECKPOINTS]
+        stash = class_stash(request)
+        if _CHECKPOINTS not in stash:
+            stash[_CHECKPOINTS] = self.paths(tmp_path_factory.mktemp("checkpoints"))
+        return stash[_CHECKPOINTS]
 
     @pytest.fixture
     def indexes(self, request: pytest.FixtureRequest, checkpoints: Sequence[Path]) -> Sequence[Index]:
         """Their indexes."""
-        kept = class_stash(request)
-        if _INDEXES not in kept:
-            kept[_INDEXES] = [self.make().read(path) for path in checkpoints]
-        return kept[_INDEXES]
+        stash = class_stash(request)
+        if _INDEXES not in stash:
+            stash[_INDEXES] = [self.make().read(path) for path in checkpoints]
+        return stash[_INDEXES]
 
     def test_its_own_are_recognised(self, checkpoints: Sequence[Path]) -> None:
         """With the evidence, and a root that is there."""
@@ -161,10 +161,10 @@ class FormatContract:
         for index in indexes:
             gatherer = Gatherer(sources=Sources())
             for atom, name, state in index.states():
-                own, locator = whole_slice(atom.name, name, state), Locator(state)
-                for low, high in block_ranges(0, own.stop, BLOCK // own.dtype.itemsize):
-                    data = memoryview(bytearray((high - low) * own.dtype.itemsize))
-                    gatherer.fill(data, own.dtype, resolve(own, locator, low, high))
+                target, locator = full_slice(atom.name, name, state), Locator(state)
+                for low, high in block_ranges(0, target.stop, BLOCK // target.dtype.itemsize):
+                    data = memoryview(bytearray((high - low) * target.dtype.itemsize))
+                    gatherer.fill(data, target.dtype, resolve(target, locator, low, high))
             gatherer.sources.close()
 
     def test_a_file_cut_short_is_an_expected_error(self, checkpoints: Sequence[Path], tmp_path: Path) -> None:
@@ -181,9 +181,9 @@ class FormatContract:
 
 def class_stash(request: pytest.FixtureRequest) -> pytest.Stash:
     """What the tests of a class share."""
-    own = request.node.getparent(pytest.Class)
-    assert own is not None
-    return cast("pytest.Stash", own.stash)  # `node` is untyped in pytest
+    test_class = request.node.getparent(pytest.Class)
+    assert test_class is not None
+    return cast("pytest.Stash", test_class.stash)  # `node` is untyped in pytest
 
 
 def _files(path: Path) -> list[Path]:

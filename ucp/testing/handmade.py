@@ -74,7 +74,7 @@ class Shards:
 
     def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
         """Append `array` and describe it as a state of one piece."""
-        return StateIndex.whole(self.put(array, file=file))
+        return StateIndex.from_tensor(self.put(array, file=file))
 
     def record(self, ref: TensorRef) -> Record:
         """A checksum of the bytes that `ref` spans, as a writer would record it."""
@@ -102,12 +102,14 @@ def make_index(
     names = dict.fromkeys(param for param, _ in states)
     atoms = {}
     for param in names:
-        own = {state: index for (name, state), index in states.items() if name == param}
+        states_of_param = {state: index for (name, state), index in states.items() if name == param}
         atoms[param] = AtomIndex(
             name=param,
-            global_shape=own[WEIGHT].global_shape if WEIGHT in own else next(iter(own.values())).global_shape,
+            global_shape=states_of_param[WEIGHT].global_shape
+            if WEIGHT in states_of_param
+            else next(iter(states_of_param.values())).global_shape,
             kind=Kind.PARAMETER,
-            states=own,
+            states=states_of_param,
         )
     paths = dict.fromkeys(f.path for state in states.values() for f in state.fragments if f.path is not None)
     return Index(

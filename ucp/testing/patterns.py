@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 
-from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape, whole_shape
-from ucp.core.region import Box, RegionPair, intersect, uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, compute_local_shape, infer_global_shape
+from ucp.core.region import Box, RegionPair, find_gaps, intersect
 
 Case = tuple[Pattern, tuple[int, ...], int]
 
@@ -37,66 +37,66 @@ class PatternContract:
         for pattern, shape, parts in self.cases:
             again = pickle.loads(pickle.dumps(pattern))  # noqa: S301  # our own bytes
             assert again == pattern
-            assert _held(again, shape, parts) == _held(pattern, shape, parts)
+            assert _regions_of_parts(again, shape, parts) == _regions_of_parts(pattern, shape, parts)
 
     def test_regions_lie_in_the_whole(self) -> None:
         """No box leaves the tensor."""
         for pattern, shape, parts in self.cases:
-            for pairs in _held(pattern, shape, parts):
-                assert all(not outside(pair.whole, shape) for pair in pairs)
+            for pairs in _regions_of_parts(pattern, shape, parts):
+                assert all(not outside(pair.global_box, shape) for pair in pairs)
 
     def test_regions_tile_the_local_tensor(self) -> None:
         """Boxes are in increasing local offset; what a part holds has no hole and no element twice."""
         for pattern, shape, parts in self.cases:
-            for index, pairs in enumerate(_held(pattern, shape, parts)):
+            for index, pairs in enumerate(_regions_of_parts(pattern, shape, parts)):
                 offsets = [pair.local.offsets for pair in pairs]
                 assert offsets == sorted(offsets)
                 layout = Layout((AxisLayout("axis", parts, pattern),))
-                local = local_shape(layout, shape, {"axis": index})
+                local = compute_local_shape(layout, shape, {"axis": index})
                 if pairs:
-                    assert uncovered(local, [pair.local for pair in pairs]) == ()
+                    assert find_gaps(local, [pair.local for pair in pairs]) == ()
 
     def test_parts_hold_everything(self) -> None:
         """The regions of all parts leave no hole."""
         for pattern, shape, parts in self.cases:
-            boxes = [pair.whole for pairs in _held(pattern, shape, parts) for pair in pairs]
-            assert all(gap.owners for gap in uncovered(shape, boxes, most=1 << 30))
+            boxes = [pair.global_box for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
+            assert all(gap.owners for gap in find_gaps(shape, boxes, most=1 << 30))
 
     def test_parts_share_only_by_rule(self) -> None:
         """Unless a rule says what it means, no two parts hold the same element."""
         for pattern, shape, parts in self.cases:
             if pattern.overlap is Overlap.EXCLUSIVE:
-                boxes = [pair.whole for pairs in _held(pattern, shape, parts) for pair in pairs]
+                boxes = [pair.global_box for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
                 assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
 
     def test_copies_are_numbered(self) -> None:
         """First copies hold every element once, and no other copy holds one twice."""
         for pattern, shape, parts in self.cases:
-            pairs = [pair for pairs in _held(pattern, shape, parts) for pair in pairs]
-            assert uncovered(shape, [pair.whole for pair in pairs if pair.copy == 0]) == ()
+            pairs = [pair for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
+            assert find_gaps(shape, [pair.global_box for pair in pairs if pair.copy == 0]) == ()
             for number in {pair.copy for pair in pairs}:
-                boxes = [pair.whole for pair in pairs if pair.copy == number]
+                boxes = [pair.global_box for pair in pairs if pair.copy == number]
                 assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
 
     def test_the_whole_has_the_shape_that_was_cut(self) -> None:
         """`whole_shape` undoes what `regions` does to the shape."""
         for pattern, shape, parts in self.cases:
             layout = Layout((AxisLayout("axis", parts, pattern),))
-            held = [local_shape(layout, shape, {"axis": index}) for index in range(parts)]
-            assert pattern.whole_shape(held) == tuple(shape)
-            assert whole_shape(layout, held) == tuple(shape)
+            local_shapes = [compute_local_shape(layout, shape, {"axis": index}) for index in range(parts)]
+            assert pattern.whole_shape(local_shapes) == tuple(shape)
+            assert infer_global_shape(layout, local_shapes) == tuple(shape)
 
     def test_parts_that_do_not_fit_have_no_whole(self) -> None:
         """Parts that differ in more dims than a pattern can explain are refused with a ValueError."""
         for pattern, shape, parts in self.cases:
             if parts > 1 and len(shape) > 1 and all(shape):
                 other = tuple(length + 7 for length in shape)
-                held = [other if index % 2 else tuple(shape) for index in range(parts)]
+                local_shapes = [other if index % 2 else tuple(shape) for index in range(parts)]
                 with pytest.raises(ValueError, match="expected"):
-                    pattern.whole_shape(held)
+                    pattern.whole_shape(local_shapes)
 
 
-def _held(pattern: Pattern, shape: tuple[int, ...], parts: int) -> list[tuple[RegionPair, ...]]:
+def _regions_of_parts(pattern: Pattern, shape: tuple[int, ...], parts: int) -> list[tuple[RegionPair, ...]]:
     return [pattern.regions(shape, parts, index) for index in range(parts)]
 
 

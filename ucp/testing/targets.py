@@ -12,7 +12,7 @@ import pytest
 from ucp.contract.registry import recognise
 from ucp.conversion.convert import carry_out
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import Silent, prepare
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.source.read import index_of
 from ucp.testing.formats import class_stash
 from ucp.transfer.differences import compare
@@ -37,25 +37,25 @@ class TargetContract:
     @pytest.fixture
     def sources(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Case]:
         """What `cases` gives."""
-        kept = class_stash(request)
-        if _SOURCES not in kept:
-            kept[_SOURCES] = self.cases(tmp_path_factory.mktemp("sources"))
-        return kept[_SOURCES]
+        stash = class_stash(request)
+        if _SOURCES not in stash:
+            stash[_SOURCES] = self.cases(tmp_path_factory.mktemp("sources"))
+        return stash[_SOURCES]
 
     @pytest.fixture
     def written(
         self, request: pytest.FixtureRequest, sources: Sequence[Case], tmp_path_factory: pytest.TempPathFactory
     ) -> Sequence[Path]:
         """What one worker makes of each case; the source stays as it was."""
-        kept = class_stash(request)
-        if _WRITTEN not in kept:
-            folder, made = tmp_path_factory.mktemp("written"), []
+        stash = class_stash(request)
+        if _WRITTEN not in stash:
+            folder, paths = tmp_path_factory.mktemp("written"), []
             for number, (path, options) in enumerate(sources):
                 before = _tree(path)
-                made.append(_converted(path, folder / str(number), replace(options, workers=1)))
+                paths.append(_converted(path, folder / str(number), replace(options, workers=1)))
                 assert _tree(path) == before
-            kept[_WRITTEN] = made
-        return kept[_WRITTEN]
+            stash[_WRITTEN] = paths
+        return stash[_WRITTEN]
 
     def test_planning_writes_nothing(self, sources: Sequence[Case]) -> None:
         """And gives the same plan again."""
@@ -83,39 +83,39 @@ class TargetContract:
 
     def test_what_is_written_reads_back(self, sources: Sequence[Case], written: Sequence[Path]) -> None:
         """Bit for bit, after the casts that were asked for."""
-        for (path, options), own in zip(sources, written, strict=True):
-            fmt, _ = recognise(own)
+        for (path, options), written_path in zip(sources, written, strict=True):
+            fmt, _ = recognise(written_path)
             assert fmt.name == options.to
-            source, back = index_of(path, options.selection), index_of(own)
-            held = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
-            assert compare(replace(source, atoms=held), back, Silent(), cast=True) == []
+            source, back = index_of(path, options.selection), index_of(written_path)
+            common = {name: atom for name, atom in source.atoms.items() if name in back.atoms}
+            assert compare(replace(source, atoms=common), back, SilentObserver(), cast=True) == []
 
     def test_it_writes_the_same_bytes_again(
         self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
     ) -> None:
         """In another folder, with another engine."""
-        for number, ((path, options), own) in enumerate(zip(sources, written, strict=True)):
+        for number, ((path, options), written_path) in enumerate(zip(sources, written, strict=True)):
             again = _converted(path, tmp_path / str(number), replace(options, workers=2))
-            assert _tree(again) == _tree(own)
+            assert _tree(again) == _tree(written_path)
 
     def test_an_interrupted_run_is_completed(
         self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
     ) -> None:
         """To the same bytes as if nothing had happened; until then nobody takes it for a checkpoint."""
-        for number, ((path, options), own) in enumerate(zip(sources, written, strict=True)):
+        for number, ((path, options), written_path) in enumerate(zip(sources, written, strict=True)):
             goal = tmp_path / f"resumed-{number}"
             with pytest.raises(_InterruptedRunError):
                 carry_out(path, goal, replace(options, workers=1), _Impatient())
             assert not goal.exists()
             _converted(path, goal, replace(options, resume=True))
-            assert _tree(goal) == _tree(own)
+            assert _tree(goal) == _tree(written_path)
 
 
 class _InterruptedRunError(Exception):
     """What stands in for a user who gave up."""
 
 
-class _Impatient(Silent):
+class _Impatient(SilentObserver):
     """Observer that interrupts a run as soon as something is written."""
 
     def advance(self, nbytes: int) -> None:
@@ -124,7 +124,7 @@ class _Impatient(Silent):
 
 
 def _converted(src: Path, dst: Path, options: ConvertOptions) -> Path:
-    carry_out(src, dst, options, Silent())
+    carry_out(src, dst, options, SilentObserver())
     return dst
 
 

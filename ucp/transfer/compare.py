@@ -1,6 +1,6 @@
-"""Compare bytes with their recorded checksums, copies with one another, and states of two checkpoints; block by block.
+"""Compare bytes with recorded checksums, copies with one another, and states of two checkpoints, block by block.
 
-Everything is streamed: memory is `LANE` bytes per thread, whatever the size of a tensor.
+Each thread needs `THREAD_BYTES` of memory, whatever the size of a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 from ucp.contract.protocols import Observer
 from ucp.core.index import Index, StateIndex
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import Slice, whole_slice
+from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import GAP, DType, Record, TensorRef
 from ucp.errors import CorruptError, SourceError
 from ucp.io.elements import differing, viewed, widened, without_payloads
@@ -30,15 +30,15 @@ from ucp.transfer.plan.tiles import needs_tiles, split_blocks
 T = TypeVar("T")
 
 THREADS = 4
-"""Threads where nobody says how many."""
+"""Default number of threads."""
 REMOTE_THREADS = 8
-"""The same where something lies in a store: each waits for the block that it asked for."""
+"""The same for files in an object store, where threads mostly wait."""
 
 THREAD_BYTES = 5 * BLOCK
-"""Bytes that one thread may need: a block of each side, one that is decoded or cast, an encoded one, and the rest."""
+"""Most bytes that one thread needs: a block of each side, a decoded or cast one, an encoded one, and the rest."""
 
 _WIDEST = 16
-"""Bytes of an element as which two types are compared that differ."""
+"""Bytes of an element in the type in which two different dtypes are compared, at most."""
 
 
 def fit_threads(memory: int, *, requested: int = 0, remote: bool = False) -> int:
@@ -67,61 +67,59 @@ class Pair(NamedTuple):
 def compare_states(
     shared: Sequence[Pair], observer: Observer, *, cast: bool, threads: int
 ) -> dict[tuple[str, str, int], list[tuple[int, float]]]:
-    """Those of `shared` whose elements differ: how many and by how much at most, for parts of each.
+    """Pairs whose elements differ: for each part that differs, the number of such elements and the largest difference.
 
-    By parameter, state and elements of the whole. `cast`: those of the first after a cast to the type of the second.
+    The key is parameter, state and elements of the state. `cast`: cast the first to the dtype of the second before.
     """
-    pairs = ((one.numel, _choose_dtype(one, other, cast=cast), other.dtype) for *_, one, other in shared)
-    nbytes = sum(numel * max(left.itemsize, right.itemsize) for numel, left, right in pairs)
+    nbytes = sum(p.a.numel * max(_choose_dtype(p.a, p.b, cast=cast).itemsize, p.b.dtype.itemsize) for p in shared)
     differing_parts: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
     def compare_batch(jobs: Sequence[_PartPair], gatherer: Gatherer) -> None:
         observer.advance(sum(job.nbytes for job in jobs))
-        lefts, rights = _read_parts([job.a for job in jobs], gatherer), _read_parts([job.b for job in jobs], gatherer)
-        if lefts[0].obj == rights[0].obj and all(job.a.slice.dtype is job.b.slice.dtype for job in jobs):
+        all_a, all_b = _read_parts([job.a for job in jobs], gatherer), _read_parts([job.b for job in jobs], gatherer)
+        if all_a[0].obj == all_b[0].obj and all(job.a.slice.dtype is job.b.slice.dtype for job in jobs):
             return
-        for job, *data in zip(jobs, lefts, rights, strict=True):
-            left, right = viewed(data[0], job.a.slice.dtype), viewed(data[1], job.b.slice.dtype)
-            if left.dtype != right.dtype:
-                wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
-                left, right = widened(left, wide), widened(right, wide)
-            result = differing(left, right)
+        for job, data_a, data_b in zip(jobs, all_a, all_b, strict=True):
+            values_a, values_b = viewed(data_a, job.a.slice.dtype), viewed(data_b, job.b.slice.dtype)
+            if values_a.dtype != values_b.dtype:
+                wide = "complex128" if "c" in (values_a.dtype.kind, values_b.dtype.kind) else "float64"
+                values_a, values_b = widened(values_a, wide), widened(values_b, wide)
+            result = differing(values_a, values_b)
             if result and job.a.locator.state.dtype is not job.b.locator.state.dtype:
-                result = differing(without_payloads(left, right), right)  # casts need not agree in payloads of NaNs
+                result = differing(without_payloads(values_a, values_b), values_b)  # casts may change payloads of NaNs
             if result is not None:
                 key = job.a.slice.param, job.a.slice.state, job.a.locator.state.numel
                 differing_parts.setdefault(key, []).append((result.numel, result.largest))
 
-    jobs = (job for pair in shared for job in _pair_parts(*pair, cast=cast))
+    jobs = (job for pair in shared for job in _pair_parts(pair, cast=cast))
     _run_stage(bundle(jobs, limit=BLOCK), compare_batch, threads, observer, title="compare", nbytes=nbytes)
     return differing_parts
 
 
-def compare_copies(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
-    """Copies in the source (replicas, the model's own low-precision weights) that differ from what is taken."""
-    return sorted(line for lines in find_drifting_states(index, observer, threads=threads).values() for line in lines)
+def find_drift(index: Index, observer: Observer, threads: int = THREADS) -> list[str]:
+    """A line for each difference between copies (replicas, the model's own low-precision weights) and what is read."""
+    lines_by_state = find_drifting_states(index, observer, threads=threads)
+    return [f"copies differ: {line}" for line in sorted(line for lines in lines_by_state.values() for line in lines)]
 
 
 def find_drifting_states(
     index: Index, observer: Observer, *, threads: int = THREADS
 ) -> dict[tuple[str, str], list[str]]:
-    """States whose copies differ from what is taken, by parameter and state, with a line for each difference."""
-    replicated = [own for own in index.states() if any(fragment.replica for fragment in own[2].fragments)]
+    """Parameter and state of which copies differ, with a line for each difference."""
+    replicated = [(a.name, name, s) for a, name, s in index.states() if any(f.replica for f in s.fragments)]
     lines_by_state: dict[tuple[str, str], list[str]] = {}
 
     def compare_batch(parts: Sequence[_StatePart], gatherer: Gatherer) -> None:
-        checked = [
-            (own, locator, data) for (own, locator), data in zip(parts, _read_parts(parts, gatherer), strict=True)
-        ]
-        for own, lines in find_drifts(checked, gatherer):
-            lines_by_state.setdefault((own.param, own.state), []).extend(lines)
+        checked = [(*part, data) for part, data in zip(parts, _read_parts(parts, gatherer), strict=True)]
+        for tensor_slice, lines in find_drifts(checked, gatherer):
+            lines_by_state.setdefault((tensor_slice.param, tensor_slice.state), []).extend(lines)
         observer.advance(sum(part.nbytes for part in parts))
 
     parts = (
         _StatePart(part, locator)
-        for atom, name, state in replicated
+        for param, name, state in replicated
         for locator in (Locator(state),)
-        for part in split_blocks(whole_slice(atom.name, name, state), state, nbytes=BLOCK)
+        for part in split_blocks(full_slice(param, name, state), state, nbytes=BLOCK)
     )
     nbytes = sum(state.nbytes for _, _, state in replicated)
     _run_stage(bundle(parts, limit=BLOCK), compare_batch, threads, observer, title="copies", nbytes=nbytes)
@@ -129,13 +127,13 @@ def find_drifting_states(
 
 
 def count_checked_bytes(index: Index) -> int:
-    """Bytes that `scan_records` and `scan_digests` between them look at."""
+    """Bytes that `find_corruption` reads."""
     digested = sum(state.nbytes for _, _, state in index.states() if state.digests)
     return digested + sum(record.nbytes for record in _undigested(index))
 
 
 def _undigested(index: Index) -> list[Record]:
-    """Records whose bytes no digest of a state covers: what is digested need not be summed as well."""
+    """Records whose bytes no digest of a state covers."""
     covered = {
         (fragment.ref.path, fragment.ref.offset, fragment.ref.nbytes)
         for _, _, state in index.states()
@@ -146,8 +144,32 @@ def _undigested(index: Index) -> list[Record]:
     return [record for record in index.records if (record.path, record.offset, record.nbytes) not in covered]
 
 
-def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) -> list[Record]:
-    """Stretches whose bytes are not those that the writer summed; without those that `scan_digests` covers."""
+def find_corruption(index: Index, observer: Observer, threads: int) -> list[str]:
+    """A line for each record and each state whose bytes do not match what the writer recorded."""
+    damaged = scan_records(index, observer, threads)
+    return [
+        *(f"CRC-32 differs: {r.path}: {r.name}{describe_owners(index, r)}" for r in damaged),
+        *(f"digest differs: {line}" for line in scan_digests(index, observer, threads)),
+    ]
+
+
+def describe_owners(index: Index, record: Record) -> str:
+    """Names of the states that a record has bytes of."""
+    names = []
+    for atom, name, state in index.states():
+        for fragment in state.fragments:
+            ref = fragment.ref
+            if not isinstance(ref, TensorRef) or ref.path != record.path or not ref.numel:
+                continue
+            if ref.offset < record.offset + record.nbytes and record.offset < ref.offset + ref.extent:
+                names.append(f"{atom.name}/{name}")
+                break
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f", part of {shown}" if names else ""
+
+
+def scan_records(index: Index, observer: Observer, threads: int = THREADS) -> list[Record]:
+    """Records whose bytes do not have the recorded checksum, except those that `scan_digests` covers."""
     records = sorted(_undigested(index), key=lambda record: (record.path, record.offset))
     spans: list[Span] = []
 
@@ -163,17 +185,19 @@ def scan_records(index: Index, observer: Observer, *, threads: int = THREADS) ->
 
 
 def _group_nearby(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """What is read at once of records in increasing offset: ranges of a file that are near, a block at most."""
+    """Ranges of records (in increasing offset) that are read at once: near one another in a file, a block at most."""
     for path, group in groupby(records, key=attrgetter("path")):
-        ranges = [part for own in group for part in block_ranges(own.offset, own.offset + own.nbytes, BLOCK)]
+        ranges = [
+            part for record in group for part in block_ranges(record.offset, record.offset + record.nbytes, BLOCK)
+        ]
         parts = iter(ranges)
-        for _, _, count in join_ranges(ranges, gap=GAP, most=BLOCK):
+        for _, _, count in join_ranges(ranges, gap=GAP, limit=BLOCK):
             yield path, list(islice(parts, count))
 
 
-def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) -> list[str]:
-    """States whose bytes are not those that were digested, one line each."""
-    digested = [own for own in index.states() if own[2].digests]
+def scan_digests(index: Index, observer: Observer, threads: int = THREADS) -> list[str]:
+    """A line for each block of a state whose bytes do not have the recorded digest."""
+    digested = [(atom.name, name, state) for atom, name, state in index.states() if state.digests]
     wrong: list[str] = []
 
     def check_batch(parts: Sequence[_StatePart], gatherer: Gatherer) -> None:
@@ -182,8 +206,8 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
 
     parts = (
         _StatePart(replace(full, start=low, stop=high), locator)
-        for atom, name, state in digested
-        for full, locator in ((whole_slice(atom.name, name, state), Locator(state)),)
+        for param, name, state in digested
+        for full, locator in ((full_slice(param, name, state), Locator(state)),)
         for low, high in block_ranges(0, full.stop, state.digest_nbytes // state.dtype.itemsize)
     )
     nbytes = sum(state.nbytes for _, _, state in digested)
@@ -192,11 +216,11 @@ def scan_digests(index: Index, observer: Observer, *, threads: int = THREADS) ->
 
 
 def _check_digests(parts: Sequence[_StatePart], gatherer: Gatherer) -> Iterator[str]:
-    """A line for each of some stretches whose bytes are not those that were digested, or cannot be read."""
+    """A line for each part whose bytes do not have the recorded digest, or cannot be read."""
     try:
         read = _read_parts(parts, gatherer)
     except (CorruptError, SourceError) as error:
-        if len(parts) > 1:  # which of them it is, is seen when each is read alone
+        if len(parts) > 1:  # read each alone to find the damaged one
             yield from chain.from_iterable(_check_digests([part], gatherer) for part in parts)
         else:
             yield f"{parts[0].label}: {error}"
@@ -212,9 +236,9 @@ class _StatePart(NamedTuple):
     """A part of a state that is read at once."""
 
     slice: Slice
-    """Which."""
+    """Its elements."""
     locator: Locator
-    """Where its pieces are found."""
+    """Finds its pieces."""
 
     @property
     def nbytes(self) -> int:
@@ -228,40 +252,41 @@ class _StatePart(NamedTuple):
 
 
 class _PartPair(NamedTuple):
-    """The same elements of two checkpoints, which are compared at once."""
+    """The same elements of two checkpoints."""
 
     a: _StatePart
-    """Of the first; cast, where that was asked for."""
+    """In the first checkpoint, cast if requested."""
     b: _StatePart
-    """Of the second."""
+    """In the second."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of them, in the wider type."""
+        """Bytes, in the wider of both dtypes."""
         return max(self.a.nbytes, self.b.nbytes)
 
 
 def _choose_dtype(a: StateIndex, b: StateIndex, *, cast: bool) -> DType:
-    """Type as which the first of two states is read to be compared."""
+    """Dtype in which the first of two states is read."""
     return b.dtype if cast and a.dtype.is_floating and b.dtype.is_floating else a.dtype
 
 
-def _pair_parts(param: str, name: str, a: StateIndex, b: StateIndex, *, cast: bool) -> Iterator[_PartPair]:
-    """All elements of both, a block at a time, such that either is read once."""
-    left, right = whole_slice(param, name, a, dtype=_choose_dtype(a, b, cast=cast)), whole_slice(param, name, b)
-    first, second = Locator(a), Locator(b)
+def _pair_parts(pair: Pair, *, cast: bool) -> Iterator[_PartPair]:
+    """All elements of both states, a block at a time, so that each source is read once."""
+    param, name, a, b = pair
+    slice_a = full_slice(param, name, a, dtype=_choose_dtype(a, b, cast=cast))
+    slice_b, locators = full_slice(param, name, b), (Locator(a), Locator(b))
     if 0 < a.numel * _WIDEST <= BLOCK:
-        yield _PartPair(_StatePart(left, first), _StatePart(right, second))
+        yield _PartPair(_StatePart(slice_a, locators[0]), _StatePart(slice_b, locators[1]))
         return
-    lead, state = (right, b) if needs_tiles(right, b, nbytes=BLOCK) else (left, a)
-    nbytes = BLOCK // (b.dtype.itemsize if left.dtype is b.dtype else _WIDEST) * lead.dtype.itemsize
+    lead, state = (slice_b, b) if needs_tiles(slice_b, b, nbytes=BLOCK) else (slice_a, a)
+    nbytes = BLOCK // (b.dtype.itemsize if slice_a.dtype is b.dtype else _WIDEST) * lead.dtype.itemsize
     for part in split_blocks(lead, state, nbytes=nbytes):
-        typed = [part if part.dtype is dtype else replace(part, dtype=dtype) for dtype in (left.dtype, right.dtype)]
-        yield _PartPair(_StatePart(typed[0], first), _StatePart(typed[1], second))
+        both = [part if part.dtype is dtype else replace(part, dtype=dtype) for dtype in (slice_a.dtype, slice_b.dtype)]
+        yield _PartPair(_StatePart(both[0], locators[0]), _StatePart(both[1], locators[1]))
 
 
 def _read_parts(parts: Sequence[_StatePart], gatherer: Gatherer) -> list[memoryview]:
-    """The bytes of parts in one buffer; they are read together where they are neighbours in a file."""
+    """The bytes of parts, read together into one buffer: neighbours in a file take one call."""
     return gatherer.read([(p.stop - p.start, p.dtype, resolve(p, at, p.start, p.stop)) for p, at in parts])
 
 

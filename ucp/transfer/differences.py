@@ -158,7 +158,7 @@ def _compare_extras(a: Index, b: Index) -> Iterator[Change | Pair]:
             if isinstance(item, Apart):
                 yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
             else:
-                yield Pair(label, item.place, StateIndex.whole(item.a), StateIndex.whole(item.b))
+                yield Pair(label, item.place, StateIndex.from_tensor(item.a), StateIndex.from_tensor(item.b))
 
 
 def _missing_change(name: str, state: str, *, in_a: bool) -> Change:
@@ -202,7 +202,7 @@ def _compare_settings(
         for side in (a, b):  # what it means that a side lacks it, where that is known
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
-        if not checksums.same(*sides):
+        if not checksums.is_same(*sides):
             value_a, value_b = (shown(side[0]) if side else "-" for side in sides)
             yield key, value_a, value_b
 

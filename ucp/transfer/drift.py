@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ucp.core.slices import Locator, Piece, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, resolve, resolve_replicas
 from ucp.core.target import Slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_payloads
@@ -30,7 +30,9 @@ def _all_agree(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> bool:
     """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
     alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
     for tensor_slice, locator, part in checked:
-        for piece in chain.from_iterable(resolve_copies(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)):
+        for piece in chain.from_iterable(
+            resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
+        ):
             if tensor_slice.dtype is not locator.state.dtype and piece.ref.dtype is not tensor_slice.dtype:
                 continue
             if piece.mean or piece.dst_strides != (1,):
@@ -61,7 +63,7 @@ def describe_drift(tensor_slice: Slice, locator: Locator, part: memoryview, gath
     compared with that term. `part`: bytes of the slice, which is a block at most.
     """
     uncast = tensor_slice.dtype is locator.state.dtype
-    for pieces in resolve_copies(tensor_slice, locator, tensor_slice.start, tensor_slice.stop):
+    for pieces in resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop):
         for piece in (piece for piece in pieces if uncast or piece.ref.dtype is tensor_slice.dtype):
             expected = part
             if piece.mean:  # one summand of it

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from zlib_ng import zlib_ng
 
 from ucp.core.slices import Piece, block_ranges, in_file_order, runs_of
-from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, starts_of
+from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, list_offsets
 from ucp.errors import CorruptError
 from ucp.io.elements import add, assign, decode_block, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
@@ -28,7 +28,7 @@ from ucp.io.files import Sources, join_ranges
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
 T = TypeVar("T")
 J = TypeVar("J")
@@ -223,7 +223,7 @@ class Gatherer:
         ref = part.ref
         assert isinstance(ref, TensorRef)
         lead, nbytes = runs_of(part)
-        starts = starts_of(part.sizes[:lead], part.src_strides[:lead], first=ref.offset + part.src_offset)
+        starts = list_offsets(part.sizes[:lead], part.src_strides[:lead], first=ref.offset + part.src_offset)
         scratch = memoryview(bytearray(nbytes * len(starts)))
         self.sources.get(ref.path).read_runs(scratch, starts)
         self.nbytes_read += len(scratch)
@@ -336,7 +336,7 @@ def to_run(piece: Piece, dtype: DType) -> Run | None:
 
 def to_extent(piece: Piece) -> Extent | None:
     """The bytes of a file that a piece is read from; None where these are none, or few of what lies between them."""
-    from ucp.io.remote.ahead import Extent
+    from ucp.io.remote.prefetch import Extent
 
     ref = piece.ref
     if isinstance(ref, InlineTensor):

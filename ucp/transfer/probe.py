@@ -16,7 +16,7 @@ from typing import Self
 
 from ucp.core.index import StateIndex
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType, Tensor, TensorRef
 from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
@@ -54,8 +54,8 @@ class Prober:
             self._gatherer.nbytes_read += nbytes
             data = self._gatherer.sources.get(tensor.path).read(tensor.offset + first, nbytes)
         else:
-            state = StateIndex.whole(tensor)
-            pieces = resolve(whole_slice("", "", state), Locator(state), start, stop)
+            state = StateIndex.from_tensor(tensor)
+            pieces = resolve(full_slice("", "", state), Locator(state), start, stop)
             data = bytes(self._gatherer.read([(stop - start, tensor.dtype, pieces)])[0])
         return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
 

@@ -22,9 +22,9 @@ import xxhash
 from zlib_ng import zlib_ng
 
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_copies
+from ucp.core.slices import Locator, Piece, block_ranges, resolve, resolve_replicas
 from ucp.core.target import Slice
-from ucp.core.tensor import TensorRef, starts_of
+from ucp.core.tensor import TensorRef, list_offsets
 from ucp.errors import CorruptError
 from ucp.io.elements import encode_block
 from ucp.io.files import Sources
@@ -157,14 +157,16 @@ class Worker:
                     sums.append(section_sum)
                     yield Step(task.number, section_sum.nbytes)
         if self._is_remote:
-            self._sources.drop(batch=self._announced.pop(task.number))
+            self._sources.cancel(batch=self._announced.pop(task.number))
         yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(drift_lines))
 
     def _announce(self, task: Task) -> None:
         """Have what a task reads of stores come, unless it was announced."""
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
-            self._sources.expect((own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number)
+            self._sources.prefetch(
+                (own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number
+            )
 
     def _list_pieces(self, task: Task) -> Iterator[Piece]:
         """What a task reads, about in the order that it does."""
@@ -182,7 +184,7 @@ class Worker:
             yield from resolve(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
             if is_checked and locator.replicas:
                 yield from chain.from_iterable(
-                    resolve_copies(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
+                    resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop)
                 )
 
     def _needed_tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
@@ -390,7 +392,7 @@ def _scatter_piece(output: _SliceOutput, piece: Piece, data: memoryview) -> None
         for low in range(0, len(values), rows):
             packed = np.ascontiguousarray(values[low : low + rows]).reshape(-1).view(np.uint8).data
             sizes = (min(rows, len(values) - low), *piece.sizes[1:])[:lead]
-            starts = starts_of(sizes, steps[:lead], first=first + low * steps[0])
+            starts = list_offsets(sizes, steps[:lead], first=first + low * steps[0])
             nbytes = packed.nbytes // len(starts)
             for at, start in zip(range(0, packed.nbytes, nbytes), starts, strict=True):
                 write_at(descriptor, packed[at : at + nbytes], start)

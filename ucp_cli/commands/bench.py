@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ucp.conversion.options import cores
+from ucp.conversion.options import count_cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
 from ucp.transfer.floor import measure_floor
@@ -36,7 +36,7 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
     xxh3) and writes: compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page
     cache, as they were just written; from a cold disk everything is slower.
     """
-    rates = list(measure_floor(folder, size, workers or cores()))
+    rates = list(measure_floor(folder, size, workers or count_cores()))
     if as_json:
         found = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
         write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})

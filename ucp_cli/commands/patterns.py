@@ -78,7 +78,7 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     """
     found = registry.library().family(family)
     if style is not None and found.rules:
-        found.written(found.rules[0], style)  # raises for a style that there is not, with --json too
+        found.written_names(found.rules[0], style)  # raises for a style that there is not, with --json too
     if as_json:
         write_json(family_document(found))
     else:

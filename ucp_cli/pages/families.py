@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from ucp.checks.explain import NO_RULE, Explained, FamilyReport
+from ucp.checks.explain import NO_RULE, ExplainedParameter, FamilyReport
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import shape_text
 from ucp.errors import counted
@@ -33,7 +33,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
     rows = [
         (
             rule.name.text,
-            *([", ".join(family.written(rule, style)) or "-"] if style else []),
+            *([", ".join(family.written_names(rule, style)) or "-"] if style else []),
             "; ".join(map(str, rule.axes)) or "one owner",
             "" if rule.when is None else str(rule.when),
             rule.meaning,
@@ -49,7 +49,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
                 ("recognised by", ", ".join(evidence.names)),
                 ("and not by", ", ".join(evidence.absent)),
                 ("with", ", ".join(f"{name} = {value!r}" for name, value in evidence.arguments.items())),
-                ("given", ", ".join(f"{name} = {value}" for name, value in family.given.items())),
+                ("given", ", ".join(f"{name} = {value}" for name, value in family.constants.items())),
                 ("names in", ", ".join((CANONICAL, *family.styles))),
             ]
         ),
@@ -95,9 +95,9 @@ def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | 
     yield table("Parameters", ("name", ">tensors", "shape", "lies"), rows)
 
 
-def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
+def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]:
     """A row per rule, style and layout; names of other layers and experts are the same row."""
-    rows: dict[tuple[str, ...], list[Explained]] = {}
+    rows: dict[tuple[str, ...], list[ExplainedParameter]] = {}
     for own in parameters:
         rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
     for members in rows.values():
@@ -108,7 +108,7 @@ def _rows(parameters: Iterable[Explained]) -> Iterator[tuple[str, ...]]:
         yield first.template, str(len(members)), shown, lies, _meaning(first)
 
 
-def _meaning(own: Explained) -> str:
+def _meaning(own: ExplainedParameter) -> str:
     """What a parameter is, and what it is called by the family where that is something else."""
     if own.rule is None or own.style == CANONICAL:
         return own.rule.meaning if own.rule else ""
@@ -147,7 +147,7 @@ def family_document(family: Family) -> dict[str, object]:
             "absent": list(family.evidence.absent),
             "arguments": dict(family.evidence.arguments),
         },
-        "given": dict(family.given),
+        "given": dict(family.constants),
         "sizes": {name: [str(way) for way in ways] for name, ways in family.sizes.items()},
         "styles": list(family.styles),
         "rules": [_rule(rule) for rule in family.rules],
@@ -171,7 +171,7 @@ def report_document(report: FamilyReport) -> dict[str, object]:
     }
 
 
-def _explained(own: Explained) -> dict[str, object]:
+def _explained(own: ExplainedParameter) -> dict[str, object]:
     return {
         "shape": list(own.global_shape),
         "canonical": own.canonical or None,
@@ -211,7 +211,7 @@ def _alias(alias: Alias) -> dict[str, object]:
         "view": _plain(alias.view),
         "order": list(alias.order),
         "when": None if alias.when is None else str(alias.when),
-        "beside": list(alias.beside),
+        "beside": list(alias.alongside),
     }
 
 

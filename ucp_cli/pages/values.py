@@ -45,8 +45,8 @@ def json_value(value: object) -> object:
 def what_is_held(extra: Extra) -> str:
     """What an extra holds, in a few words; of a companion file how long it is.
 
-    >>> from ucp.contract.companions import companion_extra
-    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(companion_extra("config.json", "", 714))
+    >>> from ucp.contract.sidecars import sidecar_extra
+    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(sidecar_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """
     if extra.is_sidecar and isinstance(extra.value, TensorRef):

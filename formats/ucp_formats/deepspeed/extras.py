@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, ExtraRow, ExtraTable, ExtraValues
 from ucp.core.index import TAG, Extra, Index
 from ucp_formats.deepspeed.read.module import EMPTY_SHAPES, ModelStates
@@ -74,7 +74,7 @@ class CarriedExtras(ExtraValues):
 
     def client_state(self, rank: int = 0) -> dict[str, object]:
         """What the training script saved of its own, by key."""
-        return {**self.mapping("client_state", rank), **dict(self.below("client_state/", rank))}
+        return {**self.mapping("client_state", rank), **dict(self.with_prefix("client_state/", rank))}
 
     def left_behind(self) -> tuple[str, ...]:
         """What of the extras does not go into the target, one line per reason."""
@@ -106,22 +106,22 @@ def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> lis
     roots = {rank: model.file.root for rank, model in models.items()}
     counts = EXTRAS[ENGINE].keys
     engine = {rank: {key: root[key] for key in counts if key in root} for rank, root in roots.items()}
-    extras = per_rank_extras(ENGINE, engine, checksums)
+    extras = make_rank_extras(ENGINE, engine, checksums)
     as_found = {key: name for name, row in AS_FOUND.items() for key in row.keys}
     for key, name in as_found.items():
         values = {rank: root[key] for rank, root in roots.items() if root.get(key) is not None}
         if values:
-            extras += per_rank_extras(name, values, checksums)
+            extras += make_rank_extras(name, values, checksums)
     known = {*counts, *as_found, *_IN_ATOMS}
     client = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
-    return extras + (per_rank_extras("client_state", client, checksums) if any(client.values()) else [])
+    return extras + (make_rank_extras("client_state", client, checksums) if any(client.values()) else [])
 
 
 def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
     """Extras out of optimizer files."""
     files = run.optimizers
     scalers = {rank: file.saved.get("loss_scaler") for rank, file in files.items()}
-    extras = per_rank_extras("loss_scaler", scalers, checksums) if any(v is not None for v in scalers.values()) else []
+    extras = make_rank_extras("loss_scaler", scalers, checksums) if any(v is not None for v in scalers.values()) else []
     facts = {
         "class": "BF16_Optimizer" if run.is_bf16_optimizer else "ZeRO-3" if run.stage == 3 else "ZeRO-1/2",
         "zero_stage": run.stage,
@@ -130,19 +130,19 @@ def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
         rank: {**facts, "file_prefix": file.name.prefix, **_left(file.saved, ("loss_scaler",))}
         for rank, file in files.items()
     }
-    extras += per_rank_extras("optimizer", left, checksums)
+    extras += make_rank_extras("optimizer", left, checksums)
     config = run.model.file.root.get("ds_config")
     roots = {rank: file.file.root for rank, file in files.items()}
     configs = {rank: root["ds_config"] for rank, root in roots.items() if "ds_config" in root}
     if config is None and configs:
-        extras += per_rank_extras("ds_config", configs, checksums)
+        extras += make_rank_extras("ds_config", configs, checksums)
     else:
-        own = {rank: value for rank, value in configs.items() if not checksums.same(value, config)}
+        own = {rank: value for rank, value in configs.items() if not checksums.is_same(value, config)}
         extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
     # keys beside optimizer_state_dict that no version known here writes
     known = ("optimizer_state_dict", "ds_config", "ds_version")
     unknown = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
-    return extras + (per_rank_extras("optimizer_file", unknown, checksums) if any(unknown.values()) else [])
+    return extras + (make_rank_extras("optimizer_file", unknown, checksums) if any(unknown.values()) else [])
 
 
 def unsharded_extras(optimizer: UnshardedOptimizer) -> list[Extra]:

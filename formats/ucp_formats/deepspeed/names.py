@@ -18,7 +18,7 @@ FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/m
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
 which is a save folder too. A tag folder is native when it has files of the grammar, and universal when it has a folder
-`zero/`. Other files of the save folder (`ucp.contract.companions`) belong to the tag that `latest` names, or to
+`zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
 the only one.
 
 >>> name = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
@@ -33,12 +33,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.contract.companions import with_companions
-from ucp.contract.locating import Located, Pointer, find_only, follow_pointers, look_at, the_checkpoint
+from ucp.contract.locating import Located, Pointer, find_only, follow_pointers, look_at, require_checkpoint
 from ucp.contract.output_names import is_text
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import TAG, Extra, Index
 from ucp.errors import SourceError
-from ucp.io.folder import absolute, names_in, names_of_folder, path_of
+from ucp.io.folder import names_in, names_of_folder, path_of, to_absolute
 
 LATEST = "latest"
 """Text file beside the tag folders: the tag to load."""
@@ -177,13 +177,13 @@ def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
     example = (
         f"a folder with {LATEST!r}, or a tag folder such as global_step100 with files like mp_rank_00_model_states.pt"
     )
-    return the_checkpoint(located, path, "a DeepSpeed checkpoint", example, f"file {LATEST!r}")
+    return require_checkpoint(located, path, "a DeepSpeed checkpoint", example, f"file {LATEST!r}")
 
 
 def saved_as(index: Index, located: Located[bool]) -> Index:
     """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
-    root = path_of(absolute(located.root))
-    folder = root.parent if located.saved_in is None else path_of(absolute(located.saved_in.path))
+    root = path_of(to_absolute(located.root))
+    folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))
     name = root.relative_to(folder)
     tag = (Extra(name=TAG, value=str(name)),) if is_text(str(name)) else ()
 
@@ -191,7 +191,7 @@ def saved_as(index: Index, located: Located[bool]) -> Index:
         is_named = path.name in (LATEST, LATEST_UNIVERSAL, *name.parts[:1])
         return is_named or _look_native(path) is not None or _look_universal(path) is not None
 
-    return with_companions(replace(index, extras=(*index.extras, *tag)), located.saved_in, is_own=is_own)
+    return attach_sidecars(replace(index, extras=(*index.extras, *tag)), located.saved_in, is_own=is_own)
 
 
 def list_folder(path: Path) -> TagFolder:

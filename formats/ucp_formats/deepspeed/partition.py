@@ -45,7 +45,7 @@ def shared_buffers(
     """
     *starts, used = accumulate(map(add, numels.values(), paddings or repeat(0)), initial=0)
     return tuple(
-        FlatBuffer.of(numels, ranks=ranks, share=length, starts=starts, known_from=known_from)
+        FlatBuffer.pack(numels, ranks=ranks, share=length, starts=starts, known_from=known_from)
         for length in dict.fromkeys((share(used, ranks=ranks), first))
         if length * ranks >= used
     )

@@ -1,8 +1,8 @@
-"""`config.json` of a model that is written, and the files that are published with it (tokenizer, generation).
+"""`config.json` for the target, and the files that are published with the model (tokenizer, generation).
 
-In order: the folder that `--set config=DIR` names, `none` for weights alone; the file that came with the checkpoint;
-what the arguments of the run say, by `[[config.huggingface]]` of its family. The tensors must be of the sizes that
-it says.
+It is the one in the folder that `--set config=DIR` names (`none`: weights alone), else the one that came with the
+checkpoint, else one made from the arguments of the run by `[[config.huggingface]]` of its family. The tensors must
+have the sizes that it records.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import Companion, companion_extra, companions_of
 from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
+from ucp.contract.sidecars import list_sidecars, sidecar_extra
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MisfitError, UsageError, counted, listed
 from ucp.families.family import Family, distinct_shapes
-from ucp.families.library import contradictions
-from ucp.families.recipes import Made, patched
+from ucp.families.library import find_contradictions
+from ucp.families.recipes import TensorRecipe, apply_recipe
 from ucp.families.styles import shape_conflicts
-from ucp.families.toml.config import derived_config
+from ucp.families.toml.config import build_config
 from ucp.io.json_text import NotJson, parsed
 from ucp.transfer.probe import Prober
 from ucp_formats.huggingface.locate import CONFIG
@@ -40,7 +40,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h)\.(\d+)\.")
 _STYLES = ("huggingface", "transformers")
 """Naming styles of transformers: on disk, and in memory."""
 _PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
-"""What names of a model with a head begin with, where those of the model without do not."""
+"""Prefixes of names in a model with a head, which the model without lacks."""
 _MOST_CONFIG = 16 << 20
 """Bytes of a config.json, at most."""
 _ROUTER, _DENSE = "decoder.layers.{layer}.mlp.router.weight", "decoder.layers.{layer}.mlp.linear_fc2.weight"
@@ -48,7 +48,7 @@ _EVEN = ("llama", "deepseek_v2")
 """Models whose hidden size must be a multiple of their heads (transformers 5.23, `validate_architecture`)."""
 _PADDED, _TRUE, _TOKENIZER = "padded_vocab_size", "vocab_size", "tokenizer_type"
 _WITHOUT_END = "NullTokenizer"
-"""The tokenizer whose `vocab_size` does not count the token that ends a text (megatron/training/tokenizer)."""
+"""The tokenizer whose `vocab_size` does not count the end-of-text token (megatron/training/tokenizer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +56,24 @@ class ModelConfig:
     """A configuration of transformers."""
 
     values: Mapping[str, object]
-    """What it says."""
+    """The document."""
     where: str
     """Where it is from, for messages."""
     text: bytes = b""
-    """Its bytes; empty where it is derived."""
+    """Its bytes; empty if it was derived."""
     files: tuple[Extra, ...] = ()
-    """Files that are published with it, as extras, where they are not the checkpoint's own."""
+    """Files that are published with it, as extras, if they are not the checkpoint's own."""
 
     def get(self, *keys: str) -> object:
-        """Value of the first of `keys` that it says, for the language model where it is of several models; or None."""
+        """Value of the first of `keys` that it has, also for the language model of several models; or None."""
         inner = self.values.get("text_config")
         tables = (self.values, inner) if isinstance(inner, dict) else (self.values,)
-        return next((own[key] for own in tables for key in keys if own.get(key) is not None), None)
+        return next((table[key] for table in tables for key in keys if table.get(key) is not None), None)
 
-    def rendered(self, dtype: DType | None) -> bytes:
-        """The file, with the type that the weights are written in; as it was where it says that, or no type."""
+    def render(self, dtype: DType | None) -> bytes:
+        """The file, with the type of the written weights; unchanged if it has that type, or none."""
         key = "dtype" if "dtype" in self.values or not self.text else "torch_dtype"
-        said = self.values.get(key)
-        if self.text and (dtype is None or said in (None, dtype.value)):
+        if self.text and (dtype is None or self.values.get(key) in (None, dtype.value)):
             return self.text
         values = self.values if dtype is None else {**self.values, key: dtype.value}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
@@ -83,14 +82,14 @@ class ModelConfig:
 def is_published(name: str) -> bool:
     """Whether a file beside a checkpoint is part of the model.
 
-    >>> is_published("tokenizer.json"), is_published("modeling_own.py"), is_published("zero_to_fp32.py")
+    >>> is_published("tokenizer.json"), is_published("modeling_x.py"), is_published("zero_to_fp32.py")
     (True, True, False)
     """
     return _PUBLISHED.fullmatch(name) is not None
 
 
-def given_config(folder: Path) -> ModelConfig:
-    """The config.json that the user names, or its folder, and what is published with it. Raises UsageError."""
+def read_config(folder: Path) -> ModelConfig:
+    """The config.json at or in a path that the user names, with files published beside it. Raises UsageError."""
     folder = folder.parent if folder.name == CONFIG and folder.is_file() else folder
     path = folder / CONFIG
     if not path.is_file():
@@ -98,32 +97,27 @@ def given_config(folder: Path) -> ModelConfig:
             f"expected --set config= a folder with a config.json, or {NONE}; got {folder}, which has "
             f"{'none' if folder.is_dir() else 'no files: it is no folder'}"
         )
-    files = sorted(own for own in folder.iterdir() if own.is_file() and is_published(own.name))
-    return _config(_file(path), str(path), [_file(own) for own in files])
+    files = sorted(file for file in folder.iterdir() if file.is_file() and is_published(file.name))
+    return _parse_config(_file_extra(path), str(path), [_file_extra(file) for file in files])
 
 
 def carried_config(index: Index) -> ModelConfig | None:
-    """The config.json that came with the checkpoint, if any. Raises UsageError where it is none."""
-    for own in companions_of(index):
-        if own.name == CONFIG:
-            return _config(own_extra(own), own.ref.path, [])
+    """The config.json that came with the checkpoint, if any. Raises UsageError for a damaged one."""
+    for file in list_sidecars(index):
+        if file.name == CONFIG:
+            return _parse_config(sidecar_extra(file.name, file.ref.path, file.ref.nbytes), file.ref.path, [])
     for extra in index.extras:
         if extra.name == CONFIG_EXTRA and isinstance(extra.value, dict) and "model_type" in extra.value:
             return ModelConfig(values=extra.value, where=f"the config.json of {index.path}")
     return None
 
 
-def own_extra(companion: Companion) -> Extra:
-    """The extra of a companion file."""
-    return companion_extra(companion.name, companion.ref.path, companion.ref.nbytes)
+def _file_extra(path: Path) -> Extra:
+    """A file as an extra; links, as in the cache of huggingface_hub, are followed."""
+    return sidecar_extra(path.name, str(path.resolve()), path.stat().st_size)
 
 
-def _file(path: Path) -> Extra:
-    """A file as an extra; a link, as in the cache of huggingface_hub, stands for what it leads to."""
-    return companion_extra(path.name, str(path.resolve()), path.stat().st_size)
-
-
-def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
+def _parse_config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
     ref = file.value
     assert isinstance(ref, TensorRef)
     if ref.nbytes > _MOST_CONFIG:
@@ -140,19 +134,19 @@ def _config(file: Extra, where: str, files: Sequence[Extra]) -> ModelConfig:
 
 
 def check_config(
-    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None, *, came_along: bool
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None, *, is_carried: bool
 ) -> None:
-    """Raise MisfitError naming all that `config_conflicts` finds, or that the model of `config` is quantised.
+    """Raise MisfitError naming all that `config_conflicts` finds, or if the model of `config` is quantised.
 
-    One that `came_along` with the checkpoint is of a model that transformers has: where no family is known, its sizes
-    may be those of tensors that such a model lacks (`vocab_size` of a speech encoder without a head).
+    `is_carried`: whether it came with the checkpoint. It is then of a model that transformers has: if no family is
+    known, it may have sizes of tensors that such a model lacks (`vocab_size` of a speech encoder without a head).
     """
     if config.get("quantization_config") is not None:
         raise MisfitError(
-            f"{config.where} is of a quantised model (quantization_config), and what is written is not: "
+            f"{config.where} is of a quantised model (quantization_config), and the target is not quantised: "
             "name a folder with a config.json without it (--set config=DIR)"
         )
-    general = () if came_along else _general(config, shapes)
+    general = () if is_carried else _general_conflicts(config, shapes)
     lines = [*general, *config_conflicts(config, shapes, family)]
     if lines:
         raise MisfitError(
@@ -165,20 +159,20 @@ def check_config(
 def config_conflicts(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family | None
 ) -> Iterator[str]:
-    """A line for every size, name and shape by which transformers would not load a model of `config`.
+    """A line for every size, name and shape that keeps transformers from loading a model of `config`.
 
-    `shapes`: of all tensors, by their names in transformers. `family`: the one that has all of the names; None where
-    none does: then that of `model_type` is asked, if it is known, about the names that it has.
+    `shapes`: of all tensors, by their names in transformers. `family`: the one that has all of the names; None for the
+    family of `model_type`, if it is known, and the names that it has.
     """
     family = family or family_of_type(config.get("model_type"))
     if family is None:
         return
-    yield from _general(config, shapes)
-    yield from _of_family(config, shapes, family)
+    yield from _general_conflicts(config, shapes)
+    yield from _family_conflicts(config, shapes, family)
     yield from shape_conflicts(family.bind(arguments=config.values, shapes=shapes), shapes, _STYLES[0])
 
     def is_expected(name: str) -> bool:
-        """Whether transformers has it: on disk or in memory, with or without the prefix of a model with a head."""
+        """Whether transformers has the name, on disk or in memory, with or without a prefix."""
         full_names = [f"{prefix}{name}" for prefix in _PREFIXES]
         return any(True for full in full_names for style in _STYLES for _ in family.readings(full, style))
 
@@ -187,40 +181,35 @@ def config_conflicts(
         yield f"names that transformers does not have for such a model: {', '.join(foreign[:4])}"
 
 
-def _general(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """What holds for models of any kind: a length that occurs, and how many layers there are."""
+def _general_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Conflicts for models of any kind: sizes that no tensor has, and the number of layers."""
     lengths = {length for shape in shapes.values() for length in shape}
     for keys in (("vocab_size",), ("hidden_size", "n_embd", "d_model")):
-        said = config.get(*keys)
-        if isinstance(said, int) and said not in lengths:
+        size = config.get(*keys)
+        if isinstance(size, int) and size not in lengths:
             largest = max(shapes, key=lambda name: shapes[name], default="")
-            yield f"{keys[0]} = {said}: no tensor has a dim of it; {largest} is {list(shapes.get(largest, ()))}"
-    said = config.get("num_hidden_layers", "n_layer")
-    numbers = [int(found[1]) for name in shapes if (found := _LAYER.search(name))]
-    extra = config.get("num_nextn_predict_layers")
-    most = said + (extra if isinstance(extra, int) else 0) if isinstance(said, int) else None
-    if numbers and isinstance(said, int) and not said <= max(numbers) + 1 <= (most or said):
-        yield f"num_hidden_layers = {said}: the tensors are of {max(numbers) + 1}"
+            yield f"{keys[0]} = {size}: no tensor has a dim of it; {largest} is {list(shapes.get(largest, ()))}"
+    layers, predicting = config.get("num_hidden_layers", "n_layer"), config.get("num_nextn_predict_layers")
+    count = 1 + max((int(match[1]) for name in shapes if (match := _LAYER.search(name))), default=-1)
+    most = layers + (predicting if isinstance(predicting, int) else 0) if isinstance(layers, int) else 0
+    if count and isinstance(layers, int) and not layers <= count <= most:
+        yield f"num_hidden_layers = {layers}: the tensors are of {count}"
 
 
-def _of_family(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family) -> Iterator[str]:
-    yield from contradictions(family, arguments=config.values, shapes=shapes)
+def _family_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family) -> Iterator[str]:
+    yield from find_contradictions(family, arguments=config.values, shapes=shapes)
     sizes = family.bind(arguments=config.values, shapes=shapes).values
     rows = {"q_proj": ("heads", "num_attention_heads"), "k_proj": ("groups", "num_key_value_heads")}
     for name, shape in shapes.items():
         size, key = rows.get(name.removesuffix(".weight").rpartition(".")[2], ("", ""))
-        if (
-            size in sizes
-            and "head_dim" in sizes
-            and not sizes.get("mla")
-            and shape[0] != sizes[size] * sizes["head_dim"]
-        ):
+        has_sizes = size in sizes and "head_dim" in sizes and not sizes.get("mla")
+        if has_sizes and shape[0] != sizes[size] * sizes["head_dim"]:
             yield f"{key} = {sizes[size]}, of {sizes['head_dim']} rows each: {name} is {list(shape)}"
             break
     key = "moe_intermediate_size" if "moe_intermediate_size" in config.values else "intermediate_size"
-    width, said = family.bind(shapes=shapes).values.get("expert_ffn"), config.get(key)
-    if None not in (width, said) and said != width:
-        yield f"{key} = {said}: experts have {width}"
+    width, recorded = family.bind(shapes=shapes).values.get("expert_ffn"), config.get(key)
+    if None not in (width, recorded) and recorded != width:
+        yield f"{key} = {recorded}: experts have {width}"
     vocabulary = config.get("vocab_size")
     for name, shape in shapes.items():
         is_padded = any(rule.padded == 0 for rule in family.rules_of(name))
@@ -233,8 +222,8 @@ def derive_config(
 ) -> ModelConfig:
     """The configuration of a model of `family`, bound to it, from the arguments that a run recorded.
 
-    `shapes`: of what is written, by name in any style. `where`: the checkpoint, for messages. Raises MisfitError naming
-    all that is not recorded.
+    `shapes`: of the written tensors, by name in any style. `where`: the checkpoint, for messages. Raises MisfitError
+    naming all arguments that are not recorded or have no counterpart.
     """
     parts = family.configs.get(_STYLES[0], ())
     if not any(part.family == family.name and "model_type" in part.fixed for part in parts):
@@ -242,7 +231,7 @@ def derive_config(
             f"no config.json can be made for a model of the family {family.name}: name a folder that has one "
             f"(--set config=DIR), or write the weights alone (--set config={NONE})"
         )
-    values, lines = derived_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
+    values, lines = build_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
     if lines:
         raise MisfitError(
             f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
@@ -252,8 +241,8 @@ def derive_config(
     return ModelConfig(values=values, where=f"the arguments that {where} records")
 
 
-def refused_note(config: ModelConfig) -> str | None:
-    """What keeps transformers from loading a model by `config`, where something does."""
+def refusal_note(config: ModelConfig) -> str | None:
+    """Why transformers will not load a model by `config`, if it will not."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if config.get("model_type") in _EVEN and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
         return (
@@ -265,15 +254,15 @@ def refused_note(config: ModelConfig) -> str | None:
 
 
 def _sizes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    """What the tensors tell: rows of the vocabulary, and which layers have no experts."""
+    """Sizes from the tensors: rows of the vocabulary, and layers without experts."""
     sizes: dict[str, object] = {}
     layers: dict[str, set[int]] = {_ROUTER: set(), _DENSE: set()}
     for name, shape in shapes.items():
-        named = family.read(name)
-        if named is not None and named.rule.padded == 0:
+        parsed_name = family.read(name)
+        if parsed_name is not None and parsed_name.rule.padded == 0:
             sizes["written_vocab"] = shape[0]
-        if named is not None and named.rule.name.text in layers:
-            layers[named.rule.name.text].add(named.fields["layer"])
+        if parsed_name is not None and parsed_name.rule.name.text in layers:
+            layers[parsed_name.rule.name.text].add(parsed_name.fields["layer"])
     dense = sorted(layers[_DENSE] - layers[_ROUTER])
     sizes["dense_layers"] = dense
     if dense == list(range(len(dense))):
@@ -282,9 +271,9 @@ def _sizes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, o
 
 
 def without_padding(index: Index, family: Family | None, config: ModelConfig | None) -> Index:
-    """`index` with the weights of embeddings cut to the true vocabulary, where the run padded it, and a note.
+    """`index` with embeddings cut to the true vocabulary if the run padded it, and a note.
 
-    The true one is that of `config`, where there is one, or else the run's own; where neither says it, all rows stay.
+    The true size is that of `config` if there is one, else the run's own; if neither records it, all rows stay.
     """
     arguments = run_arguments(index)
     if family is None or _PADDED not in arguments:
@@ -296,14 +285,14 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
     if not isinstance(rows, int):
         note = f"how many tokens there are is not recorded: {', '.join(padded)} may have rows of padding at the end"
         return replace(index, notes=(*index.notes, note))
-    cut: dict[str, AtomIndex] = {}
+    shortened: dict[str, AtomIndex] = {}
     for name, atom in ((name, index.atoms[name]) for name in padded):
         if 0 < rows < atom.global_shape[0]:
             shape, state = (rows, *atom.global_shape[1:]), atom.states[WEIGHT]
-            weight = patched(state, Made.whole(name, shape), {name: state.fragments})
-            cut[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
-    if not cut:
+            weight = apply_recipe(state, TensorRecipe.identity(name, shape), {name: state.fragments})
+            shortened[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
+    if not shortened:
         return index
-    left = counted(index.atoms[next(iter(cut))].global_shape[0] - rows, "row")
-    note = f"{left} of padding left out after the {rows:,} of the vocabulary: {', '.join(cut)}"
-    return replace(index, atoms={**index.atoms, **cut}, notes=(*index.notes, note))
+    padding = counted(index.atoms[next(iter(shortened))].global_shape[0] - rows, "row")
+    note = f"{padding} of padding left out after the {rows:,} of the vocabulary: {', '.join(shortened)}"
+    return replace(index, atoms={**index.atoms, **shortened}, notes=(*index.notes, note))

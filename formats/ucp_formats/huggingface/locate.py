@@ -3,16 +3,15 @@
 A user may pass the folder, one file with weights, an index, or the folder of a model in the hub's cache
 (`models--org--name/`, whose `refs/main` names a folder of `snapshots/`).
 
-A folder may hold a model in several forms: safetensors come before torch files, as transformers prefers them, and
-`model` before the names of other libraries. Where that does not settle it (one file and an index, two variants), the
-user has to.
+A folder may hold a model in several forms: safetensors are preferred to torch files, as in transformers, and `model`
+to the names of other libraries. If that leaves several (one file and an index, two variants), the user has to choose.
 
 | name | written by |
 |---|---|
 | model.safetensors | save_pretrained, of one file (transformers 4.29 and later) |
 | model-00001-of-00003.safetensors | save_pretrained, of several, with model.safetensors.index.json |
 | model.fp16.safetensors, model.safetensors.index.fp16.json | save_pretrained(variant="fp16") |
-| pytorch_model.bin, pytorch_model-00001-of-00003.bin | save_pretrained of before, by torch.save |
+| pytorch_model.bin, pytorch_model-00001-of-00003.bin | save_pretrained before 4.29, by torch.save |
 | shard-00002-model-00001-of-00001.safetensors | HuggingFaceStorageWriter of torch (DCP): rank 1 of a run |
 | diffusion_pytorch_model.safetensors, consolidated.safetensors | diffusers, Mistral |
 """
@@ -25,9 +24,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from ucp.contract.locating import Located, Strength, the_checkpoint
+from ucp.contract.locating import Located, Strength, require_checkpoint
 from ucp.errors import UsageError, counted, listed
-from ucp.io.folder import names_in, short_text
+from ucp.io.folder import names_in, read_short_text
 
 CONFIG = "config.json"
 SAFETENSORS, BIN = ".safetensors", ".bin"
@@ -42,22 +41,22 @@ _INDEX = re.compile(r"(?P<stem>.+)(?P<suffix>\.safetensors|\.bin)\.index(?P<vari
 
 @dataclass(frozen=True, slots=True)
 class WeightsName:
-    """Name of a file with weights, understood."""
+    """A parsed name of a file with weights."""
 
     stem: str
-    """What it begins with, and the variant: "model", "model.fp16"."""
+    """Its beginning and the variant: "model", "model.fp16"."""
     suffix: str
     """".safetensors" or ".bin"."""
     number: int | None
-    """Which of the files it is, from 1; None where there is one."""
+    """Number of the file, from 1; None for a single file."""
     count: int | None
-    """How many files there are."""
+    """How many files there are; None for a single file."""
     rank: int | None
-    """Rank that wrote it, where each writes its own."""
+    """Rank that wrote it; None unless ranks wrote files of their own."""
 
 
 def parse_weights(name: str) -> WeightsName | None:
-    """A file name, understood; None for what is none of these.
+    """The parsed file name; None for other names.
 
     >>> parse_weights("model-00002-of-00003.safetensors")
     WeightsName(stem='model', suffix='.safetensors', number=2, count=3, rank=None)
@@ -74,7 +73,7 @@ def parse_weights(name: str) -> WeightsName | None:
 
 
 def index_stem(name: str) -> tuple[str, str] | None:
-    """Stem and suffix of the files that an index of such a name is of; None for another name.
+    """Stem and suffix of the files of an index with this name; None for another name.
 
     >>> index_stem("model.safetensors.index.fp16.json"), index_stem("config.json")
     (('model.fp16', '.safetensors'), None)
@@ -90,40 +89,40 @@ _MOST_REF = 256
 
 
 class Form(StrEnum):
-    """How a model is cut into files."""
+    """How a model is split into files."""
 
-    WHOLE = "one file"
+    SINGLE = "one file"
     INDEXED = "files of an index"
     NUMBERED = "numbered files without an index"
     OF_RANKS = "files of ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model in one form."""
+class ModelFiles:
+    """Files of a model in one form."""
 
     stem: str = ""
-    """What the names of its files begin with, and the variant; empty where the user passed a file."""
+    """Beginning of their names and the variant; empty if the user passed a file."""
     suffix: str = ""
-    """What they end with."""
-    form: Form = Form.WHOLE
-    """How it is cut into files."""
+    """Suffix of their names."""
+    form: Form = Form.SINGLE
+    """How the model is split into files."""
     files: tuple[str, ...] = ()
-    """Names of the files with weights; of the index alone, where there is one."""
+    """Names of the files with weights; of the index alone, if there is one."""
     others: tuple[str, ...] = ()
     """Files with weights that are left alone: the model in another form."""
 
     @property
-    def is_lone(self) -> bool:
-        """Whether the user passed one file, to which the other files of the folder need not belong."""
+    def is_single(self) -> bool:
+        """Whether the user passed one file: the other files of the folder may be of something else."""
         return not self.stem
 
 
-def locate(path: Path) -> Located[Model] | None:
+def locate(path: Path) -> Located[ModelFiles] | None:
     """Where the model at `path` lies, or None if there is none."""
     if path.is_file():
         return _look_at_file(path)
-    commit = short_text(path / "refs" / "main", most_bytes=_MOST_REF)
+    commit = read_short_text(path / "refs" / "main", most_bytes=_MOST_REF)
     snapshot = path / "snapshots" / commit if commit and commit.isalnum() else path
     root = snapshot if snapshot.is_dir() else path
     models = _models(set(names_in(root)))
@@ -131,73 +130,72 @@ def locate(path: Path) -> Located[Model] | None:
         return None
     best = min(map(_preference, models))
     model, *equals = (model for model in models if _preference(model) == best)
-    choices = tuple(own.files[0] for own in (model, *equals)) if equals else ()
-    others = tuple(name for own in models for name in own.files if name not in model.files)
+    choices = tuple(files.files[0] for files in (model, *equals)) if equals else ()
+    others = tuple(name for files in models for name in files.files if name not in model.files)
     return _located(root, replace(model, others=others), choices)
 
 
-def _located(root: Path, model: Model, choices: tuple[str, ...] = ()) -> Located[Model]:
+def _located(root: Path, model: ModelFiles, choices: tuple[str, ...] = ()) -> Located[ModelFiles]:
     return Located(root=root, content=model, reasons=model.files[:1], choices=choices, strength=Strength.WEIGHTS)
 
 
-def _look_at_file(path: Path) -> Located[Model] | None:
+def _look_at_file(path: Path) -> Located[ModelFiles] | None:
     """The model that one file is, or leads to."""
     name = parse_weights(path.name)
     is_index = index_stem(path.name) is not None
     if path.name.startswith(_ADAPTER) or not (is_index or name is not None or path.suffix == SAFETENSORS):
         return None
-    form = Form.INDEXED if is_index else Form.WHOLE if name is None else _form(name)
+    form = Form.INDEXED if is_index else Form.SINGLE if name is None else _form(name)
     is_part = name is not None and (name.count or 1) > 1
-    model = Model(form=Form.WHOLE if form is Form.NUMBERED else form, files=(path.name,))
+    model = ModelFiles(form=Form.SINGLE if form is Form.NUMBERED else form, files=(path.name,))
     return _located(path.parent, model, (path.name,) if is_part else ())
 
 
-def _models(names: Iterable[str]) -> list[Model]:
-    """Models that files of such names are, each in the forms it is there in."""
+def _models(names: Iterable[str]) -> list[ModelFiles]:
+    """Models in a folder with these names, once for each form."""
     indexes = {name: key for name in sorted(names) if (key := index_stem(name)) is not None}
     models = [
-        Model(stem=stem, suffix=suffix, form=Form.INDEXED, files=(name,))
+        ModelFiles(stem=stem, suffix=suffix, form=Form.INDEXED, files=(name,))
         for name, (stem, suffix) in indexes.items()
         if not stem.startswith(_ADAPTER)
     ]
-    files: dict[tuple[str, str, Form], list[str]] = {}
+    groups: dict[tuple[str, str, Form], list[str]] = {}
     for name in sorted(names):
-        parsed = parse_weights(name)
-        if parsed is None or (_form(parsed) is Form.NUMBERED and (parsed.stem, parsed.suffix) in indexes.values()):
+        parts = parse_weights(name)
+        if parts is None or (_form(parts) is Form.NUMBERED and (parts.stem, parts.suffix) in indexes.values()):
             continue  # none, or of an index
-        files.setdefault((parsed.stem, parsed.suffix, _form(parsed)), []).append(name)
-    return [
-        *models,
-        *(Model(stem=stem, suffix=suffix, form=form, files=tuple(own)) for (stem, suffix, form), own in files.items()),
-    ]
+        groups.setdefault((parts.stem, parts.suffix, _form(parts)), []).append(name)
+    for (stem, suffix, form), files in groups.items():
+        models.append(ModelFiles(stem=stem, suffix=suffix, form=form, files=tuple(files)))
+    return models
 
 
 def _form(name: WeightsName) -> Form:
     if name.rank is not None:
         return Form.OF_RANKS
-    return Form.WHOLE if name.count is None else Form.NUMBERED
+    return Form.SINGLE if name.count is None else Form.NUMBERED
 
 
-def _preference(model: Model) -> tuple[bool, bool, bool]:
+def _preference(model: ModelFiles) -> tuple[bool, bool, bool]:
     return model.suffix == BIN, model.form is Form.NUMBERED, model.stem not in _TRANSFORMERS
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a folder is one with weights, or an index of such."""
+    """Whether it is the name of a file with weights, or of an index."""
     return parse_weights(name) is not None or index_stem(name) is not None
 
 
-def the_model(located: Located[Model] | None, path: Path) -> Located[Model]:
-    """The model found. Raises UnknownFormatError where there is none, UsageError where there are several."""
-    if located is not None and located.choices and located.content.is_lone:
+def check_model(located: Located[ModelFiles] | None, path: Path) -> Located[ModelFiles]:
+    """`located`, just one. Raises UnknownFormatError if there is no model, UsageError if there are several."""
+    if located is not None and located.choices and located.content.is_single:
         raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.root}")
     if located is not None and located.choices:
         raise UsageError(
-            f"{path} holds a model in {counted(len(located.choices), 'form')}, which need not be the same; pass the "
-            f"file of the one that is meant:\n{listed(str(located.root / name) for name in located.choices)}"
+            f"{path} holds a model in {counted(len(located.choices), 'form')}, which may differ; pass the file of the "
+            f"right one:\n{listed(str(located.root / name) for name in located.choices)}"
         )
     example = (
         "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "
         "pytorch_model.bin"
     )
-    return the_checkpoint(located, path, "a Hugging Face model", example)
+    return require_checkpoint(located, path, "a Hugging Face model", example)

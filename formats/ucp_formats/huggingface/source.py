@@ -1,7 +1,7 @@
 """Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
 
 1. Find the files (`locate`); read their indexes and headers (`weights`).
-2. Tell tied weights (`matcher`), buffers, and the order of the model.
+2. Find tied weights, buffers, and the order of the model.
 3. config.json is the extra `config`; tokenizer and generation files are carried along.
 
 There are weights only: no optimizer states, and no groups.
@@ -16,20 +16,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import CONFIG_EXTRA, by_number, config_in, in_model_order, tied_output
+from ucp.contract.locating import Evidence, Located, SaveFolder
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, read_config, sort_by_number, sort_in_model_order
 from ucp.contract.protocols import Format
 from ucp.contract.registry import choose_family
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
-from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
-from ucp_formats.huggingface.locate import CONFIG, Form, Model, is_weights, locate, the_model
-from ucp_formats.huggingface.weights import SavedTensor, Weights, read_weights, second_names
+from ucp_formats.huggingface.locate import CONFIG, Form, ModelFiles, check_model, is_weights, locate
+from ucp_formats.huggingface.weights import ModelWeights, read_weights, second_names
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
@@ -52,72 +51,82 @@ class HuggingFaceFormat(Format):
 
     def read(self, path: Path) -> Index:
         """Index of the model at `path`."""
-        located = the_model(locate(path), path)
-        config = config_in(absolute(located.root))
+        located = check_model(locate(path), path)
+        config = read_config(to_absolute(located.root))
         _check_plain(config, located.root)
-        index = _Reading(located, config, read_weights(located.root, located.content)).index(self.name)
-        if located.content.is_lone:
+        index = _ModelIndexer(located, config, read_weights(located.root, located.content)).index(self.name)
+        if located.content.is_single:
             return index
         folder = SaveFolder(path_of(index.path))
-        return with_companions(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
+        return attach_sidecars(index, folder, is_own=lambda path: is_weights(path.name) or path.name == CONFIG)
 
 
 def _check_plain(config: Mapping[str, object], root: Path) -> None:
-    """Raise UnsupportedError for weights that are quantised: their numbers mean nothing without their scales."""
-    said = config.get("quantization_config", config.get("compression_config"))
-    if said is None:
+    """Raise UnsupportedError for quantised weights, whose numbers mean nothing without their scales."""
+    quantization = config.get("quantization_config", config.get("compression_config"))
+    if quantization is None:
         return
-    method = said.get("quant_method", "a method that it does not name") if isinstance(said, dict) else said
+    method = quantization
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "a method that it does not name")
     raise UnsupportedError(
-        f"the model at {root} is quantised ({CONFIG}: {method}): what its files hold are numbers to be multiplied with "
-        "scales, which no training framework goes on with. Load it with transformers, dequantise it "
-        "(model.dequantize()), save it with save_pretrained, and pass that; or pass the model that it was made from"
+        f"the model at {root} is quantised ({CONFIG}: {method}): its files hold numbers to be multiplied with scales, "
+        "which no training framework resumes from. Load it with transformers, dequantise it (model.dequantize()), "
+        "save it with save_pretrained, and pass that; or pass the model that it was made from"
     )
 
 
 @dataclass(slots=True)
-class _Reading:
-    """A model while its index is made."""
+class _ModelIndexer:
+    """Makes the index of a model."""
 
-    located: Located[Model]
+    located: Located[ModelFiles]
     config: dict[str, object]
-    weights: Weights
+    weights: ModelWeights
     aliases: dict[str, str] = field(default_factory=dict)
     tie: str = ""
-    """What is said of a tied output matrix."""
+    """The note on a tied output matrix."""
 
     def index(self, name: str) -> Index:
         """The index."""
-        root = absolute(self.located.root)
-        tensors = self._untied()
-        is_in_order = self.located.content.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep it
-        order = list(tensors) if is_in_order else in_model_order(tensors, self.config.get("model_type"))
-        shapes = {name: own.shape for name, own in tensors.items()}
+        files = self.located.content
+        root = to_absolute(self.located.root)
+        tensors = self._without_ties()
+        is_in_order = files.files[0].endswith((".bin", ".bin.index.json"))  # pickles keep the order
+        order = list(tensors) if is_in_order else sort_in_model_order(tensors, self.config.get("model_type"))
+        shapes = {name: tensor.global_shape for name, tensor in tensors.items()}
         family = find_family(shapes, self.config)
-        buffers = buffers_of({name: (_dtype(own), own.shape) for name, own in tensors.items()}, family)
-        path = os.path.join(root, self.located.content.files[0]) if self.located.content.is_lone else root
+        buffers = find_buffers(tensors, family)
         return Index(
-            path=path,
+            path=os.path.join(root, files.files[0]) if files.is_single else root,
             format=name,
             evidence=self.located.reasons,
             producer=self._producer(),
             topology=Topology(dp=self.weights.ranks),
             step=self._step(),
-            atoms={own: _atom(own, tensors[own], is_buffer=own in buffers) for own in order or by_number(tensors)},
+            atoms={
+                param: AtomIndex(
+                    name=param,
+                    global_shape=tensors[param].global_shape,
+                    kind=Kind.BUFFER if param in buffers else Kind.PARAMETER,
+                    states={WEIGHT: tensors[param]},
+                )
+                for param in order or sort_by_number(tensors)
+            },
             aliases=self.aliases,
             extras=(Extra(name=CONFIG_EXTRA, value=self.config),) if self.config else (),
             files=tuple(self._files(root)),
-            records=tuple(self.weights.records),
+            records=self.weights.records,
             unordered=order is None,
             notes=tuple(self._notes(is_ordered=order is not None)),
-            doubts=tuple(self._doubts(shapes, family)),
+            doubts=tuple(self._config_doubts(shapes, family)),
         )
 
-    def _doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
-        """The doubt that config.json is of another model, where it contradicts the tensors."""
+    def _config_doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
+        """The doubt that config.json is of another model, if it contradicts the tensors."""
         from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
 
-        where = os.path.join(absolute(self.located.root), CONFIG)
+        where = os.path.join(to_absolute(self.located.root), CONFIG)
         lines = list(config_conflicts(ModelConfig(values=self.config, where=where), shapes, family))
         if self.config and lines:
             yield Doubt(
@@ -127,27 +136,27 @@ class _Reading:
                 "them",
             )
 
-    def _untied(self) -> dict[str, SavedTensor]:
-        """The tensors without the second ones of those that are tied; a copy on disk is one to compare."""
+    def _without_ties(self) -> dict[str, StateIndex]:
+        """The tensors without second ones of tied weights; a copy on disk is compared with the first."""
         tensors = dict(self.weights.tensors)
         self.aliases = second_names(tensors)
         for second in self.aliases:
             del tensors[second]
-        tied = tied_output(tensors, self.config)
+        tied = find_tied_output(tensors, self.config)
         if tied is None or tied[0] in self.aliases:
             return tensors
         output, embedding = tied
         self.tie = f"{output} is tied to {embedding}, which holds it"
-        copy = tensors.get(output)
+        copy = tensors.pop(output, None)
         if copy is not None:
             first = tensors[embedding]
-            if (copy.shape, _dtype(copy)) != (first.shape, _dtype(first)):
+            if (copy.global_shape, copy.dtype) != (first.global_shape, first.dtype):
                 raise MalformedError(
                     f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
-                    f"{list(copy.shape)} and {list(first.shape)} or other types: one of these files is of another model"
+                    f"{list(copy.global_shape)} and {list(first.global_shape)} or other types: one of these files is "
+                    "of another model"
                 )
-            tensors[embedding] = replace(first, fragments=with_copies(first.fragments, copy.fragments))
-            del tensors[output]
+            tensors[embedding] = replace(first, fragments=add_copies(first.fragments, copy.fragments))
             self.tie += "; its copy on disk is compared with that"
         self.aliases[output] = embedding
         return tensors
@@ -159,9 +168,9 @@ class _Reading:
         return f"transformers {version}" if isinstance(version, str) else "Hugging Face model"
 
     def _step(self) -> int | None:
-        folder = path_of(absolute(self.located.root))
-        found = _STEP.fullmatch(folder.name)
-        return int(found[1]) if found and (folder / _TRAINER_STATE).is_file() else None
+        folder = path_of(to_absolute(self.located.root))
+        match = _STEP.fullmatch(folder.name)
+        return int(match[1]) if match and (folder / _TRAINER_STATE).is_file() else None
 
     def _files(self, root: str) -> Iterator[SourceFile]:
         if self.located.content.form is Form.INDEXED:
@@ -172,8 +181,9 @@ class _Reading:
             yield source_file(os.path.join(root, CONFIG), "configuration of the model")
 
     def _notes(self, *, is_ordered: bool) -> Iterator[str]:
+        files = self.located.content
         yield (
-            "weights only, no optimizer states; every floating-point tensor counts as trained, but for buffers that a "
+            "weights only, no optimizer states; every floating-point tensor counts as trained, except buffers that a "
             "model family knows: the files do not mark them"
         )
         if self.tie:
@@ -181,45 +191,32 @@ class _Reading:
         if not is_ordered:
             yield "the order in which the model registers its parameters is not recorded; they are listed by name"
         if not self.config.get("model_type"):
-            lacks = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
-            yield f"{lacks}: whether lm_head.weight is tied to the embedding is not known"
-        if self.located.content.form is Form.NUMBERED:
+            reason = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
+            yield f"{reason}: whether lm_head.weight is tied to the embedding is not known"
+        if files.form is Form.NUMBERED:
             yield f"without an index: taken as complete: all {len(self.weights.files):,} numbered files are there"
-        if self.located.content.form is Form.OF_RANKS and "model_type" not in self.config:
+        if files.form is Form.OF_RANKS and "model_type" not in self.config:
             yield (
-                "global shapes follow from the parts that are there, by the offsets that ranks recorded: lost files "
+                "global shapes follow from the shards that are there, by the offsets that ranks recorded: lost files "
                 "of the last ranks cannot be detected"
             )
-        if self.located.content.others:
-            first, others = self.located.content.files[0], ", ".join(self.located.content.others)
-            yield f"{first} is preferred to other files with weights, which are not read: {others}"
+        if files.others:
+            others = ", ".join(files.others)
+            yield f"{files.files[0]} is preferred to other files with weights, which are not read: {others}"
 
 
-def buffers_of(tensors: Mapping[str, tuple[DType, tuple[int, ...]]], family: Family | None) -> set[str]:
-    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of the model's family.
-
-    `tensors`: name to type and shape.
-    """
-    integers = {name for name, (dtype, _) in tensors.items() if not dtype.is_floating}
+def find_buffers(tensors: Mapping[str, StateIndex], family: Family | None) -> set[str]:
+    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of the model's family."""
+    integers = {name for name, tensor in tensors.items() if not tensor.dtype.is_floating}
     if family is None:
         return integers
-    ruled = {name for name in tensors if any(rule.buffer for rule in family.rules_of(name))}
-    return integers | ruled | set(filter(family.ignores, tensors))
+    by_rule = {name for name in tensors if any(rule.buffer for rule in family.rules_of(name))}
+    return integers | by_rule | set(filter(family.ignores, tensors))
 
 
 def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
-    """The family that has all names of a model; None where none has."""
+    """The family that has all names of a model; None if none has."""
     try:
         return choose_family(names=shapes, shapes=shapes, arguments=config, explain=False)[0]
     except FamilyError:
         return None
-
-
-def _dtype(tensor: SavedTensor) -> DType:
-    return tensor.fragments[0].ref.dtype
-
-
-def _atom(name: str, tensor: SavedTensor, *, is_buffer: bool) -> AtomIndex:
-    weight = StateIndex(dtype=_dtype(tensor), global_shape=tensor.shape, fragments=tensor.fragments)
-    kind = Kind.BUFFER if is_buffer else Kind.PARAMETER
-    return AtomIndex(name=name, global_shape=tensor.shape, kind=kind, states={WEIGHT: weight})

@@ -1,14 +1,14 @@
 """Target `huggingface`: a folder that `from_pretrained` of transformers reads.
 
     DST/config.json                          see `ucp_formats.huggingface.config`
-    DST/model.safetensors                    weights; where they are more than --set max_shard_size:
+    DST/model.safetensors                    weights; if they are more than --set max_shard_size:
     DST/model-00001-of-00003.safetensors ... and
-    DST/model.safetensors.index.json         which tensor lies in which
-    DST/tokenizer.json ...                   what is published with the model, where it is known
+    DST/model.safetensors.index.json         which tensor lies in which file
+    DST/tokenizer.json ...                   files that are published with the model, if known
 
-Weights alone: the format has no place for the rest. They are of the type that the model computes with, where the
-source keeps masters of another. The cut into files is greedy, in the order of the model (huggingface_hub 2.4,
-`serialization/_base.py`), and each file has the bytes that safetensors' own writer gives it.
+Weights alone: the format has no place for the rest. They are of the type in which the model computes, if the source has
+masters of another. Tensors fill the files in the order of the model (huggingface_hub 2.4, `serialization/_base.py`),
+and each file has the bytes that safetensors' own writer gives it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ucp.contract.companions import companions_of, is_adapter, left_text, place_companions
-from ucp.contract.model import CONFIG_EXTRA, recorded_arguments, run_arguments, said_values, tied_output
+from ucp.contract.model import CONFIG_EXTRA, find_tied_output, parse_values, recorded_arguments, run_arguments
 from ucp.contract.output_names import check_text, shorter
 from ucp.contract.protocols import Target
-from ucp.contract.registry import names_of, target_family
+from ucp.contract.registry import naming_style_of, target_family
+from ucp.contract.run_extras import ExtraRow, ExtraTable, ExtraValues
+from ucp.contract.sidecars import add_sidecars, describe_left, is_adapter, list_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
-from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, casts, whole_slice
+from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions, TargetPlan, describe_casts, full_slice
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import with_copies
+from ucp.core.union import add_copies
 from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
@@ -40,16 +41,18 @@ from ucp_formats.huggingface.config import (
     carried_config,
     check_config,
     derive_config,
-    given_config,
     is_published,
-    refused_note,
+    read_config,
+    refusal_note,
     without_padding,
 )
 from ucp_formats.huggingface.locate import CONFIG
-from ucp_formats.huggingface.source import buffers_of, find_family
+from ucp_formats.huggingface.source import find_buffers, find_family
 
 MAX_SHARD_SIZE = "5GB"
 """Default of huggingface_hub; transformers 5 has 50GB."""
+EXTRAS: ExtraTable = {CONFIG_EXTRA: ExtraRow(keys=(CONFIG,))}
+"""Extras with a place in the format: config.json."""
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -77,46 +80,48 @@ class HuggingFaceTarget(Target):
     settings = _SETTINGS
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
-        """Whether they are those of transformers: of a model of it, or beside its config.json."""
-        return names_of(index) == self.names or _found(index, settings.get("config")) is not None
+        """Whether they are those of transformers: of a model of transformers, or beside its config.json."""
+        return naming_style_of(index) == self.names or _find_config(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
-        """What is known of the model: what the configuration says that the user names, too."""
-        asked = settings.get("config")
-        config = _found(index, asked)
-        if config is None and asked is None and not run_arguments(index):
-            raise _no_config(index)  # before sizes are asked for, which it may tell
-        return {**recorded_arguments(index), **(config.values if config else {}), **said_values(settings)}
+        """What is known of the model, with the configuration that the user names."""
+        option = settings.get("config")
+        config = _find_config(index, option)
+        if config is None and option is None and not run_arguments(index):
+            raise _no_config(index)  # before sizes are asked for, which a configuration may tell
+        return {**recorded_arguments(index), **(config.values if config else {}), **parse_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files. Raises UsageError, MissingStateError, MisfitError."""
         _check_options(topology, options)
-        limit = nbytes_of_shard(options.settings.get("max_shard_size", MAX_SHARD_SIZE))
+        limit = parse_shard_size(options.settings.get("max_shard_size", MAX_SHARD_SIZE))
         check_weights(index)
-        family = _family(index, options)
-        asked = options.settings.get("config")
-        config = _found(index, asked)
+        try:
+            family = target_family(index, options, recorded_arguments(index))[0]
+        except UnknownFamilyError:
+            family = None
+        option = options.settings.get("config")
+        config = _find_config(index, option)
         index = without_padding(index, family, config)
-        if config is None and asked is None:
-            config = _derived(index, family)
-        written = _written(index, config)
+        if config is None and option is None:
+            config = _derive_config(index, family)
+        written = _written_index(index, config)
         if config is not None:
-            check_config(config, written.shapes, family, came_along=asked is None)
-        tensors = list(_tensors(index, written, options.dtypes.get(WEIGHT)))
-        check_text(own.name for own in tensors)
-        shards = laid_out(tensors, limit=limit)
+            check_config(config, written.shapes, family, is_carried=option is None)
+        slices = _slices(index, written, options.dtypes.get(WEIGHT))
+        check_text(tensor.param for tensor in slices)
+        files = split_into_files(slices, limit=limit)
+        refusal = refusal_note(config) if config is not None else None
+        notes = _notes(index, written, slices, limit, is_cast=WEIGHT in options.dtypes)
         plan = TargetPlan(
-            files=tuple(own.file for own in shards),
-            placements=tuple(place for own in shards for place in own.placements),
-            casts=casts(written, (own.slice for own in tensors)),
-            notes=(
-                *_notes(index, written, tensors, limit, is_asked=WEIGHT in options.dtypes),
-                *filter(None, [refused_note(config) if config is not None else None]),
-            ),
-            dropped=tuple(_left_out(index)),
+            files=tuple(file.output for file in files),
+            placements=tuple(placement for file in files for placement in file.placements),
+            casts=describe_casts(written, slices),
+            notes=(*notes, *filter(None, [refusal])),
+            dropped=tuple(_dropped(index)),
         )
-        texts = tuple(_texts(index, config, shards))
-        last = tuple(own.path for own in texts if own.path == _INDEX)
+        texts = tuple(_text_files(index, config, files))
+        last = tuple(file.path for file in texts if file.path == _INDEX)
         return _with_published(replace(plan, files=(*texts, *plan.files), last=last), written, config)
 
 
@@ -132,23 +137,15 @@ def _check_options(topology: Topology | None, options: TargetOptions) -> None:
         raise UsageError(f"weights alone are written; drop --dtype {others[0]}=...")
 
 
-def _family(index: Index, options: TargetOptions) -> Family | None:
-    """The family of the model, bound to it, if it is one that is known."""
-    try:
-        return target_family(index, options, recorded_arguments(index))[0]
-    except UnknownFamilyError:
-        return None
-
-
-def _found(index: Index, asked: str | None) -> ModelConfig | None:
+def _find_config(index: Index, option: str | None) -> ModelConfig | None:
     """The configuration that the user names, or that came with the checkpoint."""
-    if asked == NONE:
+    if option == NONE:
         return None
-    return carried_config(index) if asked is None else given_config(Path(asked))
+    return carried_config(index) if option is None else read_config(Path(option))
 
 
-def _derived(index: Index, family: Family | None) -> ModelConfig:
-    """The configuration of a model that none came with. Raises UsageError where none can be made."""
+def _derive_config(index: Index, family: Family | None) -> ModelConfig:
+    """The configuration of a model that none came with. Raises UsageError if none can be made."""
     arguments = run_arguments(index)
     if family is not None and arguments:
         return derive_config(family, index.shapes, arguments, index.path)
@@ -163,93 +160,93 @@ def _no_config(index: Index) -> UsageError:
     )
 
 
-def _written(index: Index, config: ModelConfig | None) -> Index:
-    """What is written of `index`, as it reads back: weights, under all of their names but those that transformers ties.
+def _written_index(index: Index, config: ModelConfig | None) -> Index:
+    """`index` as the target reads back: weights, under all of their names except those that transformers ties.
 
-    Where the source holds a tied weight twice, both are compared while one is written.
+    If the source holds a tied weight twice, both are compared and one is written.
     """
     values = config.values if config is not None else {}
     names = {name: name for name in index.atoms} | ({} if values.get(_TIES) is True else dict(index.aliases))
     atoms = {
-        name: replace(index.atoms[own], name=name, states={WEIGHT: index.atoms[own].states[WEIGHT]})
-        for name, own in names.items()
+        name: replace(index.atoms[first], name=name, states={WEIGHT: index.atoms[first].states[WEIGHT]})
+        for name, first in names.items()
     }
-    tied = tied_output(atoms, values)
+    tied = find_tied_output(atoms, values)
     if tied is not None and tied[0] in atoms:
         atoms[tied[1]] = _with_copy(atoms[tied[1]], atoms.pop(tied[0]))
-    family = find_family({name: own.global_shape for name, own in atoms.items()}, values)
-    buffers = buffers_of({name: (own.states[WEIGHT].dtype, own.global_shape) for name, own in atoms.items()}, family)
-    atoms = {name: replace(own, kind=Kind.BUFFER if name in buffers else Kind.PARAMETER) for name, own in atoms.items()}
+    family = find_family({name: atom.global_shape for name, atom in atoms.items()}, values)
+    buffers = find_buffers({name: atom.states[WEIGHT] for name, atom in atoms.items()}, family)
+    for name, atom in atoms.items():
+        atoms[name] = replace(atom, kind=Kind.BUFFER if name in buffers else Kind.PARAMETER)
     return replace(index, atoms=atoms, groups=(), aliases=dict([tied] if tied is not None else []), lost={})
 
 
 def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
-    """A weight, and the second one that it is tied to as a copy. Raises MisfitError where they cannot be equal."""
-    own, copy = atom.states[WEIGHT], second.states[WEIGHT]
-    if (own.dtype, own.global_shape) != (copy.dtype, copy.global_shape):
+    """A weight with the one that it is tied to as a copy. Raises MisfitError if they cannot be equal."""
+    weight, copy = atom.states[WEIGHT], second.states[WEIGHT]
+    if (weight.dtype, weight.global_shape) != (copy.dtype, copy.global_shape):
         raise MisfitError(
             f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
-            f"{list(own.global_shape)} or other types: say {_TIES}: false in it"
+            f"{list(weight.global_shape)} or other types: set {_TIES}: false in it"
         )
-    return replace(atom, states={WEIGHT: replace(own, fragments=with_copies(own.fragments, copy.fragments))})
+    return replace(atom, states={WEIGHT: replace(weight, fragments=add_copies(weight.fragments, copy.fragments))})
 
 
-def _tensors(index: Index, written: Index, asked: str | None) -> Iterator[NewTensor]:
+def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
     """Every tensor, in its type. Raises UnsupportedError for types that safetensors lack."""
-    alien = [name for name, own in written.atoms.items() if own.states[WEIGHT].dtype is DType.COMPLEX128]
-    if alien:
-        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(alien)}")
+    unsupported = [name for name, atom in written.atoms.items() if atom.states[WEIGHT].dtype is DType.COMPLEX128]
+    if unsupported:
+        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(unsupported)}")
+    slices = []
     for name, atom in written.atoms.items():
-        own = index.atoms.get(name) or index.atoms[index.aliases[name]]
-        yield NewTensor(name=name, slice=whole_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype(own, asked)))
+        source = index.atoms.get(name) or index.atoms[index.aliases[name]]
+        slices.append(full_slice(name, WEIGHT, atom.states[WEIGHT], dtype=_dtype_of(source, dtype)))
+    return slices
 
 
-def _dtype(atom: AtomIndex, asked: str | None) -> DType:
-    """The type asked for, or else that in which the model computes; of what is no plain float, its own."""
+def _dtype_of(atom: AtomIndex, option: str | None) -> DType:
+    """The user's type, or else that in which the model computes; buffers, integers and 8-bit floats keep theirs."""
     stored = atom.states[WEIGHT].dtype
     if atom.kind is Kind.BUFFER or not stored.is_floating or stored.itemsize == 1:
         return stored
-    return DType(asked) if asked else atom.model_dtype or stored
+    return DType(option) if option else atom.model_dtype or stored
 
 
-def _texts(index: Index, config: ModelConfig | None, shards: list[Shard]) -> Iterator[OutputFile]:
-    """config.json and the index of the shards (transformers 5.23, `PreTrainedModel.save_pretrained`)."""
-    slices = [place.slice for own in shards for place in own.placements]
+def _text_files(index: Index, config: ModelConfig | None, files: Sequence[WeightsFile]) -> Iterator[OutputFile]:
+    """config.json and the index of the files (transformers 5.23, `PreTrainedModel.save_pretrained`)."""
+    slices = [placement.slice for file in files for placement in file.placements]
     if config is not None:
         counts = Counter[DType]()
-        for own in slices:
-            counts[own.dtype] += own.nbytes if own.dtype.is_floating else 0
+        for tensor in slices:
+            counts[tensor.dtype] += tensor.nbytes if tensor.dtype.is_floating else 0
         (dtype, nbytes), *_ = [*counts.most_common(1), (DType.FLOAT32, 0)]
-        yield _text(CONFIG, config.rendered(dtype if nbytes else None))
-    if len(shards) > 1:
-        trained = (own for own in index.atoms.values() if own.kind is not Kind.BUFFER)
+        yield _text_file(CONFIG, config.render(dtype if nbytes else None))
+    if len(files) > 1:
+        trained = (atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER)
         document = {
             "metadata": {
-                "total_parameters": sum(own.states[WEIGHT].numel for own in trained),
-                "total_size": sum(own.nbytes for own in slices),
+                "total_parameters": sum(atom.states[WEIGHT].numel for atom in trained),
+                "total_size": sum(tensor.nbytes for tensor in slices),
             },
-            "weight_map": {name: own.path for own in shards for name in own.names},
+            "weight_map": {name: file.output.path for file in files for name in file.names},
         }
-        yield _text(_INDEX, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+        yield _text_file(_INDEX, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _text(path: str, text: bytes) -> OutputFile:
+def _text_file(path: str, text: bytes) -> OutputFile:
     return OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),))
 
 
-def _notes(index: Index, written: Index, tensors: list[NewTensor], limit: int, *, is_asked: bool) -> Iterator[str]:
-    """What a user may not expect."""
-    cast = Counter(
-        (own.slice.dtype, stored)
-        for own in tensors
-        if own.slice.dtype is not (stored := written.atoms[own.name].states[WEIGHT].dtype)
-    )
-    for (dtype, stored), count in () if is_asked else cast.items():
+def _notes(index: Index, written: Index, slices: Sequence[Slice], limit: int, *, is_cast: bool) -> Iterator[str]:
+    """What a user may not expect. `is_cast`: whether the user asked for a type."""
+    dtypes = ((tensor.dtype, written.atoms[tensor.param].states[WEIGHT].dtype) for tensor in slices)
+    changes = Counter((dtype, stored) for dtype, stored in dtypes if dtype is not stored)
+    for (dtype, stored), count in () if is_cast else changes.items():
         yield (
             f"{counted(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype weight={stored} "
             "keeps them as they are"
         )
-    large = [own.name for own in tensors if own.slice.nbytes > limit]
+    large = [tensor.param for tensor in slices if tensor.nbytes > limit]
     if large:
         yield f"larger than max_shard_size, each in its own file, as huggingface_hub does it: {', '.join(large[:8])}"
     if written.aliases:
@@ -260,64 +257,51 @@ def _notes(index: Index, written: Index, tensors: list[NewTensor], limit: int, *
         yield f"tied in the source but not in config.json, so written twice: {', '.join(twice)}"
 
 
-def _left_out(index: Index) -> Iterator[str]:
+def _dropped(index: Index) -> Iterator[str]:
     """What the format has no place for."""
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
     kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
-    extras = dict.fromkeys(own.name for own in index.extras if not own.is_sidecar and own.name != CONFIG_EXTRA)
-    kinds += [f"the extras {', '.join(sorted(extras))}"] if extras else []
+    extras = ExtraValues(index, EXTRAS).without_place()
+    kinds += [f"the extras {', '.join(extras)}"] if extras else []
     if kinds:
         yield f"a model of transformers holds weights only; left out: {'; '.join(kinds)}"
 
 
 def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None) -> TargetPlan:
-    """`plan` and the files that are published with the model: those beside its config.json, or else the checkpoint."""
-    beside = {own.name: own for own in written.extras if own.is_sidecar}
-    kept = [own for own in companions_of(written) if is_published(own.name)]
-    others = [own.name for own in companions_of(written) if not is_published(own.name) and own.name != CONFIG]
-    left = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list
-    given = config.files if config is not None else ()
-    taken = {own.name: own for own in beside.values() if own.name.partition("/")[2] in {each.name for each in kept}}
-    taken |= {own.name: own for own in given}
-    written = replace(written, extras=tuple(taken.values()))
-    plan = place_companions(written, plan)
-    dropped = (left_text(left, "of the training, not of the model"),) if left else ()
+    """`plan` with the files that are published with the model: beside the user's config.json, or the checkpoint."""
+    names = [file.name for file in list_sidecars(written)]
+    published = {name for name in names if is_published(name)}
+    others = [name for name in names if name not in published and name != CONFIG]
+    others = [name for name in others if not is_adapter(name)]  # an adapter is in the index's own list
+    sidecars = [extra for extra in written.extras if extra.is_sidecar and extra.name.partition("/")[2] in published]
+    files = {extra.name: extra for extra in (*sidecars, *(config.files if config is not None else ()))}
+    written = replace(written, extras=tuple(files.values()))
+    plan = add_sidecars(written, plan)
+    dropped = (describe_left(others, "of the training, not of the model"),) if others else ()
     return replace(plan, dropped=(*plan.dropped, *dropped), written=written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewTensor:
-    """A tensor to be written."""
-
-    name: str
-    """Name in the file."""
-    slice: Slice
-    """Its elements."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class WeightsFile:
     """A file of tensors, laid out."""
 
-    path: str
-    """Its name."""
-    file: OutputFile
-    """Its size and header."""
+    output: OutputFile
+    """Its name, size and header."""
     placements: tuple[Placement, ...]
-    """What fills it, in increasing offset."""
+    """Slices that fill it, in increasing offset."""
     names: tuple[str, ...]
     """Tensors in it."""
 
 
-def nbytes_of_shard(size: str) -> int:
-    """Bytes of a size such as 5GB, of the units of huggingface_hub: powers of 1000. Raises UsageError.
+def parse_shard_size(size: str) -> int:
+    """Bytes of a size such as 5GB, in the units of huggingface_hub: powers of 1000. Raises UsageError.
 
-    >>> nbytes_of_shard("1.5 mb"), nbytes_of_shard("4096")
+    >>> parse_shard_size("1.5 mb"), parse_shard_size("4096")
     (1500000, 4096)
     """
-    found = _SIZE.fullmatch(size.strip())
-    nbytes = int(float(found[1]) * _UNITS[(found[2] or "").upper()]) if found else 0
+    match = _SIZE.fullmatch(size.strip())
+    nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if nbytes < 1:
         raise UsageError(
             "expected --set max_shard_size= a size above 0, such as 5GB or 500MB (KB, MB, GB, TB are powers of 1000); "
@@ -326,42 +310,38 @@ def nbytes_of_shard(size: str) -> int:
     return nbytes
 
 
-def laid_out(tensors: Sequence[NewTensor], *, limit: int) -> list[Shard]:
-    """The files, of at most `limit` bytes of tensors each; a tensor that is larger has one of its own."""
-    lone: list[list[NewTensor]] = []
-    current: list[NewTensor] = []
+def split_into_files(slices: Sequence[Slice], *, limit: int) -> list[WeightsFile]:
+    """The files, of at most `limit` bytes of tensors each; a larger tensor has a file of its own."""
+    groups: list[list[Slice]] = []
+    current: list[Slice] = []
     room = limit
-    for own in tensors:
-        nbytes = own.slice.nbytes
-        if nbytes > limit:
-            lone.append([own])
+    for tensor in slices:
+        if tensor.nbytes > limit:
+            groups.append([tensor])
             continue
-        if nbytes > room:
-            lone.append(current)
+        if tensor.nbytes > room:
+            groups.append(current)
             current, room = [], limit
-        current.append(own)
-        room -= nbytes
-    parts = [*lone, current] if current or not lone else lone
-    count = len(parts)
-    names = (f"-{number:05d}-of-{count:05d}" if count > 1 else "" for number in range(1, count + 1))
-    shards = []
-    for suffix, part in zip(names, parts, strict=True):
-        path, ordered = (
-            f"model{suffix}.safetensors",
-            sorted(part, key=lambda own: (-_ORDER.index(own.slice.dtype), own.name)),
-        )
-        entries = [(own.name, own.slice.dtype, own.slice.local_shape) for own in ordered]
+        current.append(tensor)
+        room -= tensor.nbytes
+    if current or not groups:
+        groups.append(current)
+    count = len(groups)
+    files = []
+    for number, group in enumerate(groups, 1):
+        path = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        ordered = sorted(group, key=lambda tensor: (-_ORDER.index(tensor.dtype), tensor.param))
+        entries = [(tensor.param, tensor.dtype, tensor.local_shape) for tensor in ordered]
         layout = layout_safetensors(entries, metadata={"format": "pt"}, alignment=8)
-        shards.append(
-            Shard(
-                path=path,
-                file=OutputFile(path=path, nbytes=layout.nbytes, literals=(Literal(0, layout.header),)),
+        files.append(
+            WeightsFile(
+                output=OutputFile(path=path, nbytes=layout.nbytes, literals=(Literal(0, layout.header),)),
                 placements=tuple(
-                    Placement(slice=own.slice, path=path, offset=layout.offsets[own.name])
-                    for own in ordered
-                    if own.slice.nbytes
+                    Placement(slice=tensor, path=path, offset=layout.offsets[tensor.param])
+                    for tensor in ordered
+                    if tensor.nbytes
                 ),
-                names=tuple(own.name for own in part),
+                names=tuple(tensor.param for tensor in group),
             )
         )
-    return shards
+    return files

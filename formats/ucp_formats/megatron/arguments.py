@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
-from ucp.core.gaps import gaps
+from ucp.core.gaps import find_lacking_states
 from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
 from ucp.families.family import Family
-from ucp.families.library import contradictions
+from ucp.families.library import find_contradictions
 from ucp.io.pickle.fields import described
 from ucp.io.pickle.values import GlobalName, Stub
 
@@ -176,7 +176,7 @@ def compare_sizes(
     if any(arguments.get(name) for name in _HETEROGENEOUS):
         return ()
     known = {name: argument for name, argument in arguments.items() if not pads_on_load or name != _PADDING}
-    return contradictions(family, arguments=known, shapes=shapes)
+    return find_contradictions(family, arguments=known, shapes=shapes)
 
 
 def check_recorded(
@@ -215,7 +215,9 @@ def check_gaps(
     are several and that is known. `without_master`: parameters that need none.
     """
     lacking: dict[str, list[str]] = {}
-    for name, missing in gaps({name: names - {STEP} for name, names in states.items()}, optimizers).items():
+    for name, missing in find_lacking_states(
+        {name: names - {STEP} for name, names in states.items()}, optimizers
+    ).items():
         for state in missing:
             if state != WEIGHT or name not in without_master:
                 lacking.setdefault(name, []).append("master" if state == WEIGHT else state)

@@ -27,7 +27,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ucp.core.index import STEP, Loss, ParamGroup
+from ucp.core.index import STEP, LostStates, ParamGroup
 from ucp.errors import counted
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
@@ -270,7 +270,7 @@ class AssignedGroups:
 
     groups: tuple[ParamGroup, ...]
     """The saved groups, with the names of their parameters."""
-    lost: Mapping[str, Loss]
+    lost: Mapping[str, LostStates]
     """Parameters whose group is unknown, and why."""
     step: object
     """The step of these: the one that all groups record; None where they differ, or record none."""
@@ -298,7 +298,7 @@ def assign_groups(
     steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
     return AssignedGroups(
         groups=groups,
-        lost={name: Loss(why=why, detail=str(list(shapes[name]))) for name in unassigned},
+        lost={name: LostStates(reason=why, detail=str(list(shapes[name]))) for name in unassigned},
         step=steps[0] if steps and all(type(step) is type(steps[0]) and step == steps[0] for step in steps) else None,
         note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
         f"arguments ({'; '.join(rule.describe())}); a no_weight_decay_cond or config_overrides of the run's own would "

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.topology import Topology
 from ucp.errors import TopologyError, UnsupportedError
@@ -41,9 +41,9 @@ def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_
 
     That of the chunks is left out where they differ by stage.
     """
-    there = along("pp", pp, known_from, {stage for stage, _ in chunks})
+    there = holder_axes("pp", pp, known_from, {stage for stage, _ in chunks})
     within = {chunk for _, chunk in chunks}
-    return there + (along("vpp", vpp, known_from, within) if len(within) == 1 else ())
+    return there + (holder_axes("vpp", vpp, known_from, within) if len(within) == 1 else ())
 
 
 def with_source(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:

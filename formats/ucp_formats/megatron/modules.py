@@ -84,10 +84,10 @@ def find_modules(family: Family, keys: Mapping[str, str], *, renamed: bool) -> d
         if not _NORM.search(name):
             continue
         before, norm, _ = name.partition(".pre_mlp_layernorm.")
-        local = {family.styled(name, "torch_dist") if specs else name}
+        local = {family.to_style(name, "torch_dist") if specs else name}
         engine = {name}
         if not norm or before not in with_experts:  # the one that is written, and others that are read
-            written, *others = [names[0] for _, names in family.spellings(name, "te")]
+            written, *others = [names[0] for _, names in family.find_spellings(name, "te")]
             engine = {written, *others} - ({name} if written != name else set())
         outline = _NUMBER.sub("layers.", key, count=1)
         fits = [

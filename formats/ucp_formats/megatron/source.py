@@ -25,13 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ucp.contract import locating
-from ucp.contract.companions import with_companions
-from ucp.contract.locating import Evidence, Located, Pointer, the_checkpoint
+from ucp.contract.locating import Evidence, Located, Pointer, require_checkpoint
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LossScale, RunExtras
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import Index
 from ucp.errors import MalformedError, MissingFileError, SourceError, UnsupportedError
-from ucp.io.folder import is_there, names_in, short_text
+from ucp.io.folder import exists, names_in, read_short_text
 from ucp_formats.megatron.names import (
     COMMON,
     DCP_METADATA,
@@ -66,9 +66,9 @@ def locate(path: Path) -> Located[SavedAs] | None:
     located = locating.locate(path, _look, (_TRACKER,)) if path.is_dir() else None
     if located is None or located.choices or located.saved_in is None or located.saved_in.path != path:
         return located
-    if _TRACKER.read(path) is not None or not is_there(path / TRACKER):
+    if _TRACKER.read(path) is not None or not exists(path / TRACKER):
         return located
-    text = short_text(path / TRACKER, most_bytes=_MOST_BYTES)
+    text = read_short_text(path / TRACKER, most_bytes=_MOST_BYTES)
     shown = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
     note = (
         f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, the only one there. Megatron "
@@ -87,7 +87,7 @@ def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[Save
         f"a folder with {TRACKER}, or an iteration folder such as iter_0001000 with {METADATA} or folders like "
         "mp_rank_00"
     )
-    return the_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
+    return require_checkpoint(located, path, "a Megatron checkpoint", example, TRACKER)
 
 
 def is_of_the_format(path: Path) -> bool:
@@ -114,7 +114,7 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
         reason = f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
         return Located(root=path, content=SavedAs.TORCH, reasons=(reason,))
     if parse_iteration(path.name) is not None and (path / DCP_METADATA).is_file():
-        beside = f"beside a {METADATA} that names no backend" if is_there(path / METADATA) else f"without {METADATA}"
+        beside = f"beside a {METADATA} that names no backend" if exists(path / METADATA) else f"without {METADATA}"
         return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {beside}",))
     return None
 
@@ -122,7 +122,7 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
 def _read_backend(folder: Path) -> Mapping[str, object]:
     """What the file in `folder` says of the backend; nothing when there is none, or it is damaged."""
     try:
-        values = json.loads(short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
+        values = json.loads(read_short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) and isinstance(values.get("sharded_backend"), str) else {}
@@ -145,11 +145,11 @@ def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
     if backend:
         shown = str(backend["sharded_backend"])[:_SHOWN]
         return UnsupportedError(f"{wanted}; got {shown!r}, which is not known here. {remedy}")
-    if is_there(file):  # the folders of torch_dcp never have it, and neither a common state
-        text = short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
+    if exists(file):  # the folders of torch_dcp never have it, and neither a common state
+        text = read_short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
         shown = "no short text" if text is None else repr(text[:_SHOWN]) if text else "nothing"
         return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
-    is_torch_dist = is_there(folder / COMMON)
+    is_torch_dist = exists(folder / COMMON)
     if not is_torch_dist:
         from ucp.io.dcp.metadata import read_metadata
 
@@ -237,7 +237,7 @@ class MegatronFormat(Format):
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path`."""
         located = require_folder(locate(path), path)
-        return with_companions(self._read(located), located.saved_in, is_own=is_of_the_format)
+        return attach_sidecars(self._read(located), located.saved_in, is_own=is_of_the_format)
 
     def _read(self, located: Located[SavedAs]) -> Index:
         refusal = None

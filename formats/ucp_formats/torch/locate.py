@@ -16,12 +16,12 @@ import re
 from pathlib import Path
 
 from ucp.contract import locating
-from ucp.contract.locating import Located, the_checkpoint
-from ucp.contract.registry import is_of_another
+from ucp.contract.locating import Located, require_checkpoint
+from ucp.contract.registry import is_owned_by_another
 from ucp.errors import MissingFileError
 from ucp.io.dcp.checkpoint import local_files, rank_of
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import is_there, names_in
+from ucp.io.folder import exists, names_in
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate (1.15, `fsdp_utils.py`)."""
@@ -39,7 +39,7 @@ def _look(path: Path) -> Located[tuple[str, ...]] | None:
     others = {name for name in names if rank_of(name) is None}
     items = len(others) < len(names)
     if METADATA in names or items:
-        if any(is_of_another(name, "dcp") for name in others):
+        if any(is_owned_by_another(name, "dcp") for name in others):
             return None  # a format that is built on this one
         kinds = {METADATA: METADATA in names, "__*.metadata": bool(local_files(names)), "__*_*.distcp": items}
         return Located(
@@ -53,8 +53,8 @@ def _look(path: Path) -> Located[tuple[str, ...]] | None:
 def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Located[tuple[str, ...]]:
     """`located`, complete. Raises UnknownFormatError, MissingFileError if it was not finished, UsageError."""
     example = f"a folder with {METADATA} and files such as __0_0.distcp"
-    located = the_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
-    if located.content == ("",) and not is_there(located.root / METADATA) and not local_files(names_in(located.root)):
+    located = require_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
+    if located.content == ("",) and not exists(located.root / METADATA) and not local_files(names_in(located.root)):
         raise MissingFileError(
             f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last: the "
             "checkpoint was not finished. Take an earlier one, or copy it again"

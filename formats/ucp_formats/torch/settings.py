@@ -70,7 +70,7 @@ def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str)
             f"without dims. {_ELSEWHERE}"
         )
     if state != STEP:
-        return source.dtype, optimizer.stored(param, state)
+        return source.dtype, optimizer.count_bytes(param, state)
     optimizer.check_float32(param, state, remedy=_ELSEWHERE)
     optimizer.note_cast(state, source.dtype, DType.FLOAT32)
     return DType.FLOAT32, pack("<f", count)

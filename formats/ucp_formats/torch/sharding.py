@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from itertools import chain
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.plugins import pattern
 from ucp.contract.registry import target_family
 from ucp.core.index import AtomIndex, Index, Kind
@@ -22,7 +22,7 @@ from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
 from ucp.errors import UnknownFamilyError
-from ucp.families.match import cut_dim
+from ucp.families.match import find_cut_dim
 
 _LAYER = re.compile(r"(.*?\.\d+)(?:\.|$)")
 """`layers.3`: what stays together on one stage of a pipeline."""
@@ -65,13 +65,17 @@ class TargetSharding:
             return None
         self._known_from = f"family {family.name}"
         self.notes.append(f"tensor-parallel sharding from the family {family.name}: {', '.join(why)}")
-        return {name: cut_dim(family, name) for name in index.atoms}
+        return {name: find_cut_dim(family, name) for name in index.atoms}
 
     def axes(self, param: str) -> tuple[AxisLayout, ...]:
         """The axes of the run, by the stage of a parameter; what `layout` does not shard, the ranks of a stage copy."""
-        copies = (along(axis, parts, "FSDP") for axis, parts in self._axes.items() if axis != "tp")
-        tp = along("tp", self._axes["tp"], self._known_from)
-        return (*along("pp", self._pp, self._stage_known_from, (self._stage.get(param, 0),)), *tp, *chain(*copies))
+        copies = (holder_axes(axis, parts, "FSDP") for axis, parts in self._axes.items() if axis != "tp")
+        tp = holder_axes("tp", self._axes["tp"], self._known_from)
+        return (
+            *holder_axes("pp", self._pp, self._stage_known_from, (self._stage.get(param, 0),)),
+            *tp,
+            *chain(*copies),
+        )
 
     def layout(self, atom: AtomIndex, shape: tuple[int, ...]) -> Layout:
         """How a state of `shape` lies over the ranks of a stage."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Evidence, Located
+from ucp.contract.locating import Evidence, Located, SaveFolder
 from ucp.contract.protocols import Format, ParamOrder, SourceOptions
 from ucp.contract.run_extras import MODULE_STATE, RunExtras
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile, StateDictKeys, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box
@@ -26,7 +26,7 @@ from ucp.core.union import state_of_boxes
 from ucp.errors import UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, names_in, path_of
+from ucp.io.folder import names_in, path_of, to_absolute
 from ucp.io.pickle.values import differing_values
 from ucp.io.provenance import source_file
 from ucp_formats.torch.extras import find_step
@@ -64,7 +64,7 @@ class DcpFormat(Format):
         """Index of the checkpoint at `path`."""
         located = check_folder(locate(path), path)
         index = _DcpIndexer(located, read_order(self._options.param_order)).index(self.name)
-        return with_companions(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
+        return attach_sidecars(index, SaveFolder(path_of(index.path)), is_own=is_of_the_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class _DcpIndexer:
 
     def __init__(self, located: Located[tuple[str, ...]], order: ParamOrder | None) -> None:
         self._located = located
-        self._root = absolute(located.root)
+        self._root = to_absolute(located.root)
         names = (os.path.join(self._root, name) if name else self._root for name in located.content)
         self._folders = [_DcpFolder.read(name) for name in names]
         entries = (entry for folder in self._folders for entry in folder.entries())
@@ -238,8 +238,8 @@ class _DcpIndexer:
         if keys:
             yield f"values of other ranks, which differ from those of the first rank, of:\n{listed(keys)}"
         lost = self._saved.lost
-        for why in dict.fromkeys(loss.why for loss in lost.values()):
-            yield f"{why}:\n{listed(name for name, loss in lost.items() if loss.why == why)}"
+        for why in dict.fromkeys(loss.reason for loss in lost.values()):
+            yield f"{why}:\n{listed(name for name, loss in lost.items() if loss.reason == why)}"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
         unplaced = [

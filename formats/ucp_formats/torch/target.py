@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import companions_of, place_companions
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.sidecars import add_sidecars, list_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import (
     STEP,
@@ -109,7 +109,7 @@ class DcpTarget(Target):
         plan = target_plan(index, draft.finish(), notes=draft.notes, topology=topology, axes_of=sharding.axes)
         metadata = tuple(file.path for file in plan.files if file.path.rpartition("/")[2] == METADATA)
         plan = replace(plan, last=metadata, casts=(*plan.casts, *draft.counts.casts), dropped=tuple(draft.dropped))
-        return place_companions(index, plan)
+        return add_sidecars(index, plan)
 
 
 def _target_topology(index: Index, topology: Topology | None) -> Topology:
@@ -155,7 +155,7 @@ class _DcpTargetDraft:
 
         Raises MisfitError if Lightning did not save the source.
         """
-        if any(file.name == _META for file in companions_of(self._index)):
+        if any(file.name == _META for file in list_sidecars(self._index)):
             return []
         values = _lightning_values(self._index)
         if _LIGHTNING not in values:
@@ -226,7 +226,7 @@ class _DcpTargetDraft:
             self._add_value((STEP,), index.step)
         if dropped:
             self.dropped.append(f"extras that the style {self._style} has no keys for: {', '.join(sorted(dropped))}")
-        clients = {file.name for file in companions_of(index)} & _OF_CLIENTS
+        clients = {file.name for file in list_sidecars(index)} & _OF_CLIENTS
         if clients and self._style != "accelerate":
             files = ", ".join(sorted(clients))
             self.notes.append(f"{files} beside: the Trainer and accelerate load what --set style=accelerate writes")
@@ -323,7 +323,7 @@ def _lightning_values(index: Index) -> dict[object, object]:
 
 
 def _slice(param: str, state: str, dtype: DType, box: Box) -> Slice:
-    pair = RegionPair(box, Box.whole(box.sizes))
+    pair = RegionPair(box, Box.full(box.sizes))
     return Slice(param=param, state=state, dtype=dtype, pairs=(pair,), local_shape=box.sizes, start=0, stop=box.numel)
 
 
@@ -337,7 +337,7 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     in_groups = (index.atoms[name] for group in index.groups for name in group.params)
     trained = [atom for atom in in_groups if atom.kind is Kind.PARAMETER]
     of_adam = (STEP, "exp_avg", "exp_avg_sq") if any(map(is_adam, index.groups)) else ()
-    bare = list(missing_states({atom.name: atom.states for atom in trained}, of_adam))
+    bare = list(find_missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
             f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "

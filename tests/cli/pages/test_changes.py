@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from ucp.checks.changes import change_tables
+from ucp.checks.changes import make_tables
 from ucp.transfer.differences import Change
 from ucp_cli.pages.render import write
 
 
 def shown(capsys: pytest.CaptureFixture[str], *changes: Change) -> list[str]:
-    write(*change_tables(changes, a="A", b="B"))
+    write(*make_tables(changes, a="A", b="B"))
     return capsys.readouterr().out.splitlines()
 
 
@@ -64,4 +64,4 @@ def test_not_a_number_is_the_largest_difference(capsys: pytest.CaptureFixture[st
 
 
 def test_no_difference_is_no_table() -> None:
-    assert not list(change_tables((), a="A", b="B"))
+    assert not list(make_tables((), a="A", b="B"))

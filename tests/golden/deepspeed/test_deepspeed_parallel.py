@@ -23,8 +23,8 @@ from tests.golden.deepspeed.test_deepspeed_read import as_float32, bits, filled,
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
 from ucp.core.layout import Overlap
-from ucp.core.slices import Locator, resolve_copies
-from ucp.core.target import whole_slice
+from ucp.core.slices import Locator, resolve_replicas
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.safetensors import read_header
 from ucp.io.torch_file.archive import read_archive
@@ -142,8 +142,8 @@ def test_no_state_is_there_that_the_truth_lacks(case: str) -> None:
 def test_copies_are_equal_or_the_weight_rounded(case: str) -> None:
     copies = 0
     for atom, name, state in index_of(case).states():
-        target = whole_slice(atom.name, name, state)
-        for pieces in resolve_copies(target, Locator(state), 0, target.stop):
+        target = full_slice(atom.name, name, state)
+        for pieces in resolve_replicas(target, Locator(state), 0, target.stop):
             assert len({piece.ref.dtype for piece in pieces}) == 1
             dtype, copy = pieces[0].ref.dtype, filled(state, pieces)
             copies += 1

@@ -14,8 +14,8 @@ from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind, StateIndex
-from ucp.core.slices import Locator, Piece, resolve, resolve_copies
-from ucp.core.target import whole_slice
+from ucp.core.slices import Locator, Piece, resolve, resolve_replicas
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType, InlineTensor, TensorRef
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.safetensors import read_header
@@ -81,7 +81,7 @@ def source_words(piece: Piece) -> np.ndarray:
 
 def gathered(state: StateIndex) -> np.ndarray:
     """The whole state, put together from its pieces."""
-    target = whole_slice("p", "s", state)
+    target = full_slice("p", "s", state)
     return filled(state, resolve(target, Locator(state), 0, target.stop))
 
 
@@ -154,8 +154,8 @@ def test_frozen_parameters_and_buffers_are_the_modules_own(case: str) -> None:
 def test_copies_are_the_weight_rounded_to_the_type_of_the_model(case: str) -> None:
     for atom in index_of(case).atoms.values():
         state = atom.states["weight"]
-        target = whole_slice(atom.name, "weight", state)
-        for pieces in resolve_copies(target, Locator(state), 0, target.stop):
+        target = full_slice(atom.name, "weight", state)
+        for pieces in resolve_replicas(target, Locator(state), 0, target.stop):
             dtype = pieces[0].ref.dtype
             copy = as_float32(filled(state, pieces), dtype) if dtype.is_floating else filled(state, pieces)
             master = gathered(state)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.contract.model import in_model_order
+from ucp.contract.model import sort_in_model_order
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
 
@@ -68,7 +68,7 @@ def test_the_order_is_that_of_transformers_or_not_known(name: str) -> None:
     """Names of a release in no order: those of one with experts, or of a class that is not listed, have none."""
     names, config = list(NAMES[name]["tensors"]), NAMES[name]["config"]
     random.Random(1).shuffle(names)
-    found = in_model_order(names, config.get("model_type"))
+    found = sort_in_model_order(names, config.get("model_type"))
     assert found is None or sorted(found) == sorted(names)
     if any(".experts." in own for own in names):
         assert found is None
@@ -403,7 +403,7 @@ class TestRanks:
         shutil.copyfile(copy / name.format(other), copy / name.format(number))
         if not has_config:
             (copy / "config.json").unlink()
-        self.refused(copy, "shard-00002-.*: holds parts of .* tensors that shard-00001-.* holds too")
+        self.refused(copy, "shard-00002-.*: holds shards of .* tensors that shard-00001-.* holds too")
 
     def test_a_lost_last_rank(self, copy: Path) -> None:
         (copy / "shard-00002-model-00001-of-00001.safetensors").unlink()
@@ -424,7 +424,7 @@ class TestRanks:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"
         tensors = load_file(file)
         self.rewrite(file, {name: {"saved_offsets": [0] * own.dim()} for name, own in tensors.items()})
-        self.refused(copy, "shard-00002-.*: holds parts of .* that shard-00001-.* holds too")
+        self.refused(copy, "shard-00002-.*: holds shards of .* that shard-00001-.* holds too")
 
     def test_metadata_that_is_no_json(self, copy: Path) -> None:
         file = copy / "shard-00002-model-00001-of-00001.safetensors"

@@ -20,11 +20,11 @@ from ucp.api import convert
 from ucp.core.gaps import check_cover
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import MissingStateError
 from ucp.io.files import Sources
-from ucp.transfer.compare import compare_copies, scan_records
+from ucp.transfer.compare import find_drift, scan_records
 from ucp.transfer.differences import compare
 from ucp.transfer.gather import Gatherer
 
@@ -68,7 +68,7 @@ def contents(case: str) -> dict[str, torch.Tensor]:
     gatherer = Gatherer(sources=Sources())
     found = {}
     for atom, key, state in index_of(case).states():
-        own = whole_slice(atom.name, key, state)
+        own = full_slice(atom.name, key, state)
         data = memoryview(bytearray(own.nbytes))
         gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
         name = "buffer" if atom.kind is Kind.BUFFER and key == WEIGHT else key
@@ -99,7 +99,7 @@ def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
 
 @pytest.mark.parametrize("case", SOUND)
 def test_copies_are_the_masters_rounded(case: str) -> None:
-    assert compare_copies(index_of(case), Silent()) == []
+    assert find_drift(index_of(case), Silent()) == []
     for atom in index_of(case).atoms.values():
         model = truth_of(case).get(f"{atom.name}/model")
         if model is not None:
@@ -163,7 +163,7 @@ def test_states_that_megatron_wrote_shifted_are_left_out(case: str) -> None:
     atom = index_of(case).atoms[EMBEDDING]
     assert list(atom.states) == [WEIGHT]
     assert atom.states[WEIGHT].dtype is DType.BFLOAT16
-    assert compare_copies(index_of(case), Silent()) == []
+    assert find_drift(index_of(case), Silent()) == []
 
 
 @pytest.mark.parametrize("case", SHIFTED)

@@ -27,14 +27,14 @@ def index_of(case: str) -> Index:
 
 def laid(case: str, name: str) -> dict[str, str]:
     """Axis to pattern; of `unique`, the owner too."""
-    axes = index_of(case).atoms[name].layout.every
+    axes = index_of(case).atoms[name].layout.all_axes
     return {own.axis: f"{own.pattern.name}{getattr(own.pattern, 'owner', '')}" for own in axes if own.parts > 1}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_axis_says_where_it_is_known_from(case: str) -> None:
     layouts = (atom.layout for atom in index_of(case).atoms.values())
-    assert all(axis.known_from for layout in layouts for axis in layout.every)
+    assert all(axis.known_from for layout in layouts for axis in layout.all_axes)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ucp_formats.megatron.source import MegatronFormat
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind, StateIndex
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.io.files import Sources
 from ucp.transfer.drift import describe_drift
 from ucp.transfer.gather import Gatherer
@@ -44,7 +44,7 @@ def index_of(name: str) -> Index:
 
 def whole(name: str, state: str, found: StateIndex, gatherer: Gatherer) -> tuple[Tensor, list[str]]:
     """A state as conversions take it, and what its copies differ in."""
-    own, locator = whole_slice(name, state, found), Locator(found)
+    own, locator = full_slice(name, state, found), Locator(found)
     data = memoryview(bytearray(found.nbytes))
     gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))
     dtype = getattr(torch, found.dtype.value)

@@ -221,7 +221,7 @@ def test_a_second_name_of_other_elements_does_not_read_back(tmp_path: Path, monk
         index = index_of(path, unfinished=True)
         return replace(index, atoms={**index.atoms, "lm_head.weight": wrong})
 
-    monkeypatch.setattr("ucp.conversion.verify.index_as_told", read_other)
+    monkeypatch.setattr("ucp.conversion.convert.read_with_options", read_other)
     with pytest.raises(CorruptError, match=r"lm_head\.weight/weight values"):
         ucp.convert(GPT2, tmp_path / "out", to="dcp", verify=True)
 

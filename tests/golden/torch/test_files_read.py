@@ -227,7 +227,7 @@ def test_flat_parameters_that_lengths_do_not_tell_leave_the_weights(tmp_path: Pa
     index = ucp.inspect(copy)
     assert index.unnamed is not None
     assert index.unnamed.states == ("exp_avg", "exp_avg_sq", "step")
-    assert "FSDP.optim_state_dict" in index.unnamed.why
+    assert "FSDP.optim_state_dict" in index.unnamed.reason
     ucp.convert(copy, tmp_path / "weights", include=["*/weight"], verify=True)
     truth = {name: own for name, own in truth_of("verl-fsdp1-dp4").items() if name.endswith("/weight")}
     for name, own in truth.items():

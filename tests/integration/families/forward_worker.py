@@ -162,11 +162,11 @@ def canonical(family: Family, stored: Mapping[str, Tensor], *, ordered: bool = T
 
 def joined(alias: Alias, tensors: list[Tensor], values: Mapping[str, int]) -> Tensor:
     seen = [alias.elements(tuple(own.shape), values) for own in tensors]
-    pairs = alias.pieces([own.shape for own in seen], values)
-    whole = torch.full([max(stops) for stops in zip(*(own.whole.stops for own in pairs), strict=True)], torch.nan)
+    pairs = alias.locate_parts([own.shape for own in seen], values)
+    whole = torch.full([max(stops) for stops in zip(*(own.global_box.stops for own in pairs), strict=True)], torch.nan)
     views = [own.contiguous().as_strided(*look) for own, look in zip(tensors, seen, strict=True)]
     for own in pairs:
-        into, of = (tuple(map(slice, box.offsets, box.stops)) for box in (own.whole, own.local))
+        into, of = (tuple(map(slice, box.offsets, box.stops)) for box in (own.global_box, own.local))
         whole[into] = views[own.tensor][of]
     return whole
 

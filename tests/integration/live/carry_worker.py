@@ -50,7 +50,7 @@ def items_of(path: Path, rank: int) -> list[LoadItem]:
             shape = (ROWS, COLUMNS)
             strides = contiguous_strides(shape)
             ref = TensorRef(path=str(path), offset=at, dtype=DType.FLOAT32, shape=shape, strides=strides)
-            box = Box.whole(shape)
+            box = Box.full(shape)
             source = StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
             at += ref.nbytes
             local = {"up": (ROWS // 2, COLUMNS), "down": (ROWS, COLUMNS // 2), "moment": (ROWS // 2, COLUMNS)}
@@ -68,7 +68,7 @@ def truth(items: list[LoadItem], path: Path) -> list[np.ndarray]:
         whole = np.fromfile(path, dtype=np.float32, count=ROWS * COLUMNS, offset=fragment.ref.offset)
         array = whole.reshape(ROWS, COLUMNS)
         (pair,) = item.slice.pairs
-        low, high = pair.whole.offsets, pair.whole.stops
+        low, high = pair.global_box.offsets, pair.global_box.stops
         held.append(array[low[0] : high[0], low[1] : high[1]].reshape(-1)[item.slice.start : item.slice.stop])
     return held
 

@@ -165,7 +165,7 @@ def _against_rules(job: Job, args: Any, folder: Path) -> list[str]:
 
 def _boxes(part: LivePart, shape: tuple[int, ...]) -> list[tuple[Box, Box]]:
     pairs = part.to_slice("", "", shape, DType.FLOAT32).pairs
-    return [(pair.whole, pair.local) for pair in pairs]
+    return [(pair.global_box, pair.local) for pair in pairs]
 
 
 def _differences(truth: State, found: State, when: str, args: Any) -> list[str]:

@@ -23,7 +23,7 @@ import ucp
 from tests.integration.megatron.megatron_jobs import Load
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.errors import UcpError
-from ucp.transfer.compare import compare_copies
+from ucp.transfer.compare import find_drift
 from ucp.transfer.differences import Change, compare
 
 MAKER = "0.16.1"
@@ -214,7 +214,7 @@ def _reading(source: Source, kind: str, made: Path) -> Reading:
         not_held=tuple(_not_held(own, index, truth)),
         rounded=sum(rounding.values()),
         not_rounded=tuple(key for key, holds in rounding.items() if not holds),
-        drifted=tuple(compare_copies(index, _Silent())),
+        drifted=tuple(find_drift(index, _Silent())),
     )
 
 

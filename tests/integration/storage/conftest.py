@@ -42,11 +42,11 @@ def line(server: tuple[str, int]) -> Iterator[Proxy]:
 @pytest.fixture
 def proxy(line: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy, well-behaved, between the process and the store."""
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
 
     bucket.hurry(monkeypatch)
     monkeypatch.setenv(bucket.variable, line.url)
     line.reset()
     yield line
     line.reset()
-    let_go()
+    close_connections()

@@ -53,9 +53,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
     monkeypatch.setattr("ucp.io.remote.stores._SILENCE", 1.0)
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
 
-    let_go()
+    close_connections()
 
 
 def some(kind, *, times):
@@ -98,9 +98,9 @@ def test_a_request_that_hangs_is_tried_again(url, source, proxy, tmp_path):
     ("kind", "error", "told"),
     [
         ("500", UcpError, "cannot read "),
-        ("cut", ConnectionLostError, "broke off before their end"),
+        ("cut", ConnectionLostError, "answers were cut off"),
         ("hang", ConnectionLostError, "did not answer in time"),
-        ("403", AccessError, "the store refused"),
+        ("403", AccessError, "access was denied"),
     ],
 )
 def test_what_does_not_pass_is_one_line(url, proxy, kind, error, told):
@@ -179,11 +179,11 @@ def test_no_credentials(url, tmp_path):
 
 
 def test_nobody_listens(url, bucket, monkeypatch):
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
 
-    let_go()
+    close_connections()
     monkeypatch.setenv(bucket.variable, "http://127.0.0.1:9")
     assert "cannot be reached" in refused(lambda: ucp.inspect(url), ConnectionLostError)
-    let_go()
+    close_connections()
     monkeypatch.setenv(bucket.variable, "http://user:hiddenpassword@127.0.0.1:9")
     assert "hiddenpassword" not in refused(lambda: ucp.inspect(url), UcpError)

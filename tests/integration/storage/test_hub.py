@@ -29,7 +29,7 @@ def hub(monkeypatch):
     pytest.importorskip("huggingface_hub", reason="make integration installs it")
     from huggingface_hub import constants
 
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
 
     own = Hub(TOKEN)
     own.commit("org/llama", FILES)
@@ -38,9 +38,9 @@ def hub(monkeypatch):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", own.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setenv("HF_ENDPOINT", own.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    let_go()
+    close_connections()
     yield own
-    let_go()
+    close_connections()
     own.close()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ucp
-from ucp.io.remote import ahead
+from ucp.io.remote import prefetch
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +68,7 @@ def test_reads_overlap_and_are_made_once(source, far, tmp_path, workers):
     assert sum(own.nbytes for own in large) / len(large) >= 3 << 20, "requests of some MiB"
     spent = max(own.ended for own in large) - min(own.began for own in large)
     assert sum(own.ended - own.began for own in large) / spent > 3, "requests under way at once, on average"
-    assert most_at_once(reads, lambda own: own.nbytes) <= 2 * workers * ahead.BUDGET
+    assert most_at_once(reads, lambda own: own.nbytes) <= 2 * workers * prefetch.BUDGET
     assert spent < 1.3 * nbytes / BANDWIDTH + 0.5
 
 

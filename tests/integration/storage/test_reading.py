@@ -125,15 +125,15 @@ NAME = "lm_head.weight"
 
 def test_children_do_not_take_up_connections_of_their_parent(bucket, proxy, tmp_path, monkeypatch):
     """The parent reads before, while and after its children do; none hangs, none answers another."""
-    from ucp.io.remote import link as links
+    from ucp.io.remote import connections
 
     folder = FIXTURES / SOURCES["megatron"]
     url = bucket.put(folder, "runs/fork")
     shrink(monkeypatch, block=1024, task=2048)
     ucp.inspect(url)
-    mine = links.link_of(url)
+    mine = connections.connect(url)
     ucp.convert(url, tmp_path / "one", workers=4, fsync=False)
-    assert links.link_of(url) is not mine, "the parent hung up before it forked"
+    assert connections.connect(url) is not mine, "the parent hung up before it forked"
     assert mine._loop.is_closed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that other threads are there is the point

@@ -263,9 +263,9 @@ def test_no_bucket(bucket, proxy, source, scratch):
 
 @pytest.mark.store("s3")  # gcsfs tries it without any
 def test_no_credentials(bucket, proxy, source, scratch, monkeypatch):
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
 
-    let_go()
+    close_connections()
     for name in bucket.secrets:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -277,10 +277,10 @@ def test_only_one_of_two_begins(bucket, dst, source, scratch, monkeypatch):
     """The store refuses to create what is there: nobody has to look first."""
     if not bucket.has_conditions:
         pytest.skip("gcp-storage-emulator knows of no conditions")
-    from ucp.io.remote.write import create
+    from ucp.io.remote.write import write_new
 
-    assert create(f"{dst}/first", b"a")
-    assert not create(f"{dst}/first", b"b")
+    assert write_new(f"{dst}/first", b"a")
+    assert not write_new(f"{dst}/first", b"b")
     assert objects(bucket) == {"first": b"a"}
 
 
@@ -288,9 +288,9 @@ def test_only_one_of_two_begins(bucket, dst, source, scratch, monkeypatch):
 def test_parts_of_uploads_that_were_cut_off_are_removed(bucket, dst, source, scratch):
     bucket.client.create_multipart_upload(Bucket=BUCKET, Key="out/step1/big")
     bucket.client.create_multipart_upload(Bucket=BUCKET, Key="out/step10/other")
-    from ucp.io.remote.link import link_of
+    from ucp.io.remote.connections import connect
 
-    link_of(dst).abort_uploads(dst)
+    connect(dst).abort_uploads(dst)
     left = bucket.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     assert [own["Key"] for own in left] == ["out/step10/other"]
     bucket.client.abort_multipart_upload(Bucket=BUCKET, Key="out/step10/other", UploadId=left[0]["UploadId"])

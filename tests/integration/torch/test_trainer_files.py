@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
-from ucp.contract.model import MODEL_TYPES, in_model_order
+from ucp.contract.model import MODEL_TYPES, sort_in_model_order
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def run(python: str, *asked: object, launched: bool = False) -> None:
 def test_orders_are_those_of_the_models(python: str, tmp_path: Path) -> None:
     run(python, "order", tmp_path / "orders.json", *MODEL_TYPES)
     for kind, names in json.loads((tmp_path / "orders.json").read_text()).items():
-        assert in_model_order(sorted(names), kind) == names, kind
+        assert sort_in_model_order(sorted(names), kind) == names, kind
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -72,11 +72,11 @@ def test_an_order_that_nobody_knows_is_refused(python: str, tmp_path: Path) -> N
     (saved / "config.json").unlink()
     unnamed = ucp.inspect(saved).unnamed
     assert unnamed is not None
-    assert "safetensors keeps names sorted" in unnamed.why
+    assert "safetensors keeps names sorted" in unnamed.reason
     with pytest.raises(ucp.UcpError, match="safetensors keeps names sorted"):
         ucp.plan(saved, to="torch")
     names = [name for name in load_file(tmp_path / "plain" / "truth.safetensors") if name.endswith("/weight")]
-    ordered = in_model_order([name.removesuffix("/weight") for name in names], "llama")
+    ordered = sort_in_model_order([name.removesuffix("/weight") for name in names], "llama")
     assert ordered is not None
     (tmp_path / "shapes.json").write_text(json.dumps({name: [1] for name in ordered}))
     read = ucp.open(saved, shapes_from=tmp_path / "shapes.json")

@@ -17,7 +17,7 @@ from ucp_formats.deepspeed.read.optimizer.flat_group import FlatGroupStates, Opt
 
 from ucp.contract.layouts import Chunks, FlatLayout, WholeParameters
 from ucp.contract.ranks import Checksums, Problems
-from ucp.core.region import RegionPair, uncovered
+from ucp.core.region import RegionPair, find_gaps
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.union import Union
 
@@ -124,10 +124,10 @@ def rebuilt(source: Params, layout: FlatLayout, flats: list[np.ndarray]) -> dict
     for rank, flat in enumerate(flats):
         for name, (offset, _) in layout.spans(rank).items():
             pair = pair_of(layout, rank, name, source.numels[name])
-            span = slice(pair.whole.offsets[0], pair.whole.stops[0])
+            span = slice(pair.global_box.offsets[0], pair.global_box.stops[0])
             if pair.copy == 0:
                 assert (out[name][span] == -2).all(), "an element is held twice"
-            out[name][span] = flat[offset : offset + pair.whole.numel]
+            out[name][span] = flat[offset : offset + pair.global_box.numel]
     return {name: flat.reshape(source.arrays[name].shape) for name, flat in out.items()}
 
 
@@ -196,7 +196,7 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
 def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
     buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
     for layout in (buffer, Chunks(source.numels, ranks)):
-        held = [(n, pair_of(layout, r, n, source.numels[n]).whole) for r in range(ranks) for n in layout.spans(r)]
+        held = [(n, pair_of(layout, r, n, source.numels[n]).global_box) for r in range(ranks) for n in layout.spans(r)]
         assert sum(own.numel for _, own in held) == sum(source.numels.values())
         assert all(0 <= own.offsets[0] < own.stops[0] <= source.numels[name] for name, own in held)
 
@@ -225,7 +225,7 @@ def test_slice_mappings_are_what_the_partition_places(source: Params, ranks: int
     for rank in range(ranks):
         spans = buffer.spans(rank)
         for name, span in spans.items():
-            assert span.numel == pair_of(buffer, rank, name, source.numels[name]).whole.numel
+            assert span.numel == pair_of(buffer, rank, name, source.numels[name]).global_box.numel
 
 
 @given(source=params(), ranks=st.integers(1, 6))
@@ -247,7 +247,7 @@ def test_states_of_a_flat_group_tile_every_parameter(source: Params, ranks: int)
         assert list(found.states[name]) == ["weight", "m", "step"]
         assert found.states[name]["step"].global_shape == ()
         for state in ("weight", "m"):
-            index = placer.state(found.states[name][state])
+            index = placer.build_state(found.states[name][state])
             assert index.global_shape == shape
             assert index.fragments, "even a parameter without elements has a piece"
-            assert uncovered(shape, [piece.box for piece in index.fragments]) == ()
+            assert find_gaps(shape, [piece.box for piece in index.fragments]) == ()

@@ -14,7 +14,7 @@ from ucp.core.index import Fragment
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import DType, TensorRef
-from ucp.core.union import Stored, fragments
+from ucp.core.union import StoredShard, place_fragments
 
 Whole = NDArray[np.int64]
 
@@ -33,8 +33,8 @@ def united(layout: TensorLayout, held: list[Whole], dp: int) -> Whole:
         for rank, own in enumerate(chunks(part, dp)):
             files[f"{tp}.{rank}"] = own
             ref = TensorRef(path=f"{tp}.{rank}", offset=0, dtype=DType.INT64, shape=own.shape, strides=(1,))
-            stored.append(Stored({"tp": tp, "dp": rank}, ref))
-    pieces = fragments(every, layout.global_shape, stored)
+            stored.append(StoredShard({"tp": tp, "dp": rank}, ref))
+    pieces = place_fragments(every, layout.global_shape, stored)
     for own in pieces:
         if own.replica == 0:
             whole[slices(own.box)] = elements(own, files)

@@ -14,8 +14,8 @@ from ucp_patterns.shard import Shard
 
 from tests.strategies import coordinates
 from ucp.contract.registry import families, family, library
-from ucp.core.layout import AxisLayout, Layout, Overlap, local_shape, place, whole_shape
-from ucp.core.region import uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, compute_local_shape, infer_global_shape, place
+from ucp.core.region import find_gaps
 from ucp.families.expression import Expression
 from ucp.families.family import Family
 from ucp.families.match import Match
@@ -64,7 +64,7 @@ def own_family() -> Family:
 
 
 ALL: list[tuple[Family, Rule]] = [(own, rule) for own in map(family, families()) for rule in own.rules]
-NAMES = sorted({name for own, _ in ALL for name in own.sizes} | {name for own, _ in ALL for name in own.given})
+NAMES = sorted({name for own, _ in ALL for name in own.sizes} | {name for own, _ in ALL for name in own.constants})
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """A rule of a built-in family, sizes that it holds for, degrees, and a shape that its blocks add up to."""
     own, rule = draw(st.sampled_from(ALL))
-    values = {name: draw(st.integers(1, 6)) for name in NAMES} | dict(own.given)
+    values = {name: draw(st.integers(1, 6)) for name in NAMES} | dict(own.constants)
     for flag in ("gated", "mla", "down_cut", "tied"):
         values.setdefault(flag, 1)
-        values[flag] = own.given.get(flag, draw(st.integers(0, 1)))
+        values[flag] = own.constants.get(flag, draw(st.integers(0, 1)))
     assume(rule.when is None or rule.when.value(values))
     axes = {axis: draw(st.integers(1, 6)) for axis in ("tp", "etp")}
     shape = draw(st.lists(st.integers(0, 5), min_size=2, max_size=3).map(tuple))
@@ -105,7 +105,7 @@ def cut_length(draw: st.DrawFn, blocks: object, values: dict[str, int]) -> int:
 
 
 def taken_apart(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [local_shape(layout, shape, rank) for rank in coordinates(layout)]
+    return [compute_local_shape(layout, shape, rank) for rank in coordinates(layout)]
 
 
 @given(cases())
@@ -119,7 +119,7 @@ def test_split_then_union_is_the_identity(case):
     degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
     assert len(pieces) == (1 if overlaps <= {Overlap.EXCLUSIVE} else degree) or (not prod(shape) and not pieces)
     for boxes in pieces.values():
-        assert uncovered(shape, boxes) == ()
+        assert find_gaps(shape, boxes) == ()
 
 
 @given(cases(), st.integers(1, 5))
@@ -128,12 +128,12 @@ def test_a_flat_partition_of_every_part_makes_up_the_whole(case, dp):
     layout, shape = replace(case.layout, flat=(AxisLayout("dp", dp, Chunk(0)),)), case.shape
     placed = (own for rank in layout.ranks() for own in place(layout, shape, coords=rank))
     boxes = [own.box for own in placed if own.replica == own.term == 0]
-    assert uncovered(shape, boxes) == ()
+    assert find_gaps(shape, boxes) == ()
 
 
 @given(cases())
 def test_whole_shape_inverts(case):
-    assert whole_shape(case.layout, taken_apart(case.layout, case.shape)) == case.shape
+    assert infer_global_shape(case.layout, taken_apart(case.layout, case.shape)) == case.shape
 
 
 @given(cases())
@@ -153,7 +153,7 @@ def test_more_parts_are_parts_of_parts(lengths, parts, times, repeat):
 
 
 def rows(pairs) -> set[int]:
-    return {at for pair in pairs for at in range(pair.whole.offsets[0], pair.whole.stops[0])}
+    return {at for pair in pairs for at in range(pair.global_box.offsets[0], pair.global_box.stops[0])}
 
 
 class TestFused:
@@ -205,7 +205,7 @@ class TestFused:
 
 
 def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
-    stored = np.full(prod(local_shape(layout, whole.shape, rank)), -1)
+    stored = np.full(prod(compute_local_shape(layout, whole.shape, rank)), -1)
     for own in place(layout, whole.shape, coords=rank):
         for at in np.ndindex(*own.box.sizes):
             stored[own.offset + sum(i * s for i, s in zip(at, own.strides, strict=True))] = whole[
@@ -221,7 +221,7 @@ def test_every_name_of_every_style_leads_back(name):
     for rule in own.rules:
         canonical = rule.name.filled(NUMBERS)
         for style in own.styles:
-            for _, stored in own.spellings(canonical, style):
+            for _, stored in own.find_spellings(canonical, style):
                 for each in stored:
                     assert rule.name in {found.name for found in own.rules_of(each)}
 
@@ -242,8 +242,8 @@ def test_what_joins_makes_up_the_whole_once(alias, data):
     rest = data.draw(st.lists(st.integers(1, 3), max_size=2))
     shapes = [(*rest[: alias.dim], groups * data.draw(st.integers(0, 3)), *rest[alias.dim :]) for _ in alias.names]
     assume(alias.dim <= len(rest))
-    pairs = alias.pieces(shapes, {"groups": groups, "heads": groups})
+    pairs = alias.locate_parts(shapes, {"groups": groups, "heads": groups})
     whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
-    assert uncovered(whole, [pair.whole for pair in pairs]) == ()
+    assert find_gaps(whole, [pair.global_box for pair in pairs]) == ()
     for part, shape in enumerate(shapes):
-        assert uncovered(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
+        assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()

@@ -24,7 +24,7 @@ from ucp_patterns.unique import Unique
 from tests.strategies import random_array, shapes, states_of
 from tests.unit.live import threads
 from tests.unit.live.threads import run
-from ucp.core.layout import AxisLayout, Layout, part_of
+from ucp.core.layout import AxisLayout, Layout, locate_shard
 from ucp.core.target import Slice
 from ucp.core.tensor import DType
 from ucp.errors import CorruptError, LoadError, MissingFileError
@@ -95,15 +95,15 @@ class World:
         param, _, state = name.rpartition("/")
         for rank in range(self.count):
             try:
-                part = part_of(layout, array.shape, coords=self.coords(rank))
+                part = locate_shard(layout, array.shape, coords=self.coords(rank))
             except ValueError:  # the pattern cannot cut this shape
                 return
-            if not part.held:
+            if not part.regions:
                 continue
-            pairs = tuple(own.pair for own in part.held)
+            pairs = tuple(own.pair for own in part.regions)
             local = np.zeros(part.local_shape, dtype=array.dtype)
             for pair in pairs:
-                local[box(pair.local)] = array[box(pair.whole)]
+                local[box(pair.local)] = array[box(pair.global_box)]
             runs = [(0, local.size)] if part.flat is None else [edges(run) for run in part.flat]
             for start, stop in runs:
                 own = Slice(
@@ -160,7 +160,7 @@ def box(own):
 
 
 def edges(run):
-    return run.pair.whole.offsets[0], run.pair.whole.stops[0]
+    return run.pair.global_box.offsets[0], run.pair.global_box.stops[0]
 
 
 @st.composite

@@ -8,8 +8,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ucp.contract.layouts import Placement, axes_of
-from ucp.core.layout import Layout, local_shape, place
+from ucp.contract.layouts import DTensorPlacement, placements_to_axes
+from ucp.core.layout import Layout, compute_local_shape, place
 
 LENGTHS = st.integers(1, 9)
 
@@ -27,10 +27,12 @@ def meshes(draw):
 def ours(shape, degrees, placements, coordinate):
     """Local shape and first element by patterns."""
     names = [f"mesh_{at}" for at in range(len(degrees))]
-    known = [Placement(type(p).__name__, getattr(p, "dim", 0), getattr(p, "split_factor", 0)) for p in placements]
-    layout = Layout(axes_of(names, degrees, known, "a test"))
+    known = [
+        DTensorPlacement(type(p).__name__, getattr(p, "dim", 0), getattr(p, "split_factor", 0)) for p in placements
+    ]
+    layout = Layout(placements_to_axes(names, degrees, known, "a test"))
     coords = dict(zip(names, coordinate, strict=True))
-    return local_shape(layout, shape, coords), [own.box for own in place(layout, shape, coords=coords)]
+    return compute_local_shape(layout, shape, coords), [own.box for own in place(layout, shape, coords=coords)]
 
 
 @given(meshes())

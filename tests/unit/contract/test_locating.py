@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ucp.contract.locating import Located, Pointer, locate, the_checkpoint
-from ucp.contract.registry import is_of_another
+from ucp.contract.locating import Located, Pointer, locate, require_checkpoint
+from ucp.contract.registry import is_owned_by_another
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
 NEWEST = Pointer("newest")
@@ -26,7 +26,7 @@ def runs(tmp_path):
 
 
 def find(path: Path) -> Located[str]:
-    return the_checkpoint(locate(path, look, (NEWEST,)), path, "a checkpoint", "a folder with x", "newest")
+    return require_checkpoint(locate(path, look, (NEWEST,)), path, "a checkpoint", "a folder with x", "newest")
 
 
 def test_a_pointer_is_followed_and_says_what_was_saved_last(runs):
@@ -57,7 +57,7 @@ def test_of_several_the_user_chooses_and_the_only_one_is_taken(runs):
 
 
 def test_a_format_leaves_files_of_another_alone():
-    assert is_of_another("mp_rank_00_model_states.pt", "torch")
-    assert is_of_another("metadata.json", "dcp")
-    assert not is_of_another("metadata.json", "megatron")
-    assert not is_of_another("checkpoint.pt", "dcp")
+    assert is_owned_by_another("mp_rank_00_model_states.pt", "torch")
+    assert is_owned_by_another("metadata.json", "dcp")
+    assert not is_owned_by_another("metadata.json", "megatron")
+    assert not is_owned_by_another("checkpoint.pt", "dcp")

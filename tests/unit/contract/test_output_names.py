@@ -14,7 +14,7 @@ from ucp.errors import DestinationError
 def refused(*names: str, taken: tuple[str, ...] = ()) -> str:
     """The message for files `zero/<name>/x.pt`; empty when there is none."""
     try:
-        check_named([(name, f"zero/{name}/x.pt") for name in names], expected="E", remedy="R", taken=taken)
+        check_named([(name, f"zero/{name}/x.pt") for name in names], expected="E", remedy="R", reserved=taken)
     except DestinationError as error:
         return str(error)
     return ""

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import pytest
 
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.core.index import Extra
 from ucp.core.tensor import DType, Record, TensorRef
 from ucp.io.pickle.values import GlobalName, Stub
@@ -49,8 +49,8 @@ RECORDS = Checksums(
     ],
 )
 def test_tensors_by_the_checksums_of_their_storages(mine: TensorRef, other: TensorRef, same: bool | None) -> None:
-    assert RECORDS.same_bytes(mine, other) is same
-    assert RECORDS.same_bytes(other, mine) is same
+    assert RECORDS.has_same_bytes(mine, other) is same
+    assert RECORDS.has_same_bytes(other, mine) is same
 
 
 def scaler(scale: float) -> Stub:
@@ -79,17 +79,17 @@ def scaler(scale: float) -> Stub:
     ],
 )
 def test_values(mine: object, other: object, same: bool) -> None:
-    assert RECORDS.same(mine, other) is same
+    assert RECORDS.is_same(mine, other) is same
 
 
 def test_extras_of_one_value() -> None:
-    assert per_rank_extras("x", {0: 1, 1: 1}, RECORDS) == [Extra(name="x", value=1)]
-    assert per_rank_extras("x", {0: 1, 1: 2}, RECORDS) == [Extra(name="x", value=1), Extra(name="x", value=2, rank=1)]
+    assert make_rank_extras("x", {0: 1, 1: 1}, RECORDS) == [Extra(name="x", value=1)]
+    assert make_rank_extras("x", {0: 1, 1: 2}, RECORDS) == [Extra(name="x", value=1), Extra(name="x", value=2, rank=1)]
 
 
 def test_extras_of_dicts_are_split_by_key() -> None:
     values = {0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 3, "c": 4}, 2: {"a": 1, "b": 2}}
-    assert per_rank_extras("x", values, RECORDS) == [
+    assert make_rank_extras("x", values, RECORDS) == [
         Extra(name="x", value={"a": 1, "b": 2}),
         Extra(name="x", value={"b": 3, "c": 4}, rank=1),
     ]
@@ -97,14 +97,14 @@ def test_extras_of_dicts_are_split_by_key() -> None:
 
 def test_a_key_that_only_the_first_rank_has_is_its_own() -> None:
     values = {0: {"a": 1, "b": 2}, 1: {"a": 1}}
-    assert per_rank_extras("x", values, RECORDS) == [
+    assert make_rank_extras("x", values, RECORDS) == [
         Extra(name="x", value={"a": 1}),
         Extra(name="x", value={"b": 2}, rank=0),
     ]
 
 
 def test_empty_dicts_are_kept() -> None:
-    assert per_rank_extras("x", {0: {}, 1: {}}, RECORDS) == [Extra(name="x", value={})]
+    assert make_rank_extras("x", {0: {}, 1: {}}, RECORDS) == [Extra(name="x", value={})]
 
 
 def deep(depth: int, leaf: object) -> object:
@@ -122,14 +122,14 @@ def doubled(times: int, leaf: object, *, by: type) -> object:
 
 
 def test_depth_is_no_danger() -> None:
-    assert RECORDS.same(deep(30_000, 1), deep(30_000, 1))
-    assert not RECORDS.same(deep(30_000, 1), deep(30_000, 2))
+    assert RECORDS.is_same(deep(30_000, 1), deep(30_000, 1))
+    assert not RECORDS.is_same(deep(30_000, 1), deep(30_000, 2))
 
 
 @pytest.mark.parametrize("by", [list, tuple])
 def test_what_is_shared_is_looked_into_once(by: type) -> None:
-    assert RECORDS.same(doubled(200, 1, by=by), doubled(200, 1, by=by))
-    assert not RECORDS.same(doubled(200, 1, by=by), doubled(200, 2, by=by))
+    assert RECORDS.is_same(doubled(200, 1, by=by), doubled(200, 1, by=by))
+    assert not RECORDS.is_same(doubled(200, 1, by=by), doubled(200, 2, by=by))
 
 
 def cycle(length: int, last: object = None) -> list[object]:
@@ -144,14 +144,14 @@ def cycle(length: int, last: object = None) -> list[object]:
 
 
 def test_what_lies_in_itself() -> None:
-    assert RECORDS.same(cycle(3), cycle(3))
-    assert RECORDS.same(cycle(1009), cycle(1013)), "lists of the same lists without end, in circles of two lengths"
-    assert not RECORDS.same(cycle(3), cycle(3, last=1))
+    assert RECORDS.is_same(cycle(3), cycle(3))
+    assert RECORDS.is_same(cycle(1009), cycle(1013)), "lists of the same lists without end, in circles of two lengths"
+    assert not RECORDS.is_same(cycle(3), cycle(3, last=1))
 
 
 def test_attributes_of_a_dict_and_order_of_its_kind_count() -> None:
     a, b = OrderedDict(x=1), OrderedDict(x=1)
-    assert RECORDS.same(a, b)
+    assert RECORDS.is_same(a, b)
     a._metadata = {"version": 1}  # type: ignore[attr-defined]
-    assert not RECORDS.same(a, b)
-    assert not RECORDS.same(a, {"x": 1})
+    assert not RECORDS.is_same(a, b)
+    assert not RECORDS.is_same(a, {"x": 1})

@@ -292,7 +292,7 @@ class TestDamage:
         whole = shards.put(np.arange(100, dtype="float32"))
         part = replace(whole, shape=(60,), offset=whole.offset + 40)
         state = StateIndex(
-            dtype=DType.FLOAT32, global_shape=(60,), fragments=(Fragment(box=Box.whole((60,)), ref=part),)
+            dtype=DType.FLOAT32, global_shape=(60,), fragments=(Fragment(box=Box.full((60,)), ref=part),)
         )
         record = shards.record(whole)
         self.flip(Path(whole.path), 399)
@@ -319,8 +319,8 @@ class TestCopies:
         shards = Shards(tmp_path / "source")
         array = np.linspace(-2, 2, 1200, dtype="float32").reshape(30, 40) if array is None else array
         fragments = (
-            Fragment(box=Box.whole(array.shape), ref=shards.put(array)),
-            Fragment(box=Box.whole(array.shape), ref=shards.put(copy(array), file="model.bin", **more), replica=1),
+            Fragment(box=Box.full(array.shape), ref=shards.put(array)),
+            Fragment(box=Box.full(array.shape), ref=shards.put(copy(array), file="model.bin", **more), replica=1),
         )
         state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=fragments)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
@@ -365,7 +365,7 @@ class TestCopies:
     def test_terms_of_a_mean_are_not_copies_of_the_mean(self, tmp_path, small_blocks):
         shards = Shards(tmp_path / "source")
         arrays = [np.full((40,), value, dtype="float32") for value in (1.0, 4.0)]
-        box = Box.whole((40,))
+        box = Box.full((40,))
         fragments = [
             Fragment(box=box, ref=shards.put(array), replica=replica, term=term)
             for replica in range(2)
@@ -380,7 +380,7 @@ class TestCopies:
     def test_a_copy_of_a_term_that_drifted_is_named(self, tmp_path):
         shards = Shards(tmp_path / "source")
         arrays = [np.full((40,), value, dtype="float32") for value in (1.0, 4.0)]
-        box = Box.whole((40,))
+        box = Box.full((40,))
         fragments = [Fragment(box=box, ref=shards.put(array), term=term) for term, array in enumerate(arrays)]
         fragments.append(Fragment(box=box, ref=shards.put(arrays[0] + 1, file="copy.bin"), replica=1, term=1))
         state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)

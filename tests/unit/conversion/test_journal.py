@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ucp.conversion.journal import line_of, trusted
+from ucp.conversion.journal import check_noted, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import prepare
 from ucp.transfer.engines.serial import SerialEngine
@@ -19,18 +19,18 @@ def run(source, tmp_path, small_blocks):
     for file in job.target.files:
         create_file(root, file)
     done = list(SerialEngine().run(job, root, job.tasks, workers=1, threads=1))
-    lines = [json.loads(json.dumps(line_of(own))) for own in done]
+    lines = [json.loads(json.dumps(to_line(own))) for own in done]
     return job, root, done, lines
 
 
 def test_a_journal_is_read_as_it_was_written(run):
     job, root, done, lines = run
-    assert list(trusted(job, root, lines).values()) == done
+    assert list(check_noted(job, root, lines).values()) == done
 
 
 def test_a_task_noted_twice_is_one(run):
     job, root, done, lines = run
-    assert list(trusted(job, root, lines + lines[:3])) == [own.task for own in done]
+    assert list(check_noted(job, root, lines + lines[:3])) == [own.task for own in done]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_a_task_noted_twice_is_one(run):
 )
 def test_a_line_that_says_something_else_is_not_believed(run, change):
     job, root, _, lines = run
-    assert trusted(job, root, [{**lines[0], **change}]) == {}
-    assert trusted(job, root, [{}]) == {}
+    assert check_noted(job, root, [{**lines[0], **change}]) == {}
+    assert check_noted(job, root, [{}]) == {}
 
 
 def test_a_line_of_other_sections_is_not_believed(run):
     """Blocks of another size, or tasks shared out in another way, are another run's."""
     job, root, _, lines = run
-    assert trusted(job, root, [{**lines[0], "task": lines[1]["task"]}]) == {}
+    assert check_noted(job, root, [{**lines[0], "task": lines[1]["task"]}]) == {}
 
 
 def test_bytes_that_are_not_what_was_noted_are_not_believed(run):
@@ -68,7 +68,7 @@ def test_bytes_that_are_not_what_was_noted_are_not_believed(run):
     with (root / fill.path).open("r+b") as file:
         file.seek(fill.offset)
         file.write(b"\xff\xfe")
-    assert 3 not in trusted(job, root, lines)
-    assert len(trusted(job, root, lines)) == len(lines) - 1
+    assert 3 not in check_noted(job, root, lines)
+    assert len(check_noted(job, root, lines)) == len(lines) - 1
     (root / fill.path).unlink()
-    assert trusted(job, root, lines) == {}
+    assert check_noted(job, root, lines) == {}

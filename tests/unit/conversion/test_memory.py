@@ -90,7 +90,7 @@ def sparse_source(
             shape=(rows, COLUMNS),
             strides=(COLUMNS, 1),
         )
-        fragments.append(Fragment(box=Box.whole(ref.shape), ref=ref, replica=1))
+        fragments.append(Fragment(box=Box.full(ref.shape), ref=ref, replica=1))
     state = StateIndex(
         dtype=dtype,
         global_shape=(rows, COLUMNS),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ucp
+from ucp.conversion.option import parse_memory
 from ucp.conversion.options import make_options
-from ucp.conversion.values import nbytes_of
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UcpError, UsageError
@@ -39,13 +39,13 @@ def test_topologies_that_are_none(topology):
     ("memory", "nbytes"), [("1GiB", 1 << 30), ("512M", 512 << 20), ("2GB", 2 * 10**9), (4096, 4096)]
 )
 def test_memory(memory, nbytes):
-    assert nbytes_of(memory) == nbytes
+    assert parse_memory(memory) == nbytes
 
 
 @pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
 def test_memory_that_is_none(memory):
     with pytest.raises(UsageError, match="expected an amount of memory such as 512M"):
-        nbytes_of(memory)
+        parse_memory(memory)
 
 
 @pytest.mark.parametrize("name", ["drift", "zero_moments", "companions"])

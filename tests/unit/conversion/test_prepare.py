@@ -9,8 +9,8 @@ import pytest
 
 import ucp
 from ucp.conversion.options import ConvertOptions, make_options
-from ucp.conversion.prepare import Silent, prepare
-from ucp.core.index import Loss
+from ucp.conversion.prepare import SilentObserver, prepare
+from ucp.core.index import LostStates
 from ucp.core.topology import Topology
 from ucp.errors import MemoryBudgetError, UsageError
 from ucp.source.read import index_of
@@ -98,16 +98,16 @@ def test_a_selection_keeps_why_states_are_lost_and_counts_what_it_leaves_out(tmp
     names = [f"w.{n}: odd" for n in range(30)]
     array = np.arange(6, dtype="float32")
     states = {(name, state): shards.whole(array) for name in (*names, "a", "b") for state in ("weight", "exp_avg")}
-    shifted = {name: Loss(why="shifted", detail="by 3 elements") for name in names}
+    shifted = {name: LostStates(reason="shifted", detail="by 3 elements") for name in names}
     for name in names:
         del states[name, "exp_avg"]
     write_checkpoint(replace(make_index(shards.folder, states), lost=shifted))
     kept = NameFilter(include=("w.29*", "a/weight", "b"))
     index = index_of(shards.folder, kept)
-    assert index.reasons(["w.29: odd"]) == ("shifted:\n  w.29: odd: by 3 elements",)
+    assert index.loss_reasons(["w.29: odd"]) == ("shifted:\n  w.29: odd: by 3 elements",)
     assert index.unselected == 29
     assert list(index.lost) == ["w.29: odd", "a"]
-    assert index.lost["a"].chosen
-    assert index.lost["a"].why.startswith("exp_avg of these parameters, left out by --include/--exclude")
+    assert index.lost["a"].is_chosen
+    assert index.lost["a"].reason.startswith("exp_avg of these parameters, left out by --include/--exclude")
     assert index_of(shards.folder, NameFilter(include=("*/weight",))).lost == shifted
-    assert resolve_drift(index, Drift.FIRST, Silent(), memory=1 << 30).lost == index.lost
+    assert resolve_drift(index, Drift.FIRST, SilentObserver(), memory=1 << 30).lost == index.lost

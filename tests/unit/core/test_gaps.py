@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ucp
-from ucp.core.gaps import state_gaps
-from ucp.core.index import Kind, Loss, ParamGroup
+from ucp.core.gaps import find_state_gaps
+from ucp.core.index import Kind, LostStates, ParamGroup
 from ucp.errors import MissingStateError
 from ucp.testing.handmade import Shards, make_index
 
@@ -41,7 +41,7 @@ def made(tmp_path):
 def test_a_part_of_what_another_has_is_a_gap(made):
     rates = {name: {"lr": rate} for name, rate in {"a": 0.1, "b": 0.2, "c": 0.1}.items()}
     index = made({"a": ADAM, "b": {"exp_avg"}, "c": ADAM - {"step"}, "frozen": set()}, switches=rates)
-    assert state_gaps(index) == {"b": ("exp_avg_sq", "step"), "c": ("step",)}
+    assert find_state_gaps(index) == {"b": ("exp_avg_sq", "step"), "c": ("step",)}
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_a_part_of_what_another_has_is_a_gap(made):
     ids=["other states", "another setting", "another optimizer", "another number of dims"],
 )
 def test_what_has_other_states_for_a_reason(states, more, made):
-    assert state_gaps(made(states, **more)) == {}
+    assert find_state_gaps(made(states, **more)) == {}
 
 
 def test_buffers_and_what_the_user_left_out_are_no_gaps(made):
     index = made({"a": ADAM, "b": {"exp_avg"}, "c": {"step"}})
     atoms = {**index.atoms, "b": replace(index.atoms["b"], kind=Kind.BUFFER)}
-    left_out = {"c": Loss(why="left out", chosen=True)}
-    assert state_gaps(replace(index, atoms=atoms, lost=left_out)) == {}
+    left_out = {"c": LostStates(reason="left out", is_chosen=True)}
+    assert find_state_gaps(replace(index, atoms=atoms, lost=left_out)) == {}
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ RATES = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 def test_a_name_that_few_parameters_have_stands_for_the_state_that_is_lost(made):
     states = {"a": ADAM, "b": ADAM, "c": {"exp_avg", "step", "exp_evg_sq"}, "muon": {"momentum_buffer"}}
-    assert state_gaps(made(states)) == {"c": ("exp_avg_sq",)}
+    assert find_state_gaps(made(states)) == {"c": ("exp_avg_sq",)}
     stacked = {"a": ADAM, "b": ADAM, "d": states["c"], "c": ADAM, "e": states["c"]}
-    assert state_gaps(made(stacked)) == {"d": ("exp_avg_sq",), "e": ("exp_avg_sq",)}
+    assert find_state_gaps(made(stacked)) == {"d": ("exp_avg_sq",), "e": ("exp_avg_sq",)}
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_a_name_that_few_parameters_have_stands_for_the_state_that_is_lost(made)
     ],
 )
 def test_states_that_are_no_damaged_names(states, made):
-    assert state_gaps(made(states)) == {}
+    assert find_state_gaps(made(states)) == {}
 
 
 def test_a_setting_that_a_parameter_alone_lacks(made):
     damaged = {"mr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     index = made({"a": ADAM, "b": ADAM, "c": ADAM}, switches={"a": RATES, "b": RATES, "c": damaged})
-    assert state_gaps(index) == {"c": ("the setting lr",)}
+    assert find_state_gaps(index) == {"c": ("the setting lr",)}
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_a_setting_that_a_parameter_alone_lacks(made):
 )
 def test_groups_that_have_other_settings_for_a_reason(others, made):
     states = {"a": {"exp_avg"}, "b": {"exp_avg"}, "c": {"exp_avg"}}
-    assert state_gaps(made(states, switches={"a": RATES, "b": RATES, "c": others})) == {}
+    assert find_state_gaps(made(states, switches={"a": RATES, "b": RATES, "c": others})) == {}

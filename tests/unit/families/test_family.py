@@ -84,30 +84,30 @@ class TestNames:
 
     def test_how_it_is_written(self, mcore):
         name = "decoder.layers.2.input_layernorm.weight"
-        assert mcore.styled(name, "mcore") == name
-        assert mcore.styled(name, "te") == "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
-        assert mcore.styled(name, "torch_dist") == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
-        assert mcore.styled(name, "legacy") == "language_model.encoder.layers.2.input_norm.weight"
-        assert mcore.styled(name, "pipeline") == "4.input_layernorm.weight"
+        assert mcore.to_style(name, "mcore") == name
+        assert mcore.to_style(name, "te") == "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
+        assert mcore.to_style(name, "torch_dist") == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+        assert mcore.to_style(name, "legacy") == "language_model.encoder.layers.2.input_norm.weight"
+        assert mcore.to_style(name, "pipeline") == "4.input_layernorm.weight"
 
     def test_latent_attention_keeps_its_norms(self):
         deepseek = family("deepseek-v2")
         name = "decoder.layers.2.input_layernorm.weight"
-        assert deepseek.styled(name, "torch_dist") == "decoder.layers.input_layernorm.weight"
-        assert [names for _, names in deepseek.spellings(name, "torch_dist")] == [
+        assert deepseek.to_style(name, "torch_dist") == "decoder.layers.input_layernorm.weight"
+        assert [names for _, names in deepseek.find_spellings(name, "torch_dist")] == [
             ("decoder.layers.input_layernorm.weight",),
             ("decoder.layers.self_attention.linear_qkv.layer_norm_weight",),
         ]
 
     def test_what_a_style_lacks_is_an_error(self, mcore):
         with pytest.raises(FamilyError, match="has no name in the style 'huggingface'"):
-            mcore.styled("embedding.word_embeddings.weight", "huggingface")
+            mcore.to_style("embedding.word_embeddings.weight", "huggingface")
         with pytest.raises(FamilyError, match=r"is 3 tensors in the style 'huggingface': .*q_proj"):
-            family("llama").styled("decoder.layers.0.self_attention.linear_qkv.weight", "huggingface")
+            family("llama").to_style("decoder.layers.0.self_attention.linear_qkv.weight", "huggingface")
         with pytest.raises(UsageError, match=r"expected one of the naming styles mcore, te, .*; got 'bert'"):
-            mcore.styled("embedding.word_embeddings.weight", "bert")
+            mcore.to_style("embedding.word_embeddings.weight", "bert")
         with pytest.raises(FamilyError, match="1 name has no rule"):
-            mcore.styled("nothing", "te")
+            mcore.to_style("nothing", "te")
 
     def test_a_name_of_several_parameters_is_not_guessed(self):
         with pytest.raises(FamilyError, match=r"can be .*input_layernorm.* or .*norm"):
@@ -278,10 +278,10 @@ class TestLayout:
 class TestTied:
     def test_only_where_the_model_ties(self):
         own = family("gpt")
-        assert own.tied_to("output_layer.weight") is None
+        assert own.find_tied("output_layer.weight") is None
         bound = own.bind(arguments={"untie_embeddings_and_output_weights": False})
-        assert bound.tied_to("output_layer.weight") == "embedding.word_embeddings.weight"
-        assert bound.tied_to("embedding.word_embeddings.weight") is None
+        assert bound.find_tied("output_layer.weight") == "embedding.word_embeddings.weight"
+        assert bound.find_tied("embedding.word_embeddings.weight") is None
 
 
 class TestOrder:
@@ -311,12 +311,12 @@ class TestOrder:
             "mtp.layers.0.final_layernorm.weight",
             "output_layer.weight",
         ]
-        assert mcore.sorted(sorted(wanted)) == wanted
-        assert mcore.sorted(reversed([*wanted, "zzz", "aaa"])) == [*wanted, "aaa", "zzz"]
+        assert mcore.sort_canonical(sorted(wanted)) == wanted
+        assert mcore.sort_canonical(reversed([*wanted, "zzz", "aaa"])) == [*wanted, "aaa", "zzz"]
 
 
 @pytest.mark.parametrize("layers", [-1, 10**6, 10**18])
 def test_sizes_that_no_name_counts_to_make_no_names(layers):
     """Arguments of a damaged checkpoint may say anything."""
     bound = family("deepseek-v3").bind(arguments={"num_layers": layers})
-    assert bound.written(bound.rules_of("mtp.layers.0.enorm.weight")[0], "huggingface") == ()
+    assert bound.written_names(bound.rules_of("mtp.layers.0.enorm.weight")[0], "huggingface") == ()

@@ -20,9 +20,9 @@ SOME_NUMBERS = {"layer": 1, "expert": 2, "mtp": 0}
 
 def names_of(name: str, style: str = "mcore") -> list[str]:
     """A name of every rule, where the style has one."""
-    own = family(name).bind(arguments={"num_layers": 4, "swiglu": bool(family(name).given.get("gated", 1))})
+    own = family(name).bind(arguments={"num_layers": 4, "swiglu": bool(family(name).constants.get("gated", 1))})
     canonical = dict.fromkeys(rule.name.filled(SOME_NUMBERS) for rule in own.rules)
-    return [each for one in canonical for _, way in own.spellings(one, style)[:1] for each in way]
+    return [each for one in canonical for _, way in own.find_spellings(one, style)[:1] for each in way]
 
 
 def library_of(**texts: str) -> Library:
@@ -148,7 +148,7 @@ class TestLibrary:
     def test_a_part_of_families_cannot_be_chosen(self):
         assert library().family("mcore-mla").abstract
         with pytest.raises(UsageError, match="'mcore-mla' is only a part of some"):
-            library().chosen("mcore-mla")
+            library().get_concrete("mcore-mla")
         with pytest.raises(UsageError, match="is only a part of some"):
             choose_family(names=["a"], options=SourceOptions(family="mcore-mla"))
 
@@ -167,9 +167,9 @@ class TestLibrary:
             (tmp_path / package / "__init__.py").touch()
             (tmp_path / package / "x.toml").write_text(f'name = "x"\n{RULE}')
         monkeypatch.syspath_prepend(tmp_path)
-        assert Library.of_packages(["first"], lambda name: Replicate).names() == ("x",)
+        assert Library.from_packages(["first"], lambda name: Replicate).names() == ("x",)
         with pytest.raises(UsageError, match=r"the family 'x' stands in first/x.toml and in second/x.toml"):
-            Library.of_packages(["first", "second"], lambda name: Replicate)
+            Library.from_packages(["first", "second"], lambda name: Replicate)
 
 
 class TestOfTheUser:

@@ -18,10 +18,10 @@ from ucp.core.index import Fragment, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import CoverError, MissingStateError, UnsupportedError
-from ucp.families.recipes import Made, arranged, rearranged
+from ucp.families.recipes import TensorRecipe, apply_recipes, permute_view
 from ucp.io.elements import codec_name, encode_block, viewed
 from ucp.io.files import Sources
 from ucp.testing.handmade import Shards, inline, make_index
@@ -32,12 +32,12 @@ TURNS = np.concatenate([Q[:4], K[:2], Q[4:], K[2:]])
 """Two groups: a half of each in every turn."""
 
 
-def joined() -> Made:
+def joined() -> TensorRecipe:
     places = [("q", 0, 0, 4), ("k", 4, 0, 2), ("q", 6, 4, 4), ("k", 10, 2, 2)]
     patches = (
         RegionPair.strided(Box((to, 0), (rows, 4)), atom, (at, 0), (0, 1), (1, 1)) for atom, to, at, rows in places
     )
-    return Made((12, 4), tuple(patches))
+    return TensorRecipe((12, 4), tuple(patches))
 
 
 def cut(shards: Shards, array: np.ndarray, how: str) -> StateIndex:
@@ -60,7 +60,7 @@ def cut(shards: Shards, array: np.ndarray, how: str) -> StateIndex:
 
 
 def read(state: StateIndex) -> np.ndarray:
-    gatherer, own = Gatherer(sources=Sources()), whole_slice("p", "s", state)
+    gatherer, own = Gatherer(sources=Sources()), full_slice("p", "s", state)
     data = memoryview(bytearray(own.nbytes))
     gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
     gatherer.sources.close()
@@ -86,7 +86,7 @@ def test_parts_are_brought_to_their_places(tmp_path: Path, how: str) -> None:
         },
     )
     index = replace(index, groups=(ParamGroup(params=("norm", "k", "q"), hyper={"lr": 1}),))
-    found = arranged(index, {"qkv": joined(), "ln": Made.whole("norm", (8, 4))})
+    found = apply_recipes(index, {"qkv": joined(), "ln": TensorRecipe.identity("norm", (8, 4))})
     check_cover(found)
     assert list(found.atoms) == ["qkv", "ln"]
     assert found.groups[0].params == ("ln", "qkv")
@@ -102,9 +102,11 @@ def test_a_joined_tensor_knows_how_its_parts_lay(tmp_path: Path) -> None:
     index = make_index(tmp_path, {(name, "weight"): cut(shards, own, "rows") for name, own in (("q", Q), ("k", K))})
     layout = Layout((AxisLayout("tp", 2, Shard(0), "family llama"),))
     index.atoms["q"] = replace(index.atoms["q"], layout=layout)
-    atom = arranged(index, {"qkv": joined()}).atoms["qkv"]
+    atom = apply_recipes(index, {"qkv": joined()}).atoms["qkv"]
     assert (atom.layout, atom.made_of) == (Layout(), {"q": layout})
-    again = arranged(replace(index, atoms={"qkv": atom}), {"turned": rearranged("qkv", (12, 4), (12, 4), (1, 0), 2)})
+    again = apply_recipes(
+        replace(index, atoms={"qkv": atom}), {"turned": permute_view("qkv", (12, 4), (12, 4), (1, 0), 2)}
+    )
     assert again.atoms["turned"].made_of == {"q": layout}
 
 
@@ -112,12 +114,12 @@ def test_a_joined_tensor_knows_how_its_parts_lay(tmp_path: Path) -> None:
 def test_a_matrix_is_transposed_and_its_rows_are_permuted(tmp_path: Path, how: str) -> None:
     shards = Shards(tmp_path)
     index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, how)})
-    turned = rearranged("q", (8, 4), (8, 4), (1, 0), 2)
-    pairs = rearranged("q", (8, 4), (2, 2, 2, 4), (0, 2, 1, 3), 2)
-    found = arranged(index, {"turned": turned})
+    turned = permute_view("q", (8, 4), (8, 4), (1, 0), 2)
+    pairs = permute_view("q", (8, 4), (2, 2, 2, 4), (0, 2, 1, 3), 2)
+    found = apply_recipes(index, {"turned": turned})
     check_cover(found)
     assert np.array_equal(read(found.atoms["turned"].states["weight"]), Q.T)
-    found = arranged(index, {"pairs": pairs})
+    found = apply_recipes(index, {"pairs": pairs})
     check_cover(found)
     wanted = Q.reshape(2, 2, 2, 4).transpose(0, 2, 1, 3).reshape(8, 4)
     assert np.array_equal(read(found.atoms["pairs"].states["weight"]), wanted)
@@ -133,13 +135,13 @@ def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
     return shape, view, order, draw(st.integers(1, len(view)))
 
 
-def filled(made: Made, array: np.ndarray) -> np.ndarray:
+def filled(made: TensorRecipe, array: np.ndarray) -> np.ndarray:
     """What patches take of one array, each of their elements once."""
     target = np.full(made.shape, -1, dtype=array.dtype)
     for patch in made.patches:
         for at in np.ndindex(patch.local.sizes):
-            place = list(patch.whole.offsets)
-            for number, (dim, step) in zip(at, patch.ways, strict=True):
+            place = list(patch.global_box.offsets)
+            for number, (dim, step) in zip(at, patch.dim_steps, strict=True):
                 if dim is not None:
                     place[dim] += number * step
             spot = tuple(map(int.__add__, patch.local.offsets, at))
@@ -153,7 +155,7 @@ def test_views_are_those_of_numpy(own: tuple[tuple[int, ...], tuple[int, ...], t
     shape, view, order, rank = own
     array = np.arange(prod(shape)).reshape(shape)
     try:
-        made = rearranged("w", shape, view, order, rank)
+        made = permute_view("w", shape, view, order, rank)
     except ValueError:  # a dim of one element may stand on either side of a cut
         assert 1 in view or 1 in shape
         return
@@ -169,13 +171,13 @@ def test_a_patch_after_another_is_both(
     shape, view, order, rank = own
     if 1 in view:
         return
-    first = rearranged("w", shape, view, order, rank)
+    first = permute_view("w", shape, view, order, rank)
     again = tuple(data.draw(st.permutations(range(len(first.shape)))))
-    then = rearranged("v", first.shape, first.shape, again, len(first.shape))
+    then = permute_view("v", first.shape, first.shape, again, len(first.shape))
     both = [found for patch in then.patches for own in first.patches if (found := patch.after(own)) is not None]
     array = np.arange(prod(shape)).reshape(shape)
     wanted = filled(first, array).transpose(again)
-    assert np.array_equal(filled(Made(then.shape, tuple(both)), array), wanted)
+    assert np.array_equal(filled(TensorRecipe(then.shape, tuple(both)), array), wanted)
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
@@ -183,26 +185,26 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     q, k = cut(shards, Q, "rows"), cut(shards, K, "rows")
     lacking = make_index(tmp_path, {("q", "weight"): q, ("q", "exp_avg"): q, ("k", "weight"): k})
     with pytest.raises(MissingStateError, match="q with the states weight, exp_avg and of k with weight"):
-        arranged(lacking, {"qkv": joined()})
+        apply_recipes(lacking, {"qkv": joined()})
     index = make_index(tmp_path, {("q", "weight"): q, ("k", "weight"): k})
     apart = replace(index, groups=(ParamGroup(params=("q",), hyper={}), ParamGroup(params=("k",), hyper={})))
     with pytest.raises(UnsupportedError, match="different parameter groups of the optimizer: q, k"):
-        arranged(apart, {"qkv": joined()})
+        apply_recipes(apart, {"qkv": joined()})
     half = replace(k, dtype=DType.BFLOAT16)
     with pytest.raises(UnsupportedError, match=r"differ in kind or type .*bfloat16"):
-        arranged(make_index(tmp_path, {("q", "weight"): q, ("k", "weight"): half}), {"qkv": joined()})
+        apply_recipes(make_index(tmp_path, {("q", "weight"): q, ("k", "weight"): half}), {"qkv": joined()})
     flat = make_index(tmp_path, {("q", "weight"): q, ("q", "row"): cut(shards, Q[:, :3], "rows")})
     with pytest.raises(UnsupportedError, match="row has not the shape of the parameter"):
-        arranged(flat, {"turned": rearranged("q", (8, 4), (8, 4), (1, 0), 2)})
+        apply_recipes(flat, {"turned": permute_view("q", (8, 4), (8, 4), (1, 0), 2)})
 
 
 def test_no_element_is_lost_or_taken_twice(tmp_path: Path) -> None:
     shards = Shards(tmp_path)
     index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, "rows"), ("k", "weight"): cut(shards, K, "rows")})
-    half = Made((4, 4), (RegionPair.strided(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
-    for made in ({"a": half}, {"a": half, "b": half, "c": half}, {"a": Made((12, 4), joined().patches[:3])}):
+    half = TensorRecipe((4, 4), (RegionPair.strided(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
+    for made in ({"a": half}, {"a": half, "b": half, "c": half}, {"a": TensorRecipe((12, 4), joined().patches[:3])}):
         with pytest.raises(UnsupportedError, match="every element is kept, and kept once"):
-            arranged(index, made)
+            apply_recipes(index, made)
 
 
 def test_a_hole_stays_one(tmp_path: Path) -> None:
@@ -211,4 +213,4 @@ def test_a_hole_stays_one(tmp_path: Path) -> None:
     holed = replace(own, fragments=own.fragments[:-1])
     index = make_index(tmp_path, {("q", "weight"): holed, ("k", "weight"): cut(shards, K, "rows")})
     with pytest.raises(CoverError, match="qkv"):
-        check_cover(arranged(index, {"qkv": joined()}))
+        check_cover(apply_recipes(index, {"qkv": joined()}))

@@ -15,11 +15,11 @@ def joined(alias: Alias, stored: list[np.ndarray], values: dict[str, int]) -> np
         shape, strides = alias.elements(own.shape, values)
         flat = np.ascontiguousarray(own).reshape(-1)
         seen.append(np.lib.stride_tricks.as_strided(flat, shape, [step * flat.itemsize for step in strides]))
-    pairs = alias.pieces([own.shape for own in seen], values)
-    whole = np.full([max(stops) for stops in zip(*(pair.whole.stops for pair in pairs), strict=True)], -1)
+    pairs = alias.locate_parts([own.shape for own in seen], values)
+    whole = np.full([max(stops) for stops in zip(*(pair.global_box.stops for pair in pairs), strict=True)], -1)
     for pair in pairs:
         source = tuple(slice(o, o + n) for o, n in zip(pair.local.offsets, pair.local.sizes, strict=True))
-        target = tuple(slice(o, o + n) for o, n in zip(pair.whole.offsets, pair.whole.sizes, strict=True))
+        target = tuple(slice(o, o + n) for o, n in zip(pair.global_box.offsets, pair.global_box.sizes, strict=True))
         assert (whole[target] == -1).all()
         whole[target] = seen[pair.tensor][source]
     return whole
@@ -85,11 +85,11 @@ def test_grouped_experts_are_looked_at_as_their_memory_is():
 )
 def test_what_does_not_join_says_so(alias, shapes, message):
     with pytest.raises(ValueError, match=message):
-        alias.pieces(shapes, {})
+        alias.locate_parts(shapes, {})
 
 
 def test_a_view_of_other_elements_is_refused():
-    with pytest.raises(ValueError, match="is not"):
+    with pytest.raises(ValueError, match="cannot be viewed"):
         Alias(names=("w",), view=(3, -1)).elements((4, 4), {})
 
 
@@ -100,7 +100,7 @@ def test_a_pattern_is_made_when_sizes_are_known():
         factory=Shard,
         options={"dim": 1, "blocks": (Expression("dim / 2"), Expression("k"))},
     )
-    assert rule.made({"dim": 8, "k": 4}) == Shard(1, (4, 4))
+    assert rule.make_pattern({"dim": 8, "k": 4}) == Shard(1, (4, 4))
     assert (rule.dim, rule.needs_length) == (1, True)
     assert str(rule) == "tp: shard(dim=1, blocks=[dim / 2, k])"
     assert str(AxisRule(axis="tp", pattern="replicate", factory=Shard)) == "tp: replicate"

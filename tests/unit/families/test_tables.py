@@ -3,7 +3,7 @@ from __future__ import annotations
 import pickle
 
 from ucp.contract.registry import family
-from ucp.families.naming import CANONICAL, Stored, Tables
+from ucp.families.naming import CANONICAL, StoredName, Tables
 from ucp.families.rule import Rule
 from ucp.families.template import Template
 
@@ -12,7 +12,7 @@ def counted(made: list[int]):
     """One entry; each time it is asked for is noted."""
     made.append(1)
     rule = Rule(name=Template("own.{layer}.w"), axes={})
-    yield Stored(rule.name, rule, None, 0, CANONICAL)
+    yield StoredName(rule.name, rule, None, 0, CANONICAL)
 
 
 def test_names_that_count_on_sizes_are_those_of_the_model():

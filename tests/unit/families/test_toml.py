@@ -6,7 +6,7 @@ from ucp_patterns.shard import Shard
 
 from ucp.core.layout import AxisLayout, Layout
 from ucp.errors import UsageError
-from ucp.families.toml.family import header, read_family
+from ucp.families.toml.family import read_family, read_header
 
 PATTERNS = {"shard": Shard, "replicate": Replicate}
 
@@ -44,7 +44,7 @@ def family(text: str, *extended):
 
 def test_a_family_is_what_its_text_says():
     base = family(BASE)
-    assert (base.name, base.abstract, base.given) == ("base", True, {"gated": 1})
+    assert (base.name, base.abstract, base.constants) == ("base", True, {"gated": 1})
     assert [str(rule.name) for rule in base.rules] == ["layers.{layer}.a", "layers.{layer}.b"]
     assert [str(axis) for axis in base.rules[1].axes] == ["tp: shard(dim=0, blocks=[half, half])"]
     bound = base.bind(arguments={"width": 8})
@@ -58,7 +58,7 @@ def test_a_rule_of_the_same_template_replaces():
     assert [str(rule.name) for rule in own.rules] == ["layers.{layer}.a", "layers.{layer}.b", "c"]
     assert own.rules[1].axes[0].pattern == "replicate"
     assert (own.rules[0].source, own.rules[1].source) == ("base", "own")
-    assert own.given == {"gated": 1}
+    assert own.constants == {"gated": 1}
     assert not own.abstract
 
 
@@ -71,8 +71,8 @@ def test_aliases_can_be_added_to_rules_that_are_extended():
     text = 'name = "own"\n[alias.other]\n"layers.{layer}.b" = { names = ["x.{layer}", "y.{layer}"], groups = "2" }'
     own = family(text, family(BASE))
     assert own.canonical("x.4") == "layers.4.b"
-    assert own.stored_as("layers.4.b", "other")[1] == ("x.4", "y.4")
-    assert own.styled("layers.4.a", "other") == "block.4.a"
+    assert own.find_spelling("layers.4.b", "other")[1] == ("x.4", "y.4")
+    assert own.to_style("layers.4.a", "other") == "block.4.a"
 
 
 def test_rules_can_be_repeated_under_another_name():
@@ -87,12 +87,12 @@ def test_rules_can_be_repeated_under_another_name():
     """
     own = family(text, family(BASE)).bind(arguments={"width": 8})
     assert [own.canonical(f"block.{number}.a") for number in (3, 4)] == ["layers.3.a", "extra.0.layer.a"]
-    assert own.styled("extra.2.layer.a", "other") == "block.6.a"
+    assert own.to_style("extra.2.layer.a", "other") == "block.6.a"
     assert own.match(["extra.2.layer.b"])["extra.2.layer.b"].fields == {"extra": 2}
 
 
 def test_the_header_is_read_on_its_own():
-    document = header('name = "x"\nextends = ["a", "b"]', "f")
+    document = read_header('name = "x"\nextends = ["a", "b"]', "f")
     assert (document.name, document.extends) == ("x", ("a", "b"))
 
 

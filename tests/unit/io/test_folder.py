@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.io.folder import given, is_url, names_in, short_text
+from ucp.io.folder import is_url, names_in, parse_path, read_short_text
 from ucp.io.remote.url import EXTRAS
 
 
@@ -25,25 +25,25 @@ def test_what_is_no_folder_has_no_names(tmp_path: Path) -> None:
 
 def test_text_is_without_the_blanks_around_it(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes("\n global_step3 \u00e4\r\n".encode())
-    assert short_text(tmp_path / "latest", most_bytes=64) == "global_step3 \u00e4"
+    assert read_short_text(tmp_path / "latest", most_bytes=64) == "global_step3 \u00e4"
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, ""), (8, "x" * 8), (9, None)])
 def test_text_that_is_too_long_is_none(tmp_path: Path, nbytes: int, text: str | None) -> None:
     (tmp_path / "latest").write_bytes(b"x" * nbytes)
-    assert short_text(tmp_path / "latest", most_bytes=8) == text
+    assert read_short_text(tmp_path / "latest", most_bytes=8) == text
 
 
 def test_what_is_no_text_is_none(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
-    assert short_text(tmp_path / "latest", most_bytes=64) is None
-    assert short_text(tmp_path, most_bytes=64) is None
-    assert short_text(tmp_path / "nothing", most_bytes=64) is None
+    assert read_short_text(tmp_path / "latest", most_bytes=64) is None
+    assert read_short_text(tmp_path, most_bytes=64) is None
+    assert read_short_text(tmp_path / "nothing", most_bytes=64) is None
 
 
 @pytest.mark.parametrize("word", [*EXTRAS, "file", "s3:", "hf:model", "memory/run"])
 def test_a_path_that_is_the_name_of_a_scheme_is_a_path(word: str) -> None:
-    path = given(word)
+    path = parse_path(word)
     assert type(path) is type(Path())
     assert str(path) == word
     assert not is_url(str(path))

@@ -86,7 +86,7 @@ class Saved:
     @staticmethod
     def _pieces(shards, array):
         if not array.shape or not array.size:
-            yield Fragment(box=Box.whole(array.shape), ref=shards.put(array, file="0.bin"))
+            yield Fragment(box=Box.full(array.shape), ref=shards.put(array, file="0.bin"))
             return
         for number, rows in enumerate(np.array_split(np.arange(len(array)), 3)):
             if rows.size:
@@ -571,7 +571,7 @@ def test_an_optimizer_that_keeps_no_states_needs_none(tmp_path):
 def test_a_step_that_float32_does_not_hold_is_refused_before_anything_is_written(tmp_path):
     shards, inline = Shards(tmp_path), InlineTensor(data=np.int64(2**24 + 1).tobytes(), dtype=DType.INT64)
     states = {("w", state): shards.whole(random((3,))) for state in ("weight", *MOMENTS)}
-    states["w", "step"] = StateIndex.whole(inline)
+    states["w", "step"] = StateIndex.from_tensor(inline)
     path = write_checkpoint(make_index(tmp_path, states, groups=[ParamGroup(params=("w",), hyper={"lr": 0.25})]))
     net = nn.Module()
     net.w = nn.Parameter(torch.zeros(3))

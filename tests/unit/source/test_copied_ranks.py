@@ -14,7 +14,7 @@ from ucp.core.index import Doubt, Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.errors import MalformedError, UsageError
 from ucp.io.torch_file.archive import read_archive
-from ucp.source.copied_ranks import copied_ranks
+from ucp.source.copied_ranks import find_copied_ranks
 from ucp.testing.handmade import make_index
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -124,7 +124,7 @@ class Ranks:
             )
             for key, own in states.items()
         }
-        return copied_ranks(make_index(self.folder, made, records=records))
+        return find_copied_ranks(make_index(self.folder, made, records=records))
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 
 from ucp.core.index import Index, Kind, ParamGroup
 from ucp.core.tensor import DType
-from ucp.core.union import number_state
+from ucp.core.union import state_from_number
 from ucp.errors import MalformedError
 from ucp.io.elements import numpy_dtype
-from ucp.source.moments import ZeroMoments, before_first_step, check_moments, moments_note
+from ucp.source.moments import ZeroMoments, check_moments, describe_zero_moments, detect_first_step
 from ucp.testing.handmade import Shards, make_index
 
 Made = Callable[..., Index]
@@ -31,7 +31,7 @@ def made(tmp_path) -> Made:
             for state, values in moments.items():
                 states[name, state] = shards.whole(values)
             if step is not None:
-                states[name, "step"] = number_state(step)
+                states[name, "step"] = state_from_number(step)
         return make_index(tmp_path, states, groups=(group,) if group else ())
 
     return make
@@ -54,7 +54,7 @@ def test_all_zero_is_refused_with_the_way_on(made):
         check_moments(index, ZeroMoments.ERROR)
     assert "--exclude '*/exp_avg' --exclude '*/exp_avg_sq'" in str(caught.value)
     assert "--zero-moments keep" in str(caught.value)
-    assert "zero wherever they were sampled" in (moments_note(index) or "")
+    assert "zero wherever they were sampled" in (describe_zero_moments(index) or "")
 
 
 def test_and_kept_when_asked(made):
@@ -73,7 +73,7 @@ def test_zeros_of_either_sign_are_zeros(dtype, made):
     mixed[::3] = -0.0
     assert mixed.tobytes() != zeros.tobytes()
     index = made(exp_avg=mixed, exp_avg_sq=-zeros)
-    assert moments_note(index) is not None
+    assert describe_zero_moments(index) is not None
     with pytest.raises(MalformedError, match="exp_avg, exp_avg_sq"):
         check_moments(index, ZeroMoments.ERROR)
     least = mixed.copy()
@@ -86,13 +86,13 @@ def test_a_byte_of_a_sign_in_another_place_is_a_value(made):
     tiny = np.full(1000, 0x80, dtype=np.uint32).view(np.float32)
     assert 0 < tiny[0] < 1e-40
     check_moments(made(exp_avg=tiny), ZeroMoments.ERROR)
-    assert moments_note(made(exp_avg=tiny)) is None
+    assert describe_zero_moments(made(exp_avg=tiny)) is None
 
 
 def test_what_no_window_saw_is_a_note_at_most(made):
     """Windows lie at both ends and in the middle: an inspection says what it saw, a conversion looks at everything."""
     index = made(exp_avg=spike(200))
-    assert moments_note(index) is not None
+    assert describe_zero_moments(index) is not None
     check_moments(index, ZeroMoments.ERROR)
 
 
@@ -112,7 +112,7 @@ def test_what_is_as_it_should_be(options, made):
     """No step taken, nothing to learn from, or nothing that could be a moment."""
     index = made(**options)
     check_moments(index, ZeroMoments.ERROR)
-    assert moments_note(index) is None
+    assert describe_zero_moments(index) is None
 
 
 def test_steps_of_a_group(made):
@@ -136,7 +136,7 @@ def test_a_run_that_took_no_step_has_none_to_show(step, skipped, is_fine, made):
     index = replace(made(step=1, exp_avg=ZEROS), step=step, skipped=skipped)
     if is_fine:
         check_moments(index, ZeroMoments.ERROR)
-        assert moments_note(index) is None
+        assert describe_zero_moments(index) is None
     else:
         with pytest.raises(MalformedError, match="as steps were taken"):
             check_moments(index, ZeroMoments.ERROR)
@@ -146,9 +146,9 @@ def test_a_part_is_judged_by_the_whole(made):
     whole = made(exp_avg=ZEROS)
     part = replace(whole, atoms={"a": whole.atoms["a"]})
     with pytest.raises(MalformedError, match="all 2 trained parameters"):
-        check_moments(whole, ZeroMoments.ERROR, taken=part)
+        check_moments(whole, ZeroMoments.ERROR, selection=part)
     bare = {name: replace(atom, states={"weight": atom.states["weight"]}) for name, atom in whole.atoms.items()}
-    check_moments(whole, ZeroMoments.ERROR, taken=replace(whole, atoms=bare))
+    check_moments(whole, ZeroMoments.ERROR, selection=replace(whole, atoms=bare))
 
 
 def test_frozen_parameters_have_no_say(made):
@@ -162,7 +162,7 @@ def test_a_file_that_is_gone_is_for_others_to_tell(made, tmp_path):
     for path in {fragment.path for _, _, state in index.states() for fragment in state.fragments if fragment.path}:
         (tmp_path / path).unlink()
     check_moments(index, ZeroMoments.ERROR)
-    assert moments_note(index) is None
+    assert describe_zero_moments(index) is None
 
 
 def test_a_moment_that_cannot_be_read_is_no_proof(made, tmp_path):
@@ -173,21 +173,21 @@ def test_a_moment_that_cannot_be_read_is_no_proof(made, tmp_path):
     lost = replace(piece, ref=replace(piece.ref, path=str(tmp_path / "lost")))
     states = {**index.atoms["a"].states, "exp_avg": replace(state, fragments=(lost,))}
     index = replace(index, atoms={**index.atoms, "a": replace(index.atoms["a"], states=states)})
-    assert moments_note(index) is not None
+    assert describe_zero_moments(index) is not None
     with pytest.raises(MalformedError, match="every element"):
         check_moments(index, ZeroMoments.ERROR)
 
 
 def test_an_optimizer_that_was_made_to_be_saved_is_at_step_0(made):
     """As get_state_dict of torch makes it: one step with gradients of zero."""
-    index = before_first_step(replace(made(step=1, exp_avg=ZEROS, exp_avg_sq=ZEROS), step=None))
+    index = detect_first_step(replace(made(step=1, exp_avg=ZEROS, exp_avg_sq=ZEROS), step=None))
     assert index.step == 0
     assert "has not stepped yet" in index.notes[-1]
-    assert moments_note(index) is None
+    assert describe_zero_moments(index) is None
     check_moments(index, ZeroMoments.ERROR)
 
 
 @pytest.mark.parametrize(("run", "counted", "moments"), [(1000, 1, ZEROS), (None, 2, ZEROS), (None, 1, spike(5))])
 def test_a_later_step_or_a_moment_that_holds_something_is_none_before_the_first(made, run, counted, moments):
     index = replace(made(step=counted, exp_avg=moments, exp_avg_sq=moments), step=run)
-    assert before_first_step(index) is index
+    assert detect_first_step(index) is index

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from ucp.source.read import no_cycle_collection
+from ucp.source.read import pause_gc
 
 
 @pytest.mark.parametrize("was_on", [True, False])
@@ -20,7 +20,7 @@ def test_what_was_is_restored(*, was_on: bool) -> None:
 
 
 def paused_and_failing() -> None:
-    with no_cycle_collection():
+    with pause_gc():
         raise ValueError(f"seen {gc.isenabled()}")
 
 
@@ -29,6 +29,6 @@ def test_garbage_of_the_caller_stays_young() -> None:
     gc.collect()
     cycle: list[object] = []
     cycle.append(cycle)
-    with no_cycle_collection():
+    with pause_gc():
         pass
     assert any(value is cycle for value in gc.get_objects(generation=0))

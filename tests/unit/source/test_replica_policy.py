@@ -22,7 +22,7 @@ def shards(tmp_path) -> Shards:
 
 def copies(shards: Shards, *arrays: np.ndarray, half: bool = False) -> StateIndex:
     """A state with one whole copy per array; `half`: and a rounded copy of the first."""
-    box = Box.whole(SHAPE)
+    box = Box.full(SHAPE)
     fragments = [Fragment(box=box, ref=shards.put(own), replica=number) for number, own in enumerate(arrays)]
     if half:
         rounded = shards.put((arrays[0] + 1).astype(np.float16), file="half.bin")
@@ -68,7 +68,7 @@ def test_the_mean_is_taken(shards, arrays, tmp_path):
 
 def test_what_a_rank_computed_from_its_master_is_no_term_of_the_mean(shards, arrays, tmp_path):
     masters = copies(shards, *arrays[:2])
-    box = Box.whole(SHAPE)
+    box = Box.full(SHAPE)
     derived = (Fragment(box=box, ref=shards.put(arrays[0]), replica=number, derived=True) for number in (2, 3))
     state = StateIndex(dtype=DType.FLOAT32, global_shape=SHAPE, fragments=(*masters.fragments, *derived))
     _, drifted, _ = converted(shards, state, tmp_path, "mean")

@@ -18,11 +18,11 @@ from ucp_patterns.unique import Unique
 import ucp
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format
-from ucp.core.index import Extra, Fragment, Index, Kind, Loss, StateIndex
+from ucp.core.index import Extra, Fragment, Index, Kind, LostStates, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import ChangedError, CorruptError, DestinationError, MalformedError, MissingFileError, UsageError
@@ -47,7 +47,7 @@ class Silent:
 
 def elements(index: Index, param: str, state: str) -> np.ndarray:
     found = index.atoms[param].states[state]
-    own = whole_slice(param, state, found)
+    own = full_slice(param, state, found)
     data = memoryview(bytearray(own.nbytes))
     gatherer = Gatherer(sources=Sources())
     gatherer.fill(data, own.dtype, resolve(own, Locator(found), 0, own.stop))
@@ -309,7 +309,10 @@ def test_everything_that_is_said_of_an_atom_comes_back(tmp_path, memory_format, 
         aliases={"tied": "w"},
         notes=("assumed",),
         dropped=("left out",),
-        lost={"w": Loss(why="shifted", detail="by: 3\n"), "frozen": Loss(why="shifted", chosen=True)},
+        lost={
+            "w": LostStates(reason="shifted", detail="by: 3\n"),
+            "frozen": LostStates(reason="shifted", is_chosen=True),
+        },
         unselected=14,
         step=None,
     )

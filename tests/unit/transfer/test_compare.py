@@ -16,7 +16,7 @@ from ucp.core.tensor import DType
 from ucp.errors import MissingFileError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index
-from ucp.transfer.compare import compare_copies, scan_digests, scan_records
+from ucp.transfer.compare import find_drift, scan_digests, scan_records
 from ucp.transfer.differences import compare
 
 
@@ -194,14 +194,14 @@ class TestScans:
         array = np.arange(100, dtype="float32")
         other = array.copy()
         other[[10, 90]] += 3
-        box = Box.whole((100,))
+        box = Box.full((100,))
         fragments = (
             Fragment(box=box, ref=shards.put(array)),
             Fragment(box=box, ref=shards.put(other, file="copy.bin"), replica=1),
         )
         state = StateIndex(dtype=DType.FLOAT32, global_shape=(100,), fragments=fragments, overlap=Overlap.EQUAL)
         own = make_index(shards.folder, {("w", "weight"): state})
-        lines = compare_copies(own, Watch())
+        lines = find_drift(own, Watch())
         assert len(lines) == 2
         assert all("copy.bin" in line and "by up to 3" in line for line in lines)
 
@@ -248,12 +248,12 @@ class Counted(tuple):
 
 def test_thousands_of_copies_are_gone_through_a_few_times(shards):
     """Not once for each."""
-    ref, box = shards.put(np.arange(4, dtype="float32")), Box.whole((4,))
+    ref, box = shards.put(np.arange(4, dtype="float32")), Box.full((4,))
     copies = (Fragment(box=box, ref=ref, replica=n) for n in range(2000))
     state = StateIndex(dtype=DType.FLOAT32, global_shape=(4,), fragments=Counted(copies), overlap=Overlap.EQUAL)
     own = make_index(shards.folder, {("w", "weight"): state})
     Counted.rounds = 0
     check_cover(own)
-    assert compare_copies(own, Watch()) == []
+    assert find_drift(own, Watch()) == []
     assert compare(own, own, Watch()) == []
     assert Counted.rounds < 20

@@ -11,7 +11,7 @@ from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, MissingFileError
 from ucp.io.elements import codec_name, encode_block, numpy_dtype, viewed
@@ -43,7 +43,7 @@ def state_of(*refs_and_rows, shape, overlap=Overlap.EXCLUSIVE, terms=None):
 
 
 def read(gatherer, state, dtype=None):
-    own = whole_slice("p", "s", state, dtype=dtype)
+    own = full_slice("p", "s", state, dtype=dtype)
     data = memoryview(bytearray(own.nbytes))
     gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
     return viewed(data, own.dtype).reshape(state.global_shape)

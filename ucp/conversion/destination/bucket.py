@@ -29,17 +29,17 @@ from ucp.conversion.destination.existing import (
 )
 from ucp.conversion.destination.protocol import ResumePoint
 from ucp.conversion.destination.uploads import Scratch, Upload, Uploads, scratch_parent, start_uploads
-from ucp.conversion.journal import done_of, line_of
+from ucp.conversion.journal import parse_done, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import DestinationError, UcpError, UsageError, counted, listed
 from ucp.io.folder import MARK, PARTIAL, path_of
 from ucp.io.provenance import is_complete, read_mark
-from ucp.io.remote.link import link_of, preview
+from ucp.io.remote.connections import connect, preview
 from ucp.io.remote.listing import forget
 from ucp.io.remote.url import key_of
-from ucp.io.remote.write import MEMORY, Stored, check_writable, put_file, remove, stored_below
+from ucp.io.remote.write import MEMORY, StoredObject, check_writable, find_objects, put_file, remove
 from ucp.transfer.output_files import create_file, fill_checksums, make_receipts
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.rounds import Room, Round, plan_room, split_rounds
@@ -73,7 +73,7 @@ class BucketDestination:
         self._numbers: dict[str, int] = {}
         self._rounds: tuple[Round, ...] = ()
         self._pending: dict[str, _PendingFile] = {}
-        self._uploaded: dict[str, Stored] = {}
+        self._uploaded: dict[str, StoredObject] = {}
         self._metadata: tuple[OutputFile, ...] = ()
 
     def check(self, src: Path, job: Job | None = None) -> int:
@@ -180,7 +180,7 @@ class BucketDestination:
                 verify(path_of(self.dst))
             forget(self.dst)
         self._journal.check_ours()
-        objects = stored_below(self.dst)
+        objects = find_objects(self.dst)
         changed = [path for path, stored in self._uploaded.items() if objects.get(path) != stored]
         if changed:
             raise DestinationError(
@@ -203,7 +203,7 @@ class BucketDestination:
         if self._is_owner and isinstance(error, WRONG_SOURCE):
             with suppress(UcpError):
                 self._journal.check_ours()
-                link_of(self.dst).abort_uploads(self.dst)
+                connect(self.dst).abort_uploads(self.dst)
                 remove(f"{self.dst}/{name}" for name in self._names())
                 self._journal.clear()
         forget(self.dst)
@@ -231,7 +231,7 @@ class BucketDestination:
             raise other_conversion(self.dst, conversion, head)
         just_begun = DestinationError(f"another conversion to {self.dst} has just begun. Run one at a time")
         forget(self.dst)
-        objects = stored_below(self.dst)
+        objects = find_objects(self.dst)
         if objects and not head:
             if journal.exists():
                 raise just_begun
@@ -243,7 +243,7 @@ class BucketDestination:
                 raise just_begun
         journal.take_over()
         if head:
-            link_of(self.dst).abort_uploads(self.dst)
+            connect(self.dst).abort_uploads(self.dst)
         if head and not resume:
             journal.forget_files()
         self._remove(obsolete)
@@ -267,7 +267,7 @@ class BucketDestination:
 
     def _remove(self, names: Sequence[str]) -> None:
         """Remove objects, the first of them first, unless this conversion uploaded them."""
-        objects = stored_below(self.dst) if names else {}
+        objects = find_objects(self.dst) if names else {}
         uploaded = {str(line.get("file")) for line in self._journal.lines()} if names else set()
         urls = [f"{self.dst}/{name}" for name in dict.fromkeys(names) if name in objects and name not in uploaded]
         remove(urls[:1])
@@ -281,13 +281,13 @@ class BucketDestination:
     def _find_uploaded(self, job: Job) -> dict[str, Done]:
         """Reports of files whose objects are as the journal says, by path."""
         lines = list(self._journal.lines())
-        objects = stored_below(self.dst) if lines else {}
+        objects = find_objects(self.dst) if lines else {}
         sections: dict[str, set[tuple[int, int, int]]] = {file.path: set() for file in job.target.files}
         for fill in (fill for task in (job.tasks if lines else ()) for fill in task.fills):
             sections[fill.path].update((section.placement, section.start, section.nbytes) for section in fill.sections)
         reports: dict[str, Done] = {}
         for line in lines:
-            path, done = str(line.get("file")), done_of(line)
+            path, done = str(line.get("file")), parse_done(line)
             stored = objects.get(path)
             if (
                 done is None
@@ -318,7 +318,7 @@ class BucketDestination:
     def _upload(self, pending: _PendingFile) -> None:
         path = pending.file.path
         fill_checksums(self._job, self.root, [pending.file], pending.done.sums)
-        line = {"file": path, **line_of(pending.done)}
+        line = {"file": path, **to_line(pending.done)}
         assert self._uploads is not None  # `begin` was called
         file = self.root / path
         nbytes = file.stat().st_size  # the size of a compressed pack is known only now

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from ucp.errors import DestinationError
 from ucp.io.folder import BUCKET_JOURNAL, PARTIAL
-from ucp.io.remote.link import link_of
-from ucp.io.remote.write import create, read, remove, stored, stored_below, write
+from ucp.io.remote.connections import connect
+from ucp.io.remote.write import find_object, find_objects, read, remove, write, write_new
 from ucp.io.writing import describe_process, this_process
 
 _OWNER = "owner"
@@ -35,7 +35,7 @@ class BucketJournal:
 
     def exists(self) -> bool:
         """Whether a conversion was begun and not finished."""
-        return stored(f"{self.url}/{BUCKET_JOURNAL}") is not None
+        return find_object(f"{self.url}/{BUCKET_JOURNAL}") is not None
 
     def head(self) -> dict[str, Any]:
         """Which conversion it is; empty if none was begun. Raises DestinationError."""
@@ -45,7 +45,7 @@ class BucketJournal:
         """Record which conversion it is; `replace` another one. False if another process was first."""
         url, data = f"{self.url}/{BUCKET_JOURNAL}", _dump(head)
         if not replace:
-            return create(url, data)
+            return write_new(url, data)
         write(url, data)
         return True
 
@@ -73,8 +73,8 @@ class BucketJournal:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Records of the uploaded files."""
         url = f"{self.url}/{_FILES}"
-        link = link_of(url)
-        names = [name for name in stored_below(url) if name.endswith(".json")]
+        link = connect(url)
+        names = [name for name in find_objects(url) if name.endswith(".json")]
         for future in [link.submit(self._document, f"{_FILES}/{name}") for name in names]:
             yield future.result()
 
@@ -88,12 +88,12 @@ class BucketJournal:
 
     def clear(self) -> None:
         """Remove the journal; the file that marks the conversion as unfinished at the very end."""
-        remove(f"{self.url}/{name}" for name in stored_below(self.url) if name != BUCKET_JOURNAL)
+        remove(f"{self.url}/{name}" for name in find_objects(self.url) if name != BUCKET_JOURNAL)
         remove([f"{self.url}/{BUCKET_JOURNAL}"])
 
     def forget_files(self) -> None:
         """Remove the records of uploaded files: they are written again."""
-        remove(f"{self.url}/{name}" for name in stored_below(self.url) if name not in (BUCKET_JOURNAL, _OWNER))
+        remove(f"{self.url}/{name}" for name in find_objects(self.url) if name not in (BUCKET_JOURNAL, _OWNER))
 
     def _document(self, name: str) -> dict[str, Any]:
         text = read(f"{self.url}/{name}")

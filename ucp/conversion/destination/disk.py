@@ -16,10 +16,10 @@ from ucp.contract.protocols import Observer
 from ucp.conversion.destination.existing import ConversionId, check_apart, check_destination
 from ucp.conversion.destination.protocol import Destination, ResumePoint, show_waiting
 from ucp.conversion.destination.staging import Staging
-from ucp.conversion.journal import Line, line_of, trusted
+from ucp.conversion.journal import Line, check_noted, to_line
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.finalize import busy_text, check_begun, unfinished, vouched
-from ucp.conversion.parts.journals import runs_in
+from ucp.conversion.parts.finalize import check_started, describe_busy, find_trusted, make_unfinished_error
+from ucp.conversion.parts.journals import list_runs
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
 from ucp.errors import BusyError, ChangedError, CorruptError, DestinationError, ReplicaError, UsageError
@@ -86,14 +86,14 @@ class DiskDestination:
             staging.cleanup()
             return None
         if options.finalize:
-            check_begun(job, staging)
+            check_started(job, staging)
         if not staging.folder.exists():
             check_space(sum(file.nbytes for file in job.target.files), staging.dst.parent)
         conversion, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
         try:
             journal = staging.open(conversion, resume=resume_wanted, overwrite=options.overwrite, waiting=waiting)
         except BusyError as error:
-            raise BusyError(busy_text(error, staging)) from error
+            raise BusyError(describe_busy(error, staging)) from error
         except DestinationError:
             if resume_wanted and is_complete(staging.dst, prepared.fingerprint):  # finished while this run waited
                 staging.cleanup()
@@ -106,13 +106,13 @@ class DiskDestination:
         resume_point = resume(
             job,
             self.root,
-            chain(journal, chain.from_iterable(run.lines() for run in runs_in(staging))),
-            known=vouched(job, staging) if trust_parts else {},
+            chain(journal, chain.from_iterable(run.read_lines() for run in list_runs(staging))),
+            known=find_trusted(job, staging) if trust_parts else {},
             observer=observer,
             threads=prepared.workers * prepared.threads,
         )
         if options.finalize and resume_point.todo:
-            raise unfinished(job, staging, resume_point.todo)
+            raise make_unfinished_error(job, staging, resume_point.todo)
         self._files, self._has_finished_tasks = job.target.files, bool(resume_point.done)
         return resume_point
 
@@ -125,7 +125,7 @@ class DiskDestination:
 
     def note(self, done: Done) -> None:
         """Add a line to the journal."""
-        self.staging.note(line_of(done))
+        self.staging.note(to_line(done))
 
     def finish(self, job: Job, sums: Sequence[Sum]) -> tuple[Receipts, dict[str, int]]:
         """Cut the files to their planned length and fill in their checksum fields."""
@@ -179,7 +179,7 @@ def resume(
     `known`: reports that are trusted, by task number; their output is not read back.
     """
     rest = replace(job, tasks=_without(job.tasks, known))
-    finished = trusted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
+    finished = check_noted(rest, root, journal, observer=observer, threads=threads) if rest.tasks else {}
     todo = _without(rest.tasks, finished)
     return ResumePoint(
         job=job,

@@ -29,9 +29,9 @@ import xxhash
 
 from ucp.conversion.destination.bucket_journal import BucketJournal
 from ucp.errors import DestinationError, UcpError, WorkerDiedError
-from ucp.io.files import let_go
+from ucp.io.files import close_connections
 from ucp.io.remote.url import scheme_of
-from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, Stored, put_file
+from ucp.io.remote.write import SMALL, SMALL_UPLOADS, UPLOADS, StoredObject, put_file
 from ucp.io.writing import describe_process, this_process
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
@@ -112,7 +112,7 @@ class Uploaded(NamedTuple):
 
     path: str
     """Relative to the destination."""
-    stored: Stored
+    stored: StoredObject
     """Size and version of the object."""
 
 
@@ -135,7 +135,7 @@ class Uploads:
     def __init__(self, journal: BucketJournal) -> None:
         import multiprocess
 
-        let_go()
+        close_connections()
         self._pending = 0
         context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
         orders, self._orders = context.Pipe(duplex=False)

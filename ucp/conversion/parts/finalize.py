@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 
 from ucp.conversion.destination.staging import Staging
-from ucp.conversion.journal import done_of, fits
-from ucp.conversion.parts.journals import PartRun, is_running, runs_in
+from ucp.conversion.journal import is_report_of, parse_done
+from ucp.conversion.parts.journals import PartRun, is_running, list_runs
 from ucp.errors import BusyError, UnfinishedError, counted, listed
 from ucp.transfer.output_files import has_full_length
 from ucp.transfer.plan.job import Job
@@ -35,7 +35,7 @@ _MOST_NAMED = 20
 """Parts that a command line names."""
 
 
-def check_begun(job: Job, staging: Staging) -> None:
+def check_started(job: Job, staging: Staging) -> None:
     """Raise UnfinishedError where there is work, and no part of it was ever run."""
     if job.tasks and not staging.folder.exists():
         raise UnfinishedError(
@@ -44,9 +44,9 @@ def check_begun(job: Job, staging: Staging) -> None:
         )
 
 
-def busy_text(error: BusyError, staging: Staging) -> str:
+def describe_busy(error: BusyError, staging: Staging) -> str:
     """Who is at work there: the parts that are running, if any are."""
-    running = [f"part {run.share} on {run.where}" for run in runs_in(staging) if is_running(run)]
+    running = [f"part {run.share} on {run.where}" for run in list_runs(staging) if is_running(run)]
     if not running:
         return str(error)
     return (
@@ -55,9 +55,9 @@ def busy_text(error: BusyError, staging: Staging) -> str:
     )
 
 
-def unfinished(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
+def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
-    runs = list(runs_in(staging))
+    runs = list(list_runs(staging))
     head = (
         f"{len(todo):,} of {counted(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "
         f"bytes) of the conversion to {staging.dst} are missing"
@@ -66,12 +66,12 @@ def unfinished(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedEr
         return UnfinishedError(f"{head}. Run the same command with --resume in place of --finalize, or its parts")
     parts, _ = max(Counter({run.share: run.share.parts for run in runs}.values()).items(), key=lambda own: own[::-1])
     left, missing = {task.number for task in todo}, dict[Share, list[Task]]()
-    for task, number in _numbered(job, parts):
+    for task, number in _number_tasks(job, parts):
         if task.number in left:
             missing.setdefault(Share(number, parts), []).append(task)
     lines = [
         f"part {share}: {counted(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes; "
-        f"{_what_became(share, runs)}"
+        f"{_explain_missing(share, runs)}"
         for share, tasks in missing.items()
     ]
     again = [f"--part {share}" for share in missing][:_MOST_NAMED]
@@ -82,7 +82,7 @@ def unfinished(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedEr
     )
 
 
-def _what_became(share: Share, runs: Sequence[PartRun]) -> str:
+def _explain_missing(share: Share, runs: Sequence[PartRun]) -> str:
     """Why tasks of a part may be missing."""
     own = [run for run in runs if run.share == share]
     if not own:
@@ -92,43 +92,47 @@ def _what_became(share: Share, runs: Sequence[PartRun]) -> str:
     return f"it was cut off on {', '.join(run.where for run in own)}"
 
 
-def vouched(job: Job, staging: Staging) -> dict[int, Done]:
+def find_trusted(job: Job, staging: Staging) -> dict[int, Done]:
     """What is believed of the tasks of a job of all tasks, by number."""
-    identity, runs = staging.identity(), list(runs_in(staging))
+    identity, runs = staging.identity(), list(list_runs(staging))
     lost = {path for run in runs for path in run.lost}
     there = {file.path for file in job.target.files if file.path not in lost and has_full_length(staging.data, file)}
     tasks = {task.number: task for task in job.tasks if all(fill.path in there for fill in task.fills)}
     found: dict[int, Done] = {}
     differing: set[int] = set()
-    for done in _notes(job, runs, identity):
+    for done in _read_notes(job, runs, identity):
         if done.task in tasks and found.setdefault(done.task, done) != done:
             differing.add(done.task)
     return {
         number: done
         for number, done in found.items()
-        if number not in differing and fits(tasks[number], done) and _is_as_long(staging.data, tasks[number], done)
+        if number not in differing
+        and is_report_of(tasks[number], done)
+        and _has_planned_length(staging.data, tasks[number], done)
     }
 
 
-def _notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Done]:
+def _read_notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Done]:
     """What sealed runs note, but for tasks that a run which is not may have written since they looked."""
-    numbers = cache(lambda parts: {task.number: number for task, number in _numbered(job, parts)})
-    others = [run for run in runs if not run.vouches(identity)]
-    for run in (run for run in runs if run.vouches(identity)):
-        doubted = [own.share for own in others if run.share.overlaps(own.share) and own.path.name not in run.over]
-        for line in run.lines():
-            done = done_of(line)
+    numbers = cache(lambda parts: {task.number: number for task, number in _number_tasks(job, parts)})
+    others = [run for run in runs if not run.is_trusted_in(identity)]
+    for run in (run for run in runs if run.is_trusted_in(identity)):
+        doubted = [
+            own.share for own in others if run.share.overlaps(own.share) and own.path.name not in run.finished_before
+        ]
+        for line in run.read_lines():
+            done = parse_done(line)
             if done is not None and not any(numbers(own.parts).get(done.task) == own.number for own in doubted):
                 yield done
 
 
-def _is_as_long(root: Path, task: Task, done: Done) -> bool:
+def _has_planned_length(root: Path, task: Task, done: Done) -> bool:
     """Whether a pack of encoded blocks, which is a file, ends where the last of them does."""
     ends = [sum(own.block) for own in done.sums if own.block]
     return not ends or (root / task.fills[0].path).stat().st_size == max(ends)
 
 
-def _numbered(job: Job, parts: int) -> Iterator[tuple[Task, int]]:
+def _number_tasks(job: Job, parts: int) -> Iterator[tuple[Task, int]]:
     """Every task of a job of all tasks, with the number of the part of so many that it is of."""
     start, total = 0, job.nbytes
     for task in job.tasks:

@@ -26,7 +26,7 @@ from pathlib import Path
 import xxhash
 
 from ucp.conversion.destination.staging import Staging, lines_of
-from ucp.conversion.journal import Line, line_of
+from ucp.conversion.journal import Line, to_line
 from ucp.errors import DestinationError
 from ucp.io.writing import sync
 from ucp.transfer.plan.tasks import Share, Task
@@ -74,11 +74,11 @@ class PartJournal:
 
     def note(self, done: Done) -> None:
         """Add a line for a task that is done."""
-        self._add(line_of(done))
+        self._add(to_line(done))
 
     def end(self, *, fsync: bool) -> None:
         """Say that all is done. `fsync`: and that it is on the disk."""
-        self._add(_seal(self._digest.hexdigest(), synced=fsync))
+        self._add(_make_seal(self._digest.hexdigest(), synced=fsync))
         if fsync:
             self._sync()
 
@@ -120,7 +120,7 @@ class PartRun:
     """Its journal."""
     identity: str = ""
     """What `Staging.identity` was when it began."""
-    over: frozenset[str] = frozenset()
+    finished_before: frozenset[str] = frozenset()
     """Names of journals of runs that were over before it began."""
     lost: tuple[str, ...] = ()
     """Files that were gone, and that it made again; or that it could not sync."""
@@ -131,56 +131,56 @@ class PartRun:
     is_sealed: bool = False
     """Whether all that it did was on the disk at its end, and its journal is as it wrote it."""
 
-    def vouches(self, identity: str) -> bool:
+    def is_trusted_in(self, identity: str) -> bool:
         """Whether it vouches for what it notes, in a folder of this identity."""
         return self.is_sealed and self.identity == identity
 
-    def lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[Line]:
         """Its tasks, among other lines, as far as they can be read."""
-        yield from lines_of(_read(self.path))
+        yield from lines_of(_read_lines(self.path))
 
 
-def runs_in(staging: Staging) -> Iterator[PartRun]:
+def list_runs(staging: Staging) -> Iterator[PartRun]:
     """Every run of a part that left a journal."""
     for path in sorted(staging.parts.glob(f"*{_SUFFIX}")):
         name = _NAME.fullmatch(path.name)
         if name and 1 <= int(name[1]) <= int(name[2]):
-            yield _run(path, Share(int(name[1]), int(name[2])))
+            yield _parse_run(path, Share(int(name[1]), int(name[2])))
 
 
-def _run(path: Path, share: Share) -> PartRun:
+def _parse_run(path: Path, share: Share) -> PartRun:
     """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
-    text = _read(path)
+    text = _read_lines(path)
     *above, last = text or [b""]
     told: dict[str, object] = {}
     lost: list[str] = []
     for line in lines_of(own for own in text if not own.startswith(_TASK)):
         told |= line
-        lost += _texts(line.get("lost"))
+        lost += _to_texts(line.get("lost"))
     end = next(lines_of([last]), {})
     return PartRun(
         share=share,
         where=f"{told['host']}, process {told.get('process')}" if "host" in told else "an unknown machine",
         path=path,
         identity=str(told.get("identity", "")),
-        over=frozenset(_texts(told.get("over"))),
+        finished_before=frozenset(_to_texts(told.get("over"))),
         lost=tuple(lost),
-        files=_texts(told.get("files")),
+        files=_to_texts(told.get("files")),
         has_ended="end" in end,
-        is_sealed=end == _seal(xxhash.xxh3_64_hexdigest(b"".join(above)), synced=True),
+        is_sealed=end == _make_seal(xxhash.xxh3_64_hexdigest(b"".join(above)), synced=True),
     )
 
 
-def _seal(digest: str, *, synced: bool) -> Line:
+def _make_seal(digest: str, *, synced: bool) -> Line:
     """The last line: no line above can change, go or come without it."""
     return {"end": True, "synced": synced, "digest": digest}
 
 
-def _texts(told: object) -> tuple[str, ...]:
-    return tuple(map(str, told)) if isinstance(told, list) else ()
+def _to_texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
-def _read(path: Path) -> list[bytes]:
+def _read_lines(path: Path) -> list[bytes]:
     """Lines of a journal; none where it is gone."""
     try:
         return path.read_bytes().splitlines(keepends=True)

@@ -21,8 +21,8 @@ from ucp.conversion.destination.staging import Staging
 from ucp.conversion.execute import Written, carry_out_tasks, check_read
 from ucp.conversion.journal import Line
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.parts.finalize import busy_text
-from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
+from ucp.conversion.parts.finalize import describe_busy
+from ucp.conversion.parts.journals import PartJournal, is_running, list_runs
 from ucp.conversion.prepare import Prepared
 from ucp.errors import BusyError, DestinationError
 from ucp.io.provenance import is_complete
@@ -37,13 +37,13 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
     Raises DestinationError where something is in the way, CorruptError and ReplicaError where the source is not what it
     should be.
     """
-    before = _joined(prepared, staging, options, observer)
+    before = _join_conversion(prepared, staging, options, observer)
     if before is None:
         staging.release()
         staging.cleanup()
         return None
     share, identity = options.part or Share(), staging.identity()
-    unsealed = [run for run in runs_in(staging) if run.share.overlaps(share) and not run.vouches(identity)]
+    unsealed = [run for run in list_runs(staging) if run.share.overlaps(share) and not run.is_trusted_in(identity)]
     over = [run.path.name for run in unsealed if not is_running(run)]  # this run looks at what they did
     with closing(PartJournal(staging, share, over=over)) as journal:
         filled = _make_files(prepared, staging, journal)
@@ -51,7 +51,7 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         numbers = {task.number for task in prepared.job.tasks}
         noted = (  # by any run, however the work was shared out then
             line
-            for lines in chain([before], (run.lines() for run in runs_in(staging)))
+            for lines in chain([before], (run.read_lines() for run in list_runs(staging)))
             for line in lines
             if isinstance(number := line.get("task"), int) and number in numbers
         )
@@ -66,7 +66,9 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
     return written
 
 
-def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Iterable[Line] | None:
+def _join_conversion(
+    prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer
+) -> Iterable[Line] | None:
     """What was noted outside of parts, once the place is taken; None where the destination is complete."""
     if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite):
         return None
@@ -76,7 +78,7 @@ def _joined(prepared: Prepared, staging: Staging, options: ConvertOptions, obser
         making, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
         before = staging.join(making, overwrite=options.overwrite, waiting=waiting)
     except BusyError as error:
-        raise BusyError(busy_text(error, staging)) from error
+        raise BusyError(describe_busy(error, staging)) from error
     except DestinationError:
         if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite):  # finalized since we looked
             return None
@@ -91,7 +93,7 @@ def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> l
     """
     filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
     files = [file for file in prepared.job.target.files if file.path in filled]
-    known = {path for run in runs_in(staging) for path in run.files}
+    known = {path for run in list_runs(staging) for path in run.files}
     lost = [file.path for file in files if file.path in known and not has_full_length(staging.data, file)]
     if lost:
         journal.lose(lost)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ucp.core.gaps import check_cover, gap_text, state_gaps
+from ucp.core.gaps import check_cover, describe_state_gaps, find_state_gaps
 from ucp.core.index import Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
@@ -24,7 +24,7 @@ def overview(index: Index) -> Iterator[Section]:
     complete = f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"
     yield facts([*source_facts(index), *_size_facts(index), ("complete", complete)])
     yield lines("Missing", missing)
-    yield lines("In doubt", [doubt.text for doubt in index.doubts])
+    yield lines("In doubt", [item.text for item in index.doubts])
     rows = [
         (t.state, t.dtype.value, count_text(t.tensors), count_text(t.numel), nbytes_text(t.nbytes))
         for t in count_states(index)
@@ -40,9 +40,9 @@ def remarks(index: Index) -> Iterator[Section]:
 
 def describe_missing(index: Index) -> list[str]:
     """What keeps a checkpoint from being complete: holes in tensors, states that were lost or have no parameter."""
-    lost = state_gaps(index)
-    problems = [gap_text(lost)] if lost else []
-    problems += [] if index.unnamed is None else [index.unnamed.why]
+    lost = find_state_gaps(index)
+    problems = [describe_state_gaps(lost)] if lost else []
+    problems += [] if index.unnamed is None else [index.unnamed.reason]
     try:
         check_cover(index)
     except CoverError as error:
@@ -62,11 +62,16 @@ def source_facts(index: Index) -> Iterator[tuple[str, str]]:
 def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     words = {Kind.PARAMETER: "trained", Kind.FROZEN: "frozen"}
     kinds = [
-        (count_text(own.tensors) + f" {words[own.kind]}" if own.kind in words else counted(own.tensors, "buffer"), own)
-        for own in count_kinds(index)
-        if own.tensors
+        (
+            count_text(tally.tensors) + f" {words[tally.kind]}"
+            if tally.kind in words
+            else counted(tally.tensors, "buffer"),
+            tally,
+        )
+        for tally in count_kinds(index)
+        if tally.tensors
     ]
-    yield "parameters", ", ".join(f"{many} of {count_text(own.numel)}" for many, own in kinds) + " elements"
+    yield "parameters", ", ".join(f"{count} of {count_text(tally.numel)}" for count, tally in kinds) + " elements"
     low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
     yield "computes in", ", ".join(f"{dtype} ({counted(count, 'tensor')})" for dtype, count in low.items())
     stored = sum(file.nbytes for file in index.files)
@@ -106,8 +111,8 @@ class StateTally:
 
 def count_kinds(index: Index) -> tuple[KindTally, ...]:
     """One tally per kind, all kinds, in the order of `Kind`."""
-    counts = {kind: [prod(own.global_shape) for own in index.atoms.values() if own.kind is kind] for kind in Kind}
-    return tuple(KindTally(kind=kind, tensors=len(own), numel=sum(own)) for kind, own in counts.items())
+    counts = {kind: [prod(atom.global_shape) for atom in index.atoms.values() if atom.kind is kind] for kind in Kind}
+    return tuple(KindTally(kind=kind, tensors=len(numels), numel=sum(numels)) for kind, numels in counts.items())
 
 
 def count_states(index: Index) -> tuple[StateTally, ...]:
@@ -116,9 +121,9 @@ def count_states(index: Index) -> tuple[StateTally, ...]:
     for _, name, state in index.states():
         states.setdefault(name, {}).setdefault(state.dtype, []).append(state.numel)
     return tuple(
-        StateTally(state=name, dtype=dtype, tensors=len(own), numel=sum(own), nbytes=sum(own) * dtype.itemsize)
+        StateTally(state=name, dtype=dtype, tensors=len(numels), numel=sum(numels), nbytes=sum(numels) * dtype.itemsize)
         for name, dtypes in states.items()
-        for dtype, own in sorted(dtypes.items(), key=lambda item: -len(item[1]))
+        for dtype, numels in sorted(dtypes.items(), key=lambda item: -len(item[1]))
     )
 
 
@@ -141,18 +146,18 @@ def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
     known_from: dict[str, dict[str, None]] = {}
     params: dict[str, dict[str, None]] = {}
     states: dict[str, dict[str, None]] = {}
-    every: dict[str, None] = {}
+    all_states: dict[str, None] = {}
     for param, state, layout in layouts:
-        every[state] = None
-        for what, known in layout.described:
+        all_states[state] = None
+        for what, known in layout.descriptions:
             known_from.setdefault(what, {})[known] = None
             params.setdefault(what, {})[param] = None
             states.setdefault(what, {})[state] = None
     lines = []
     for what, places in known_from.items():
         places.pop("", None)
-        some = [*places] if len(places) < 3 else [next(iter(places)), f"{len(places) - 1} others"]
-        known = f", known from {' and '.join(some)}" if some else ""
-        whose = f", their {', '.join(states[what])}" if len(states[what]) < len(every) else ""
+        sources = [*places] if len(places) < 3 else [next(iter(places)), f"{len(places) - 1} others"]
+        known = f", known from {' and '.join(sources)}" if sources else ""
+        whose = f", their {', '.join(states[what])}" if len(states[what]) < len(all_states) else ""
         lines.append(f"{what}{known}: {counted(len(params[what]), 'parameter')}{whose}")
     return tuple(lines)

@@ -58,7 +58,9 @@ def make_part(table: ConfigTable, family: str) -> ConfigPart:
         absent=table.absent,
         fixed=table.fixed,
         keys={
-            key: (kind, make_expressions(formulas)) for kind, ways in kinds.items() for key, formulas in ways.items()
+            key: (kind, make_expressions(formulas))
+            for kind, expressions in kinds.items()
+            for key, formulas in expressions.items()
         },
         must=table.must,
         family=family,
@@ -70,15 +72,18 @@ def _condition(text: str) -> Expression:
     return make_expression(f"not not ({text})")
 
 
-def more_parts(
+def merge_parts(
     first: Mapping[str, tuple[ConfigPart, ...]], then: Mapping[str, tuple[ConfigPart, ...]]
 ) -> dict[str, tuple[ConfigPart, ...]]:
     """Parts of configurations, those that several families have from one kept once."""
     parts = {style: [*first.get(style, ()), *then.get(style, ())] for style in (*first, *then)}
-    return {style: tuple(part for at, part in enumerate(own) if part not in own[:at]) for style, own in parts.items()}
+    return {
+        style: tuple(part for number, part in enumerate(parts_of_style) if part not in parts_of_style[:number])
+        for style, parts_of_style in parts.items()
+    }
 
 
-def derived_config(
+def build_config(
     parts: Sequence[ConfigPart], values: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """The configuration, and a line for everything that keeps it from being one.
@@ -86,53 +91,53 @@ def derived_config(
     `values`: sizes and recorded arguments by name.
 
     >>> way = {"n": ("keys", (Expression("heads"),)), "rope.theta": ("floats", (Expression("base"),))}
-    >>> derived_config([ConfigPart(keys=way)], {"heads": 8, "base": 10000})
+    >>> build_config([ConfigPart(keys=way)], {"heads": 8, "base": 10000})
     ({'n': 8, 'rope': {'theta': 10000.0}}, ())
-    >>> derived_config([ConfigPart(keys=way, needs=(Expression("heads == 4"),))], {"heads": 8})[1]
+    >>> build_config([ConfigPart(keys=way, needs=(Expression("heads == 4"),))], {"heads": 8})[1]
     ('heads == 4: heads = 8', 'rope.theta: base is not recorded')
     """
-    known = {key: own for part in parts for key, own in part.absent.items()} | dict(values)
+    known = {key: value for part in parts for key, value in part.absent.items()} | dict(values)
     flat: dict[str, object] = {}
     lines: list[str] = []
     for part in parts:
         if part.when is None or _holds(part.when, known):
             lines += (
-                f"{own.text.removeprefix('not not (').removesuffix(')')}: {_told(own, known)}"
-                for own in part.needs
-                if not _holds(own, known)
+                f"{condition.text.removeprefix('not not (').removesuffix(')')}: {_describe(condition, known)}"
+                for condition in part.needs
+                if not _holds(condition, known)
             )
             lines += (
-                f"{name} == {own!r}: {_told(Expression(name), known)}"
-                for name, own in part.equals.items()
-                if known.get(name) != own
+                f"{name} == {value!r}: {_describe(Expression(name), known)}"
+                for name, value in part.equals.items()
+                if known.get(name) != value
             )
             flat |= part.fixed
             lines += _filled(part, known, flat)
     for key in dict.fromkeys(key for part in parts for key in part.must if key not in flat):
         giving = (part.when for part in parts if part.when and (key in part.fixed or key in part.keys))
-        asked = sorted({name for when in giving for name in when.names if name not in known})
-        lines.append(f"{key}: {', '.join(asked)} not recorded")
+        unknown = sorted({name for when in giving for name in when.names if name not in known})
+        lines.append(f"{key}: {', '.join(unknown)} not recorded")
     return _nested(flat), tuple(dict.fromkeys(lines))
 
 
 def _filled(part: ConfigPart, known: Mapping[str, object], flat: dict[str, object]) -> Iterator[str]:
     """Put the keys of a part into `flat`; a line for each that has no value."""
-    for key, (kind, ways) in part.keys.items():
+    for key, (kind, expressions) in part.keys.items():
         try:
-            flat[key] = _value(kind, ways, known)
+            flat[key] = _value(kind, expressions, known)
         except ExpressionError:
             flat.pop(key, None)
-            yield f"{key}: {' or '.join(_told(way, known) for way in ways)}"
+            yield f"{key}: {' or '.join(_describe(expression, known) for expression in expressions)}"
 
 
-def _value(kind: str, ways: Iterable[Expression], known: Mapping[str, object]) -> object:
+def _value(kind: str, expressions: Iterable[Expression], known: Mapping[str, object]) -> object:
     """The first value that there is. Raises ExpressionError."""
-    for way in ways:
-        plain = known.get(way.text)
-        if way.text == _NULL:
+    for expression in expressions:
+        plain = known.get(expression.text)
+        if expression.text == _NULL:
             return None
         try:
-            value = way.value(known) if plain is None else plain
+            value = expression.value(known) if plain is None else plain
         except ExpressionError:
             continue
         if kind == "flags":
@@ -143,13 +148,10 @@ def _value(kind: str, ways: Iterable[Expression], known: Mapping[str, object]) -
 
 
 def _holds(condition: Expression, known: Mapping[str, object]) -> bool:
-    try:
-        return bool(condition.value(known))
-    except ExpressionError:
-        return False
+    return bool(condition.try_value(known))
 
 
-def _told(expression: Expression, known: Mapping[str, object]) -> str:
+def _describe(expression: Expression, known: Mapping[str, object]) -> str:
     """What is known of the names in an expression."""
     return ", ".join(
         f"{name} = {known[name]!r}"[:80] if known.get(name) is not None else f"{name} is not recorded"
@@ -158,13 +160,13 @@ def _told(expression: Expression, known: Mapping[str, object]) -> str:
 
 
 def _nested(flat: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for key, value in flat.items():
         *heads, last = key.split(".")
-        table = found
+        table = result
         for head in heads:
             below = table.setdefault(head, {})
             assert isinstance(below, dict)
             table = below
         table[last] = value
-    return found
+    return result

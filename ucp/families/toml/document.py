@@ -17,15 +17,15 @@ from msgspec import Meta, Struct
 
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
-from ucp.families.naming import Evidence
+from ucp.families.naming import FamilyEvidence
 from ucp.families.rule import Alias, OptionValue
 from ucp.families.template import Template
 
 T = TypeVar("T")
 
-Whole = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+WholeNumber = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Dim = Annotated[int, Meta(ge=0, lt=64)]
-Formula = bool | Whole | str
+Formula = bool | WholeNumber | str
 Formulas = Formula | list[Formula]
 Length = bool | Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] | str
 PatternOption = Formula | list[Formula]
@@ -51,7 +51,7 @@ class AliasTable(Joining, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str | None = None
     names: tuple[str, ...] = ()
     when: Formula | None = None
-    beside: tuple[str, ...] = ()
+    alongside: tuple[str, ...] = msgspec.field(default=(), name="beside")
 
 
 AliasWays = str | AliasTable | list[str | AliasTable]
@@ -115,9 +115,9 @@ class FamilyDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     abstract: bool = False
     order: tuple[str, ...] | None = None
     ignored: tuple[str, ...] = ()
-    evidence: Evidence = Evidence()
+    evidence: FamilyEvidence = FamilyEvidence()
     sizes: dict[str, Formulas] = {}
-    given: dict[str, bool | Whole] = {}
+    constants: dict[str, bool | WholeNumber] = msgspec.field(default_factory=dict, name="given")
     limits: dict[str, Formula] = {}
     tensors: dict[str, str] = {}
     style: dict[str, StyleTable] = {}
@@ -140,7 +140,7 @@ class RenameDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A file for `--rename`."""
 
     rename: Annotated[tuple[RenameTable, ...], Meta(min_length=1)]
-    sizes: dict[str, bool | Whole] = {}
+    sizes: dict[str, bool | WholeNumber] = {}
 
 
 @lru_cache(maxsize=256)
@@ -152,12 +152,12 @@ def read_document(text: str, source: str, kind: type[T]) -> T:
         raise UsageError(
             f"{source}: expected a TOML file of rules; {error}. docs/reference/families.md says what one holds"
         ) from error
-    with located(source):
+    with error_context(source):
         return msgspec.convert(document, kind)
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
+def error_context(place: str) -> Iterator[None]:
     """Names the place of what is wrong inside: ValueErrors and UsageErrors become UsageErrors."""
     try:
         yield
@@ -185,25 +185,28 @@ def make_lengths(values: Sequence[Formula]) -> tuple[int | Expression, ...]:
     return tuple(Expression(value) if isinstance(value, str) else int(value) for value in values)
 
 
-def aliases_of(ways: AliasWays) -> tuple[Alias, ...]:
+def make_aliases(tables: AliasWays) -> tuple[Alias, ...]:
     """Ways to store a parameter. An empty list: the style has no such buffer. Raises ValueError."""
     return tuple(
-        make_alias((way,), Joining())
-        if isinstance(way, str)
+        make_alias((table,), Joining())
+        if isinstance(table, str)
         else make_alias(
-            way.names or ((way.name,) if way.name is not None else ()), way, when=way.when, beside=way.beside
+            table.names or ((table.name,) if table.name is not None else ()),
+            table,
+            when=table.when,
+            alongside=table.alongside,
         )
-        for way in (ways if isinstance(ways, list) else [ways])
+        for table in (tables if isinstance(tables, list) else [tables])
     )
 
 
 def make_alias(
-    names: tuple[str, ...], how: Joining, *, when: Formula | None = None, beside: tuple[str, ...] = ()
+    names: tuple[str, ...], how: Joining, *, when: Formula | None = None, alongside: tuple[str, ...] = ()
 ) -> Alias:
     """The alias of stored tensors of these names. Raises ValueError."""
     if not names:
         raise ValueError("expected a name, or names")
-    for name in (*names, *beside):
+    for name in (*names, *alongside):
         if "{=" not in name and "+=" not in name:
             Template(name)
     for key in ("lengths", "views", "orders"):
@@ -224,5 +227,5 @@ def make_alias(
         orders=how.orders,
         lengths=make_lengths(how.lengths),
         when=None if when is None else make_expression(when),
-        beside=beside,
+        alongside=alongside,
     )

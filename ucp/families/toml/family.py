@@ -18,14 +18,14 @@ from ucp.families.family import Family
 from ucp.families.naming import CANONICAL, Style, Tied
 from ucp.families.rule import DIM, Alias, AxisRule, PatternFactory, Rule
 from ucp.families.template import Template
-from ucp.families.toml.config import make_part, more_parts
+from ucp.families.toml.config import make_part, merge_parts
 from ucp.families.toml.document import (
     Dim,
     FamilyDocument,
     PatternOption,
     RuleTable,
-    aliases_of,
-    located,
+    error_context,
+    make_aliases,
     make_expression,
     make_expressions,
     make_lengths,
@@ -36,7 +36,7 @@ from ucp.families.toml.document import (
 _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
 
-def header(text: str, source: str) -> FamilyDocument:
+def read_header(text: str, source: str) -> FamilyDocument:
     """What a rules file says, before rules are made of it. Raises UsageError."""
     document: FamilyDocument = read_document(text, source, FamilyDocument)  # a cache does not say its type
     return document
@@ -49,26 +49,28 @@ def read_family(
 
     `pattern`: gives the pattern registered under a name. Raises UsageError with the place of the mistake.
     """
-    document = header(text, source)
-    base = _joined(extended)
+    document = read_header(text, source)
+    base = _join_families(extended)
     rules = []
-    for at, table in enumerate(document.rule):
-        with located(f"{source}: rule[{at}]"):
+    for number, table in enumerate(document.rule):
+        with error_context(f"{source}: rule[{number}]"):
             rules.append(_rule(table, pattern, document.name))
-    with located(source):
-        given = {**base.given, **{name: int(number) for name, number in document.given.items()}}
+    with error_context(source):
+        constants = {**base.constants, **{name: int(number) for name, number in document.constants.items()}}
         family = Family(
             name=document.name,
             title=document.title,
             rules=_merged(base.rules, rules, document.drop),
-            sizes=_more_ways({name: make_expressions(ways) for name, ways in document.sizes.items()}, base.sizes),
-            given=given,
-            values=given,
+            sizes=_more_ways(
+                {name: make_expressions(formulas) for name, formulas in document.sizes.items()}, base.sizes
+            ),
+            constants=constants,
+            values=constants,
             limits={**base.limits, **{name: make_expression(limit) for name, limit in document.limits.items()}},
             tensors={**base.tensors, **{name: Template(text) for name, text in document.tensors.items()}},
             evidence=document.evidence,
             styles={**base.styles, **_styles(document)},
-            configs=more_parts(
+            configs=merge_parts(
                 base.configs,
                 {
                     style: tuple(make_part(table, document.name) for table in tables)
@@ -95,25 +97,25 @@ def read_family(
         family = _with_aliases(family, document)
         for repeat in document.repeat:
             family = _repeated(family, repeat)
-        return _checked(replace(family, rules=family.ordered()))
+        return _checked(replace(family, rules=family.sort_rules()))
 
 
-def _joined(families: Sequence[Family]) -> Family:
+def _join_families(families: Sequence[Family]) -> Family:
     """What several families say, taken together; a later one wins."""
     joined = Family(name="")
-    for own in families:
+    for family in families:
         joined = replace(
             joined,
-            rules=_merged(joined.rules, own.rules, ()),
-            sizes=_more_ways(joined.sizes, own.sizes),
-            given={**joined.given, **own.given},
-            limits={**joined.limits, **own.limits},
-            tensors={**joined.tensors, **own.tensors},
-            styles={**joined.styles, **own.styles},
-            configs=more_parts(joined.configs, own.configs),
-            tied=tuple(dict.fromkeys((*joined.tied, *own.tied))),
-            ignored=tuple(dict.fromkeys((*joined.ignored, *own.ignored))),
-            order=own.order or joined.order,
+            rules=_merged(joined.rules, family.rules, ()),
+            sizes=_more_ways(joined.sizes, family.sizes),
+            constants={**joined.constants, **family.constants},
+            limits={**joined.limits, **family.limits},
+            tensors={**joined.tensors, **family.tensors},
+            styles={**joined.styles, **family.styles},
+            configs=merge_parts(joined.configs, family.configs),
+            tied=tuple(dict.fromkeys((*joined.tied, *family.tied))),
+            ignored=tuple(dict.fromkeys((*joined.ignored, *family.ignored))),
+            order=family.order or joined.order,
         )
     return joined
 
@@ -158,21 +160,21 @@ def _rule(table: dict[str, object], pattern: Callable[[str], PatternFactory], fa
         buffer=rule.buffer,
         shape=make_lengths(rule.shape),
         padded=rule.padded,
-        aliases={style: aliases_of(ways) for style, ways in rule.alias.items()},
+        aliases={style: make_aliases(tables) for style, tables in rule.alias.items()},
         source=family,
     )
 
 
 def _axis(axis: str, table: str | dict[str, PatternOption], pattern: Callable[[str], PatternFactory]) -> AxisRule:
     """`tp = "replicate"`, or `tp = { pattern = "shard", dim = 0 }`."""
-    with located(axis):
+    with error_context(axis):
         values = dict(table) if isinstance(table, dict) else {"pattern": table}
         name = values.pop("pattern", None)
         if not isinstance(name, str):
             raise UsageError(f"expected the name of a pattern; got {name!r}")
         options = {key: make_option(value) for key, value in values.items()}
         if DIM in values:
-            with located(DIM):
+            with error_context(DIM):
                 msgspec.convert(values[DIM], Dim)
         factory = pattern(name)
         try:
@@ -186,9 +188,9 @@ def _with_aliases(family: Family, document: FamilyDocument) -> Family:
     """The family with what `[alias.STYLE]` says of rules by their templates."""
     aliases: dict[str, dict[str, tuple[Alias, ...]]] = {}
     for style, names in document.alias.items():
-        for template, ways in names.items():
-            with located(f"alias: {style}: {template}"):
-                aliases.setdefault(template, {})[style] = aliases_of(ways)
+        for template, tables in names.items():
+            with error_context(f"alias: {style}: {template}"):
+                aliases.setdefault(template, {})[style] = make_aliases(tables)
     _check_known("alias: templates of rules", aliases, {rule.name.text for rule in family.rules})
     rules = tuple(replace(rule, aliases={**rule.aliases, **aliases.get(rule.name.text, {})}) for rule in family.rules)
     return replace(family, rules=rules)
@@ -202,25 +204,37 @@ def _repeated(family: Family, table: Mapping[str, str | dict[str, str]]) -> Fami
     old, new = table.get("rules"), table.get("as")
     if not isinstance(old, str) or not isinstance(new, str):
         raise UsageError(f"repeat: expected rules and as, both text; got {dict(table)}")
-    starts = {style: {old: new, **more} for style, more in table.items() if isinstance(more, dict)}
+    starts = {
+        style: {old: new, **extra_starts} for style, extra_starts in table.items() if isinstance(extra_starts, dict)
+    }
     copies = []
     for rule in family.rules:
         if rule.name.text.startswith(old):
             aliases = {
-                style: tuple(moved for way in ways if (moved := _moved(way, starts.get(style, {old: new}))))
-                for style, ways in rule.aliases.items()
+                style: tuple(
+                    moved for way in aliases_of_style if (moved := _move_names(way, starts.get(style, {old: new})))
+                )
+                for style, aliases_of_style in rule.aliases.items()
             }
             name = Template(new + rule.name.text.removeprefix(old))
-            copies.append(replace(rule, name=name, aliases={style: ways for style, ways in aliases.items() if ways}))
+            copies.append(
+                replace(
+                    rule,
+                    name=name,
+                    aliases={
+                        style: aliases_of_style for style, aliases_of_style in aliases.items() if aliases_of_style
+                    },
+                )
+            )
     order = tuple(new + prefix.removeprefix(old) for prefix in family.order if prefix.startswith(old))
     return replace(family, rules=(*family.rules, *copies), order=(*family.order, *order))
 
 
-def _moved(alias: Alias, starts: Mapping[str, str]) -> Alias | None:
+def _move_names(alias: Alias, starts: Mapping[str, str]) -> Alias | None:
     """The alias with other starts of its names; None when they start in none of these ways."""
     names = []
     for name in alias.names:
-        start = next((own for own in starts if name.startswith(own)), None)
+        start = next((known_start for known_start in starts if name.startswith(known_start)), None)
         if start is None:
             return None
         names.append(starts[start] + name.removeprefix(start))
@@ -234,12 +248,12 @@ def _checked(family: Family) -> Family:
     for style in family.styles.values():
         _check_style(style, family.styles)
     templates = {rule.name.text for rule in family.rules}
-    names = {*family.sizes, *family.given, *_AXES, DIM}
+    names = {*family.sizes, *family.constants, *_AXES, DIM}
     for rule in family.rules:
         styles = ", ".join(family.styles)
         _check_known(f"styles that are described ({styles}), for {rule.name}", rule.aliases, family.styles)
-        beside = [template for ways in rule.aliases.values() for way in ways for template in way.beside]
-        _check_known(f"templates of rules, beside which {rule.name} stands", beside, templates)
+        alongside = [template for aliases in rule.aliases.values() for alias in aliases for template in alias.alongside]
+        _check_known(f"templates of rules, beside which {rule.name} stands", alongside, templates)
         if () in rule.aliases.values() and not rule.buffer:
             raise ValueError(f"expected a name in every style of [alias]: buffers alone may have none; got {rule.name}")
         formulas = [e for axis in rule.axes for e in axis.expressions] + ([rule.when] if rule.when else [])
@@ -267,7 +281,8 @@ def _styles(document: FamilyDocument) -> dict[str, Style]:
             name=name,
             like=table.like,
             rewrite={
-                part: (others,) if isinstance(others, str) else tuple(others) for part, others in table.rewrite.items()
+                part: (replacements,) if isinstance(replacements, str) else tuple(replacements)
+                for part, replacements in table.rewrite.items()
             },
             modules=tuple(table.modules.split()),
         )

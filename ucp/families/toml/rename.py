@@ -19,17 +19,19 @@ from collections.abc import Mapping
 from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
 from ucp.families.family import Family
 from ucp.families.naming import Style
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.rule import Rule
 from ucp.families.template import Template
-from ucp.families.toml.document import Joining, RenameDocument, RenameTable, located, make_alias, read_document
-from ucp.families.translate import translated
+from ucp.families.toml.document import Joining, RenameDocument, RenameTable, error_context, make_alias, read_document
+from ucp.families.translate import translate
 
 _FROM, _TO = "from", "to"
 
 
-def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Made], list[str]]:
-    """New name to what it is made of, for all tensors, and the names that no rule is for, which stay.
+def read_renames(
+    text: str, path: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, TensorRecipe], list[str]]:
+    """Recipe of every tensor by its new name, and the names that no rule matches, which stay.
 
     `text`: of the rules file `path`.
 
@@ -37,37 +39,37 @@ def renames_of(text: str, path: str, shapes: Mapping[str, tuple[int, ...]]) -> t
     """
     family = _family(text, path)
     read = {name: family.read(name, _FROM) for name in shapes}
-    used = {own.rule.name for own in read.values() if own is not None}
+    used = {parsed.rule.name for parsed in read.values() if parsed is not None}
     idle = [rule.meaning for rule in family.rules if rule.name not in used]
     if idle:
         raise UsageError(f"{path}: these rules fit no name of the checkpoint:\n{listed(idle)}\nCorrect or remove them")
-    given = {name: shape for name, shape in shapes.items() if read[name] is not None}
+    renamed_shapes = {name: shape for name, shape in shapes.items() if read[name] is not None}
     try:
-        made = translated(family, given, _TO, source=_FROM)
+        recipes = translate(family, renamed_shapes, _TO, source=_FROM)
     except (FamilyError, UnsupportedError) as error:
         raise UsageError(f"{path}: {error}") from error
-    kept = [name for name, own in read.items() if own is None]
-    twice = [name for name in kept if name in made]
+    unchanged = [name for name, parsed in read.items() if parsed is None]
+    twice = [name for name in unchanged if name in recipes]
     if twice:
         raise UsageError(f"{path}: two tensors under one name, of which no rule is for the one:\n{listed(twice)}")
-    every = {**made, **{name: Made.whole(name, shapes[name]) for name in kept}}
+    all_recipes = {**recipes, **{name: TensorRecipe.identity(name, shapes[name]) for name in unchanged}}
     order = {name: number for number, name in enumerate(shapes)}
-    return dict(sorted(every.items(), key=lambda own: order[own[1].sources[0]])), kept
+    return dict(sorted(all_recipes.items(), key=lambda item: order[item[1].sources[0]])), unchanged
 
 
 def _family(text: str, path: str) -> Family:
     """The rules as those of a family of its own, whose canonical names nobody sees."""
     document = read_document(text, path, RenameDocument)
     rules = []
-    for at, table in enumerate(document.rename):
-        with located(f"{path}: rename[{at}]"):
-            rules.append(_rule(at, table))
+    for number, table in enumerate(document.rename):
+        with error_context(f"{path}: rename[{number}]"):
+            rules.append(_rule(number, table))
     styles = {name: Style(name=name) for name in (_FROM, _TO)}
     values = {name: int(number) for name, number in document.sizes.items()}
     return Family(name=path, rules=tuple(rules), styles=styles, values=values)
 
 
-def _rule(at: int, table: RenameTable) -> Rule:
+def _rule(number: int, table: RenameTable) -> Rule:
     old, new = ((side,) if isinstance(side, str) else tuple(side) for side in (table.old, table.new))
     if min(len(old), len(new)) > 1:
         raise ValueError(f"expected one name on one of the two sides; got {[table.old, table.new]}")
@@ -85,6 +87,6 @@ def _rule(at: int, table: RenameTable) -> Rule:
             "expected the same fields on both sides; one may lack some, where it holds several in one; got "
             f"{[table.old, table.new]}"
         )
-    name = Template(".".join((f"rule{at}", *(f"{{{field}}}" for field in longest))))
-    ways = {key: (alias,) for key, alias in aliases.items()}
-    return Rule(name=name, axes=(), aliases=ways, meaning=f"{table.old} -> {table.new}")
+    name = Template(".".join((f"rule{number}", *(f"{{{field}}}" for field in longest))))
+    aliases_by_style = {key: (alias,) for key, alias in aliases.items()}
+    return Rule(name=name, axes=(), aliases=aliases_by_style, meaning=f"{table.old} -> {table.new}")

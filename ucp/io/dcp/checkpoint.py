@@ -26,7 +26,7 @@ from ucp.errors import MissingFileError, counted, listed
 from ucp.io.dcp.items import check_files, of_other_saves, read_items
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
 from ucp.io.dcp.template import Item
-from ucp.io.folder import is_there, names_of_folder, path_of
+from ucp.io.folder import exists, names_of_folder, path_of
 
 
 class StoredChunk(NamedTuple):
@@ -120,11 +120,7 @@ def read_dcp(folder: str) -> Dcp:
     UnsupportedError
         Items are transformed, or of an element type that is not known.
     """
-    if (
-        not is_there(os.path.join(folder, METADATA))
-        and path_of(folder).is_dir()
-        and local_files(names_of_folder(folder))
-    ):
+    if not exists(os.path.join(folder, METADATA)) and path_of(folder).is_dir() and local_files(names_of_folder(folder)):
         parts = _read_local(folder)
         metadata = _merged(folder, parts)
     else:

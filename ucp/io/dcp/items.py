@@ -164,8 +164,8 @@ class _Ends:
             if nbytes > 2 * ITEM_END:
                 ends = [(offset, offset + ITEM_END), (offset + nbytes - ITEM_END, offset + nbytes)]
             ranges += ends
-        self._spans = [(low, high) for low, high, _ in join_ranges(sorted(ranges), gap=file.gap, most=_SPAN)]
-        file.expect(self._spans)
+        self._spans = [(low, high) for low, high, _ in join_ranges(sorted(ranges), gap=file.gap, limit=_SPAN)]
+        file.prefetch(self._spans)
         self._starts = [start for start, _ in self._spans]
         self._read: OrderedDict[int, bytes] = OrderedDict()
         self._last = (0, 0, b"")

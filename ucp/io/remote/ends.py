@@ -1,8 +1,8 @@
-"""Both ends of objects, where their indexes stand, fetched before the objects are opened.
+"""Both ends of objects, where file formats keep their index, are fetched before the objects are opened.
 
-The index of a checkpoint is read file after file, a few small reads of each: were every one waited for, a thousand
-files would take minutes. Who has read small pieces of two files reads those of the next ones too, in the order of their
-names; so the ends of some of these are fetched side by side, of ever more of them as long as they are used.
+Indexing a checkpoint takes a few small reads of each file, which would take minutes for a thousand files one after
+another. Once the ends of two files were read, those of the next files, in the order of their names, are prefetched:
+more and more of them as long as they are used.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ucp.io.remote.link import link_of
-from ucp.io.remote.listing import Entry, siblings
+from ucp.io.remote.connections import connect
+from ucp.io.remote.listing import Entry, known_objects_near
 
 BLOCK = 256 << 10
-"""Bytes that are read for a small read; those at the end of a file are one block."""
+"""Bytes that are fetched for a small read; the last bytes of a file are one block."""
 
-_KEPT = 256
-"""Blocks that are kept: those of 128 files."""
-_MOST = 32
-"""Files whose ends are fetched ahead."""
-_IDLE = 64
-"""Blocks fetched ahead and never used, after which no more are."""
+_MAX_BLOCKS = 256
+"""Cached blocks: those of 128 files."""
+_MAX_FILES = 32
+"""Files that are prefetched at once."""
+_MAX_UNUSED = 64
+"""Unused prefetched blocks after which prefetching stops."""
 
 _NUMBER = re.compile(r"(\d+)")
 
 
-def ends(nbytes: int) -> tuple[tuple[int, int], ...]:
+def end_ranges(nbytes: int) -> tuple[tuple[int, int], ...]:
     """The first and the last block of a file: first byte, one past the last.
 
     >>> ends(600 << 10), ends(100)
@@ -44,95 +44,94 @@ def ends(nbytes: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(slots=True)
 class _Run:
-    """Files of one kind that are read one after another."""
+    """Files with the same suffix that are read one after another."""
 
     urls: Sequence[str] = ()
-    """All that there are, in the order of their names."""
-    places: dict[str, int] = field(default_factory=dict)
-    """Where each stands."""
-    upto: int = 0
-    """Place up to which ends were fetched."""
+    """All of them, sorted by name."""
+    positions: dict[str, int] = field(default_factory=dict)
+    """Position of each."""
+    fetched_to: int = 0
+    """Position up to which ends were fetched."""
     width: int = 0
-    """How many files are fetched ahead."""
-    idle: int = 0
-    """Blocks that were fetched and dropped unused."""
+    """How many files are prefetched."""
+    unused: int = 0
+    """Prefetched blocks that were evicted unused."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """A block, or what brings it."""
+    """A block of a file."""
 
     data: Future[bytes]
     run: _Run | None
-    """Run that it was fetched ahead for, until it is used."""
+    """Run that it was prefetched for; None once it is used."""
 
 
 class _Ends:
-    """The blocks of this process."""
+    """The cache of this process."""
 
     def __init__(self) -> None:
-        self.start_anew()
+        self.reset()
 
-    def start_anew(self) -> None:
-        """Know nothing, and nobody: in a child of a fork, what was on its way will never come."""
+    def reset(self) -> None:
+        """Start empty; in a child of a fork, requests of the parent never complete."""
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[str, str, int], _Block] = OrderedDict()
         self._runs: dict[tuple[str, str], _Run] = {}
 
     def get(self, url: str, entry: Entry, low: int, high: int) -> bytes:
-        """One block of an object; those that will be wanted next are on their way."""
+        """One block of an object; starts to fetch the blocks that are likely to be read next."""
         with self._lock:
-            own = self._begun(url, entry, low, high, None)
-            own.run = None
-            self._look_ahead(url)
-        return own.data.result()
+            block = self._start(url, entry, low, high, None)
+            block.run = None
+            self._prefetch(url)
+        return block.data.result()
 
     def clear(self) -> None:
-        """Forget all."""
         with self._lock:
             self._blocks.clear()
             self._runs.clear()
 
-    def _begun(self, url: str, entry: Entry, low: int, high: int, run: _Run | None) -> _Block:
+    def _start(self, url: str, entry: Entry, low: int, high: int, run: _Run | None) -> _Block:
         key = (url, entry.version or str(entry.mtime_ns), low)
-        own = self._blocks.get(key)
-        if own is None or (own.data.done() and own.data.exception() is not None):
-            link = link_of(url)
-            own = self._blocks[key] = _Block(link.submit(link.fetch, url, entry, low, high), run)
-            if len(self._blocks) > _KEPT:
-                _, old = self._blocks.popitem(last=False)
-                if old.run is not None:
-                    old.run.idle += 1
+        block = self._blocks.get(key)
+        if block is None or (block.data.done() and block.data.exception() is not None):
+            connection = connect(url)
+            block = self._blocks[key] = _Block(connection.submit(connection.fetch, url, entry, low, high), run)
+            if len(self._blocks) > _MAX_BLOCKS:
+                _, evicted = self._blocks.popitem(last=False)
+                if evicted.run is not None:
+                    evicted.run.unused += 1
         self._blocks.move_to_end(key)
-        return own
+        return block
 
-    def _look_ahead(self, url: str) -> None:
-        root, files = siblings(url)
+    def _prefetch(self, url: str) -> None:
+        root, files = known_objects_near(url)
         kind = os.path.splitext(url)[1]
         run = self._runs.get((root, kind))
-        if run is None or url not in run.places:
-            urls = sorted((own for own in files if own.endswith(kind)), key=_natural)
-            run = self._runs[root, kind] = _Run(urls, {own: place for place, own in enumerate(urls)})
-            run.upto = run.places.get(url, 0) + 1
+        if run is None or url not in run.positions:
+            urls = sorted((file for file in files if file.endswith(kind)), key=_natural_key)
+            run = self._runs[root, kind] = _Run(urls, {file: position for position, file in enumerate(urls)})
+            run.fetched_to = run.positions.get(url, 0) + 1
             return
-        place = run.places[url]
-        if run.idle > _IDLE or place + run.width // 2 < run.upto:
+        position = run.positions[url]
+        if run.unused > _MAX_UNUSED or position + run.width // 2 < run.fetched_to:
             return
-        run.width = min(_MOST, max(4, 2 * run.width))
-        start = max(run.upto, place + 1)
-        for ahead in islice(run.urls, start, start + run.width):
-            for low, high in ends(files[ahead].nbytes):
+        run.width = min(_MAX_FILES, max(4, 2 * run.width))
+        start = max(run.fetched_to, position + 1)
+        for next_url in islice(run.urls, start, start + run.width):
+            for low, high in end_ranges(files[next_url].nbytes):
                 if low < high:
-                    self._begun(ahead, files[ahead], low, high, run)
-        run.upto = start + run.width
+                    self._start(next_url, files[next_url], low, high, run)
+        run.fetched_to = start + run.width
 
 
 _ends = _Ends()
-end_of = _ends.get
+read_end = _ends.get
 clear = _ends.clear
-os.register_at_fork(after_in_child=_ends.start_anew)
+os.register_at_fork(after_in_child=_ends.reset)
 
 
-def _natural(url: str) -> tuple[str | int, ...]:
-    """By which names are in the order of their numbers."""
+def _natural_key(url: str) -> tuple[str | int, ...]:
+    """Sort key by which numbers in names are compared as numbers."""
     return tuple(int(part) if number % 2 else part for number, part in enumerate(_NUMBER.split(url)))

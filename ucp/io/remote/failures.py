@@ -1,6 +1,6 @@
-"""What the libraries of stores raise, as errors of ours: what failed, where, and what to do.
+"""Exceptions of the stores' libraries become errors of ours, which say what failed, where, and what to do.
 
-Their errors are not chained to ours: a traceback would show requests, with what they were signed by.
+They are not chained: a traceback could show signed requests.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ucp.errors import (
     SourceError,
     UcpError,
 )
-from ucp.io.remote.url import EXTRAS, bucket_of, redacted, scheme_of
+from ucp.io.remote.url import EXTRAS, bucket_of, redact, scheme_of
 
 _LIBRARIES = (
     *("aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google"),
     *("httpx", "httpx2", "huggingface_hub", "requests", "s3fs"),
 )
-"""Packages whose own exceptions are failures of a store, not mistakes of this program."""
+"""Packages whose exceptions are failures of a store, not bugs of this program."""
 
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
@@ -35,11 +35,11 @@ CREDENTIALS = {
     "hf": "HF_TOKEN, or `hf auth login`",
     "memory": "nothing",
 }
-"""Where each library looks for them."""
+"""Where the library of a store looks for credentials."""
 
 _TIMEOUTS = ("Timeout", "TimedOut")
-_BROKEN = ("ClientPayloadError", "IncompleteRead", "ContentLengthError", "ResponseStreamingError", "ChunkedEncoding")
-_UNREACHED = (
+_TRUNCATED = ("ClientPayloadError", "IncompleteRead", "ContentLengthError", "ResponseStreamingError", "ChunkedEncoding")
+_UNREACHABLE = (
     "ConnectionError",
     "EndpointConnection",
     "ConnectorError",
@@ -47,41 +47,43 @@ _UNREACHED = (
     "ConnectError",
     "OSError",
 )
-_NO_KEYS = ("Credential", "SSOToken", "TokenRetrieval", "ProfileNotFound", "RefreshError", "LocalTokenNotFound")
-_REFUSED = ("Permission", "Forbidden", "Unauthorized", "GatedRepo")
-_ANSWERED = ("HttpError", "HTTPError")
-"""Errors that say what a store answered: it was reached."""
+_NO_CREDENTIALS = ("Credential", "SSOToken", "TokenRetrieval", "ProfileNotFound", "RefreshError", "LocalTokenNotFound")
+_DENIED = ("Permission", "Forbidden", "Unauthorized", "GatedRepo")
+_HTTP_ERRORS = ("HttpError", "HTTPError")
+"""Errors with an HTTP status: the store was reached."""
 
 
 @contextmanager
-def told(url: str, *, doing: str = "read") -> Iterator[None]:
-    """Raise what a library raises about `url` as an error of ours. `doing`: what to, "read" or "write"."""
+def translate_errors(url: str, *, doing: str = "read") -> Iterator[None]:
+    """Raise exceptions of a library as UcpError. `doing`: "read" or "write"."""
     try:
         yield
     except UcpError:
         raise
     except Exception as error:
         modules = [type(error).__module__]
-        if isinstance(error, ValueError):  # for what a store answers, or for a name or an endpoint that none has
+        if isinstance(error, ValueError):  # raised for some answers, names and endpoints
             modules += [frame.f_globals.get("__name__", "") for frame, _ in list(walk_tb(error.__traceback__))[-1:]]
-        if isinstance(error, OSError | ImportError) or any(own.partition(".")[0] in _LIBRARIES for own in modules):
-            raise failure(error, url, doing=doing) from None
+        if isinstance(error, OSError | ImportError) or any(
+            module.partition(".")[0] in _LIBRARIES for module in modules
+        ):
+            raise to_ucp_error(error, url, doing=doing) from None
         raise
 
 
-def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
-    """The error that `error`, of a library of a store, is to a user who reads or writes `url`."""
-    scheme, kinds = scheme_of(url), [own.__name__ for own in type(error).__mro__]
+def to_ucp_error(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
+    """The UcpError for the exception of a library."""
+    scheme, class_names = scheme_of(url), [base.__name__ for base in type(error).__mro__]
 
-    def is_one(names: tuple[str, ...]) -> bool:
-        return any(name in kind for kind in kinds for name in names)
+    def is_kind(names: tuple[str, ...]) -> bool:
+        return any(name in kind for kind in class_names for name in names)
 
     if isinstance(error, ImportError) and EXTRAS[scheme][0] in str(error):
-        return missing_library(scheme)
-    if is_one(("FileExpired",)):
-        return changed(url)
-    if is_one(_NO_KEYS) or is_one(_REFUSED) or _status(error) in (401, 403):
-        why = f"{'there are no credentials' if is_one(_NO_KEYS) else 'the store refused'} ({_reason(error)})"
+        return missing_library_error(scheme)
+    if is_kind(("FileExpired",)):
+        return changed_error(url)
+    if is_kind(_NO_CREDENTIALS) or is_kind(_DENIED) or _http_status(error) in (401, 403):
+        why = f"{'there are no credentials' if is_kind(_NO_CREDENTIALS) else 'access was denied'} ({_reason(error)})"
         return AccessError(
             f"cannot {doing} {url}: {why}. Credentials come from the environment: {CREDENTIALS[scheme]}; they must "
             f"allow listing and reading{', writing and deleting' if doing == 'write' else ''}"
@@ -90,14 +92,14 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
         return DestinationError(f"cannot write {url}: there is no bucket {bucket_of(url)!r}. Create it first")
     if isinstance(error, FileNotFoundError):
         return MissingFileError(f"expected an object at {url}; nothing is there. Check the URL")
-    is_late = isinstance(error, TimeoutError) or is_one(_TIMEOUTS)
-    if is_late or is_one(_BROKEN):
-        what = "the store did not answer in time, though" if is_late else "answers broke off before their end, though"
+    is_late = isinstance(error, TimeoutError) or is_kind(_TIMEOUTS)
+    if is_late or is_kind(_TRUNCATED):
+        what = "the store did not answer in time" if is_late else "the store's answers were cut off"
         return ConnectionLostError(
-            f"cannot {doing} {url}: {what} asked several times. Try again; a conversion goes on with --resume"
+            f"cannot {doing} {url}: {what}, in several tries. Try again; a conversion continues with --resume"
         )
     lost = getattr(error, "errno", None) in (None, errno.ECONNREFUSED, errno.ECONNRESET)
-    if lost and is_one(_UNREACHED) and not is_one(_ANSWERED):
+    if lost and is_kind(_UNREACHABLE) and not is_kind(_HTTP_ERRORS):
         return ConnectionLostError(
             f"cannot {doing} {url}: the store cannot be reached ({_reason(error)}). Check the network and the endpoint"
         )
@@ -105,15 +107,15 @@ def failure(error: BaseException, url: str, *, doing: str = "read") -> UcpError:
     return kind(f"cannot {doing} {url}: {_reason(error)}")
 
 
-def _status(error: BaseException) -> int:
-    """The status of HTTP that an error of gcsfs or huggingface_hub stands for; 0 where it says none."""
-    if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # what gcsfs makes of 403
+def _http_status(error: BaseException) -> int:
+    """HTTP status of an error of gcsfs or huggingface_hub; 0 if it has none."""
+    if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # how gcsfs reports status 403
         return 403
-    found = str(getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None))
-    return int(found) if found.isdecimal() else 0
+    code = str(getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None))
+    return int(code) if code.isdecimal() else 0
 
 
-def missing_library(scheme: str) -> MissingLibraryError:
+def missing_library_error(scheme: str) -> MissingLibraryError:
     """The error for a store whose library is not installed."""
     package, extra = EXTRAS[scheme]
     return MissingLibraryError(
@@ -121,14 +123,13 @@ def missing_library(scheme: str) -> MissingLibraryError:
     )
 
 
-def changed(url: str) -> ChangedError:
-    """The error for an object that is another one than the index was read of."""
+def changed_error(url: str) -> ChangedError:
+    """The error for an object that was replaced after its index was read."""
     return ChangedError(
-        f"{url} was replaced while it was read: it is not the object that was seen at first. Wait until whoever writes "
-        "there is done, then begin again"
+        f"{url} was replaced while it was read. Wait until whoever writes there is done, then begin again"
     )
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(redacted(str(error)).split())
+    text = " ".join(redact(str(error)).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,7 +1,4 @@
-"""A path whose text is a URL, for readers that go about in folders by `pathlib`.
-
-Below it is a relative path whose first part is the scheme; only what asks the file system is done otherwise, and the
-text has both slashes.
+"""A `pathlib.Path` for URLs: a relative path whose first part is the scheme, and which asks the store.
 
 >>> root = RemotePath("s3://bucket/run")
 >>> str(root / "step1"), str(root.parent), root.name
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RemotePath(PosixPath):
-    """An object of a store, or a folder of them: what their keys have before a slash."""
+    """An object of a store, or a folder: a common prefix of keys up to a slash."""
 
     def __str__(self) -> str:
         """The URL."""
@@ -37,7 +34,7 @@ class RemotePath(PosixPath):
         return str(self)
 
     def is_absolute(self) -> bool:
-        """Always: a URL is not counted from the current folder."""
+        """Always."""
         return True
 
     def absolute(self) -> Self:
@@ -49,23 +46,23 @@ class RemotePath(PosixPath):
         return self
 
     def relative_to(self, *other: Any, **options: Any) -> Any:
-        """What follows `other`, as a path of its own."""
-        above = PurePosixPath(*(part for path in other for part in type(self)(path).parts))
-        return PurePosixPath(*PurePosixPath(*self.parts).relative_to(above).parts)
+        """The part after `other`, as a PurePosixPath."""
+        base = PurePosixPath(*(part for path in other for part in type(self)(path).parts))
+        return PurePosixPath(*PurePosixPath(*self.parts).relative_to(base).parts)
 
     def exists(self, **_: bool) -> bool:
-        """Whether an object, or a folder of some, is there."""
+        """Whether there is an object or a folder."""
         return self._entry() is not None
 
     def is_dir(self, **_: bool) -> bool:
         """Whether it is a folder."""
-        found = self._entry()
-        return found is not None and found.is_folder
+        entry = self._entry()
+        return entry is not None and entry.is_folder
 
     def is_file(self, **_: bool) -> bool:
         """Whether it is an object."""
-        found = self._entry()
-        return found is not None and not found.is_folder
+        entry = self._entry()
+        return entry is not None and not entry.is_folder
 
     def is_symlink(self) -> bool:
         """Never."""
@@ -73,31 +70,31 @@ class RemotePath(PosixPath):
 
     def stat(self, **_: bool) -> os.stat_result:
         """Kind, bytes and time. Raises FileNotFoundError."""
-        found = self._found()
-        mode = stat.S_IFDIR if found.is_folder else stat.S_IFREG
-        seconds = found.mtime_ns // 10**9
-        times = {"st_mtime_ns": found.mtime_ns, "st_atime_ns": found.mtime_ns, "st_ctime_ns": found.mtime_ns}
-        return os.stat_result((mode | 0o444, 0, 0, 1, 0, 0, found.nbytes, seconds, seconds, seconds), times)
+        entry = self._require_entry()
+        mode = stat.S_IFDIR if entry.is_folder else stat.S_IFREG
+        seconds = entry.mtime_ns // 10**9
+        times = {"st_mtime_ns": entry.mtime_ns, "st_atime_ns": entry.mtime_ns, "st_ctime_ns": entry.mtime_ns}
+        return os.stat_result((mode | 0o444, 0, 0, 1, 0, 0, entry.nbytes, seconds, seconds, seconds), times)
 
     def iterdir(self) -> Iterator[Self]:  # type: ignore[override]  # a generator of Python 3.13 is an iterator
-        """What lies in the folder. Raises FileNotFoundError."""
-        for name in names_of(self):
+        """Entries of the folder. Raises FileNotFoundError."""
+        for name in list_names(self):
             yield self / name
 
     def glob(self, pattern: str, **_: Any) -> Iterator[Self]:  # type: ignore[override]
-        """Entries of this folder alone whose names match."""
-        return (own for own in self.iterdir() if PurePosixPath(own.name).match(pattern))
+        """Entries of this folder (not below) whose names match."""
+        return (path for path in self.iterdir() if PurePosixPath(path.name).match(pattern))
 
     def open(self, mode: str = "r", *_: Any, encoding: str | None = None, **__: Any) -> IO[Any]:  # type: ignore[override]
-        """The object, all of it in memory: for small ones. Raises SourceError."""
+        """The object, read into memory. Raises SourceError."""
         data = io.BytesIO(self.read_bytes())
         return data if "b" in mode else io.TextIOWrapper(data, encoding=encoding or "utf-8")
 
     def read_bytes(self) -> bytes:
-        """All of the object. Raises SourceError, FileNotFoundError."""
+        """Bytes of the object. Raises SourceError, FileNotFoundError."""
         from ucp.io.remote.file import RemoteFile
 
-        self._found()
+        self._require_entry()
         with RemoteFile(str(self), (str(self),)) as file:
             return file.read(0, file.nbytes)
 
@@ -106,23 +103,23 @@ class RemotePath(PosixPath):
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def _entry(self) -> Entry | None:
-        from ucp.io.remote.listing import entry_of  # with asyncio, which takes longer to import than a plan to be made
+        from ucp.io.remote.listing import entry_of  # imports asyncio, which is slow
 
         return entry_of(str(self))
 
-    def _found(self) -> Entry:
-        found = self._entry()
-        if found is None:
+    def _require_entry(self) -> Entry:
+        entry = self._entry()
+        if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return found
+        return entry
 
 
-def names_of(path: RemotePath) -> list[str]:
+def list_names(path: RemotePath) -> list[str]:
     """Names in a folder. Raises FileNotFoundError, NotADirectoryError."""
     from ucp.io.remote.listing import folder_of
 
-    found = folder_of(str(path))
-    if found is None:
+    entries = folder_of(str(path))
+    if entries is None:
         number = errno.ENOTDIR if path.is_file() else errno.ENOENT
         raise OSError(number, os.strerror(number), str(path))
-    return list(found)
+    return list(entries)

@@ -1,10 +1,10 @@
-"""A connection to the stores of one scheme, by the library of fsspec for it, and what is particular about each.
+"""A connection to the stores of one scheme, through its fsspec library, and what differs from store to store.
 
-Each has an event loop and threads of its own, so that it can be closed before processes are forked.
+Each connection has its own event loop and threads, so that it can be closed before processes are forked.
 
-Retries with growing pauses are the libraries' own. Of S3, botocore makes a request that failed or was throttled three
-times (`AWS_MAX_ATTEMPTS`, `AWS_RETRY_MODE`), s3fs that three times, and an answer that broke off three times: its own
-five would be 25, and half an hour before a dead store is told of. gcsfs makes six, huggingface_hub five.
+The libraries retry with growing pauses. For S3, botocore tries a request three times (`AWS_MAX_ATTEMPTS`,
+`AWS_RETRY_MODE`), and s3fs repeats that three times: with its default of five each, a dead store would be reported
+after half an hour. gcsfs tries six times, huggingface_hub five.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ucp.errors import AccessError, ConnectionLostError
-from ucp.io.remote.failures import changed, missing_library, told
+from ucp.io.remote.failures import changed_error, missing_library_error, translate_errors
 from ucp.io.remote.url import bucket_of, key_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _REQUESTS = 16
-"""Requests under way at once, in one process."""
+"""Concurrent requests of one process."""
 
 PART = 8 << 20
-"""Bytes of one part of an upload, unless the file would have too many of them."""
+"""Bytes of one part of an upload; more if the file would have too many parts."""
 PARTS = 4
-"""Parts of a file that are under way at once, or that go in one request."""
+"""Parts of a file that are uploaded concurrently, or in one request."""
 _MOST_PARTS = 10_000
 """Parts that S3 allows."""
-_WHOLE = 5 << 20
-"""Bytes up to which a file is sent to Google's store in one request, as gcsfs has it."""
+_SINGLE_REQUEST = 5 << 20
+"""Bytes below which a file is sent to Google Cloud Storage in one request, as in gcsfs."""
 
 _TRIES = 3
-"""Times that botocore and s3fs each try."""
+"""Tries of botocore, and of s3fs."""
 
 _CONNECT = 15.0
 _SILENCE = 30.0
-"""Seconds in which Google's store has to take a connection, and to say something; gcsfs waits for ever."""
+"""Seconds to wait for a connection to Google Cloud Storage, and for an answer; gcsfs waits forever."""
 
 THREADS = "ucp-remote"
-"""What the names of our threads begin with."""
+"""Prefix of the names of our threads."""
 
 Fetch = Callable[[int, int], bytes]
-"""Bytes from the first to before the last."""
+"""Reads bytes from a first to one past the last."""
 
 
-class Seen(Protocol):
-    """What a listing said of an object."""
+class ObjectVersion(Protocol):
+    """Size and version of an object, as listed."""
 
     @property
     def nbytes(self) -> int:
@@ -61,17 +61,17 @@ class Seen(Protocol):
 
     @property
     def version(self) -> str:
-        """ETag or the like; empty where the store has none."""
+        """ETag or generation; empty if the store has none."""
 
 
 def version_of(details: Mapping[str, Any]) -> str:
-    """What changes whenever the bytes of an object do, of what a store says of it; empty where it has no such thing."""
+    """ETag, generation or the like of an object, which changes with its bytes; empty if there is none."""
     tag = next((details[key] for key in ("ETag", "generation", "etag", "blob_id") if details.get(key)), "")
     return str(tag).strip('"')
 
 
 class Store:
-    """A connection to the stores of one scheme; any of fsspec, of which versions are compared before they are read."""
+    """A connection to the stores of one scheme, through any library of fsspec."""
 
     def __init__(self, scheme: str) -> None:
         """Raises MissingLibraryError."""
@@ -81,28 +81,28 @@ class Store:
             kind = self._library(scheme)
             options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options()}
         except ImportError:
-            raise missing_library(scheme) from None
+            raise missing_library_error(scheme) from None
         if getattr(kind, "async_impl", False):
             self._loop = options["loop"] = asyncio.new_event_loop()
             self._loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix=THREADS))
             self._thread = threading.Thread(target=self._loop.run_forever, name=f"{THREADS}-loop", daemon=True)
             self._thread.start()
         self.fs: Any = kind(**options)
-        self._files: dict[tuple[str, Seen], Fetch] = {}
+        self._files: dict[tuple[str, ObjectVersion], Fetch] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
     def info(self, url: str) -> Mapping[str, Any] | None:
-        """What is said of one object or folder; None for nothing. Raises SourceError."""
-        with told(url):
+        """Details of an object or folder; None if there is none. Raises SourceError."""
+        with translate_errors(url):
             try:
                 return cast("Mapping[str, Any]", self.fs.info(self._key(url)))
-            except (FileNotFoundError, NotImplementedError):  # the latter: where there can be nothing but repositories
+            except (FileNotFoundError, NotImplementedError):  # the latter above the repositories of the Hub
                 return None
 
     def list(self, url: str) -> dict[str, Mapping[str, Any]] | None:
-        """Names in a folder, with what is said of each; None where there is no folder. Raises SourceError."""
-        with told(url):
+        """Names in a folder with their details; None if there is no folder. Raises SourceError."""
+        with translate_errors(url):
             try:
                 key = self._key(url)
                 details = self.fs.ls(key, detail=True)
@@ -113,27 +113,27 @@ class Store:
         return inside if inside or not details else None
 
     def find(self, url: str) -> dict[str, Mapping[str, Any]]:
-        """Every object below a folder, by its path from there, with what is said of it. Raises SourceError."""
-        with told(url):
+        """Relative paths of all objects below a folder, with their details. Raises SourceError."""
+        with translate_errors(url):
             key = self._key(url)
             details = self.fs.find(key, detail=True).values()
         return {str(entry["name"]).strip("/")[len(key) + 1 :]: entry for entry in details}
 
-    def fetch(self, url: str, seen: Seen, start: int, stop: int) -> bytes:
-        """Bytes of an object, as long as it is the one that was seen. Raises SourceError, ChangedError.
+    def fetch(self, url: str, listed: ObjectVersion, start: int, stop: int) -> bytes:
+        """Bytes of an object, if it still is the listed version. Raises SourceError, ChangedError.
 
-        S3 and Google's store are asked for the bytes of that version alone; of others the version is compared before
-        the first read. At the end all are compared once more (`ucp.io.provenance.check_unchanged`).
+        Requests to S3 and Google Cloud Storage name the version; for other stores it is compared before the first read.
+        At the end all versions are compared again (`ucp.io.provenance.check_unchanged`).
         """
-        with told(url):
-            fetch = self._files.get((url, seen)) or self._files.setdefault((url, seen), self._open(url, seen))
-            data = fetch(start, stop) or b""  # nothing when it was broken off
+        with translate_errors(url):
+            fetch = self._files.get((url, listed)) or self._files.setdefault((url, listed), self._open(url, listed))
+            data = fetch(start, stop) or b""  # None if the request was cancelled
         if len(data) != stop - start:
             raise ConnectionLostError(f"expected {stop - start} bytes of {url}; the store gave {len(data)}. Try again")
         return data
 
     def put(self, key: str, data: bytes, *, new: bool = False) -> None:
-        """Write a small object; `new`: only where there is none. Raises FileExistsError, what the library raises."""
+        """Write a small object; `new`: unless it exists. Raises FileExistsError, and what the library raises."""
         self.fs.pipe_file(key, data, **({"mode": "create"} if new else {}))
 
     def put_file(self, key: str, path: str) -> None:
@@ -141,20 +141,20 @@ class Store:
         self.fs.put_file(path, key)
 
     def abort_uploads(self, url: str) -> None:
-        """End uploads below a URL that a process which is gone has left unfinished."""
+        """Abort multipart uploads below a URL that a killed process left."""
 
-    def see_afresh(self) -> None:
-        """Take the newest state of a repository for what is asked next."""
+    def refresh(self) -> None:
+        """Forget what is cached."""
 
     def submit(self, call: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Have one of our threads do it."""
+        """Run a call in one of our threads."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix=THREADS)
         return self._pool.submit(call, *arguments)
 
     def close(self) -> None:
-        """End connections and threads; what is still under way is broken off."""
+        """Close connections and threads; running requests are aborted."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         if self._pool is not None:
@@ -169,32 +169,32 @@ class Store:
         self._loop.close()
 
     def _library(self, scheme: str) -> type[AbstractFileSystem]:
-        """Its file system of fsspec. Raises ImportError."""
+        """The file system class of fsspec. Raises ImportError."""
         from fsspec import get_filesystem_class
 
         return cast("type[AbstractFileSystem]", get_filesystem_class(scheme))
 
     def _options(self) -> dict[str, object]:
-        """How that is made."""
+        """Arguments for it."""
         return {}
 
     def _key(self, url: str) -> str:
-        """What the store calls it."""
+        """Key that the library wants."""
         return key_of(url)
 
-    def _open(self, url: str, seen: Seen) -> Fetch:
-        """What reads the version of an object that was seen. Raises ChangedError."""
+    def _open(self, url: str, listed: ObjectVersion) -> Fetch:
+        """A reader of the listed version of an object. Raises ChangedError."""
         key = self._key(url)
         file = self.fs.open(key, "rb", cache_type="none")
         now = file.details if hasattr(file, "cache") else self.fs.info(key)
-        if (now["size"], version_of(now)) != (seen.nbytes, seen.version):
-            raise changed(url)
+        if (now["size"], version_of(now)) != (listed.nbytes, listed.version):
+            raise changed_error(url)
         if hasattr(file, "cache"):
             return cast("Fetch", file.cache.fetcher)
         return lambda start, stop: cast("bytes", self.fs.cat_file(key, start=start, end=stop))
 
     async def _close(self) -> None:
-        """Close what the file system has open."""
+        """Close the connections of the file system."""
 
 
 class _S3(Store):
@@ -203,52 +203,52 @@ class _S3(Store):
         self.fs.retries = _TRIES
 
     def _options(self) -> dict[str, object]:
-        """How botocore goes about it, unless the environment says otherwise."""
+        """Retries of botocore, unless the environment sets them."""
         options: dict[str, object] = {"max_pool_connections": _REQUESTS}
         if not os.environ.keys() & {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"}:
             options["retries"] = {"mode": "standard", "total_max_attempts": _TRIES}
         return {"config_kwargs": options}
 
-    def _open(self, url: str, seen: Seen) -> Fetch:
-        """Nothing is asked of the store when the object is opened; another version is refused (`If-Match`)."""
-        if not seen.version:
-            return super()._open(url, seen)
-        key, etag = key_of(url), f'"{seen.version}"'
-        file = self.fs.open(key, "rb", cache_type="none", size=seen.nbytes)
-        file.details = {"name": key, "type": "file", "size": seen.nbytes, "ETag": etag}
+    def _open(self, url: str, listed: ObjectVersion) -> Fetch:
+        """Opening makes no request; reading another version fails (`If-Match`)."""
+        if not listed.version:
+            return super()._open(url, listed)
+        key, etag = key_of(url), f'"{listed.version}"'
+        file = self.fs.open(key, "rb", cache_type="none", size=listed.nbytes)
+        file.details = {"name": key, "type": "file", "size": listed.nbytes, "ETag": etag}
         file.read_kw = {**file.read_kw, "IfMatch": etag}
         return cast("Fetch", file.cache.fetcher)
 
     def put_file(self, key: str, path: str) -> None:
-        """In parts of one size, of which there may not be too many."""
+        """Parts have one size, and S3 limits their number."""
         chunk = max(PART, -(-os.stat(path).st_size // _MOST_PARTS))
         self.fs.put_file(path, key, chunksize=chunk, max_concurrency=PARTS)
 
     def abort_uploads(self, url: str) -> None:
-        """Nobody sees them, but they are stored. Who may not list them leaves them to the bucket's life cycle rule."""
+        """They are invisible, but stored. Without the permission to list them, the bucket's life cycle rule applies."""
         bucket, prefix = bucket_of(url), key_of(url).partition("/")[2]
-        with suppress(AccessError), told(url, doing="write"):
+        with suppress(AccessError), translate_errors(url, doing="write"):
             for upload in self.fs.list_multipart_uploads(bucket):
                 if upload["Key"].startswith(f"{prefix}/"):
                     what = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                     self.fs.call_s3("abort_multipart_upload", **what)
 
     async def _close(self) -> None:
-        if getattr(self.fs, "_s3creator", None) is not None:  # s3fs has no call for it that waits until it is done
+        if getattr(self.fs, "_s3creator", None) is not None:  # s3fs has no public call that waits
             await self.fs._s3creator.__aexit__(None, None, None)  # noqa: SLF001
 
 
 class _Google(Store):
     def _library(self, scheme: str) -> type[AbstractFileSystem]:
-        """The file system of gcsfs that speaks HTTP alone.
+        """The file system of gcsfs that uses HTTP alone.
 
-        What it gives by default asks by gRPC, of every request, what kind of bucket it is for: its connections are none
-        that a process which forks can have, and where they are not allowed each request waits for a minute.
+        The default one asks by gRPC for the type of each bucket: its connections do not survive a fork, and where they
+        are blocked every request waits for a minute.
         """
         super()._library(scheme)
         from gcsfs.core import GCSFileSystem
 
-        logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # else what it raises is printed, with a traceback
+        logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # else it prints tracebacks
         return cast("type[AbstractFileSystem]", GCSFileSystem)
 
     def _options(self) -> dict[str, object]:
@@ -256,26 +256,28 @@ class _Google(Store):
 
         return {"requests_timeout": ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)}
 
-    def _open(self, url: str, seen: Seen) -> Fetch:
-        """Nothing is asked of the store when the object is opened; another version is refused (`ifGenerationMatch`)."""
-        if not seen.version:
-            return super()._open(url, seen)
+    def _open(self, url: str, listed: ObjectVersion) -> Fetch:
+        """Opening makes no request; reading another version fails (`ifGenerationMatch`)."""
+        if not listed.version:
+            return super()._open(url, listed)
 
         def fetch(start: int, stop: int) -> bytes:
             headers = {"Range": f"bytes={start}-{stop - 1}"}
             try:
-                _, data = self.fs.call("GET", self.fs.url(key_of(url)), headers=headers, ifGenerationMatch=seen.version)
-            except (FileExistsError, FileNotFoundError):  # what gcsfs makes of 412, and of 404
-                raise changed(url) from None
+                _, data = self.fs.call(
+                    "GET", self.fs.url(key_of(url)), headers=headers, ifGenerationMatch=listed.version
+                )
+            except (FileExistsError, FileNotFoundError):  # status 412 and 404
+                raise changed_error(url) from None
             return bytes(data)
 
         return fetch
 
     def put(self, key: str, data: bytes, *, new: bool = False) -> None:
-        """In one request of these bytes alone.
+        """Upload as plain media.
 
-        gcsfs sends name and bytes as parts that LF ends, where CRLF is to: an object that ends in CR may lose it, and
-        Google's own testbench refuses it.
+        gcsfs would send a multipart body with LF in place of CRLF: an object that ends in CR may lose it, and Google's
+        own testbench refuses the request.
         """
         bucket, _, name = key.partition("/")
         query = {"uploadType": "media", "name": name, **({"ifGenerationMatch": "0"} if new else {})}
@@ -283,45 +285,44 @@ class _Google(Store):
         self.fs.call("POST", url, bucket, data=data, headers={"Content-Type": "application/octet-stream"}, **query)
 
     def put_file(self, key: str, path: str) -> None:
-        """In parts that are sent one after another, of which there may be any number, of a multiple of 256 KiB."""
-        if os.stat(path).st_size < _WHOLE:
+        """Parts are sent one after another; each is a multiple of 256 KiB."""
+        if os.stat(path).st_size < _SINGLE_REQUEST:
             self.put(key, Path(path).read_bytes())
         else:
             self.fs.put_file(path, key, chunksize=PARTS * PART)
 
     async def _close(self) -> None:
-        if getattr(self.fs, "_session", None) is not None:  # gcsfs has no call for it that waits until it is done
+        if getattr(self.fs, "_session", None) is not None:  # gcsfs has no public call that waits
             await self.fs._session.close()  # noqa: SLF001
 
 
 class _Hub(Store):
-    """Repositories are read at the commit that their revision was when it was first seen: that never changes."""
+    """Repositories of the Hugging Face Hub, read at the commit that a revision was when it was first used."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
         self._pins: dict[str, str] = {}
         self._pinning = threading.Lock()
 
-    def see_afresh(self) -> None:
-        """Take the newest state of a repository for what is asked next."""
+    def refresh(self) -> None:
         with self._pinning:
             self._pins.clear()
 
     def _key(self, url: str) -> str:
         key = key_of(url)
         with self._pinning:
-            root = next((own for own in self._pins if key == own or key.startswith(f"{own}/")), None)
+            root = next((pinned for pinned in self._pins if key == pinned or key.startswith(f"{pinned}/")), None)
             if root is None:
                 root, self._pins[root] = self._pin(key)
             return self._pins[root] + key[len(root) :]
 
     def _pin(self, key: str) -> tuple[str, str]:
-        """`owner/model@main`, and that with the commit which it is now."""
+        """Example: `owner/model@main` and `owner/model@<commit>`."""
         from huggingface_hub import HfApi
 
         resolved = self.fs.resolve_path(key)
         inside = getattr(resolved, "path_in_repo", None)
-        if inside is None:  # a bucket of theirs, which has no commits
+        if inside is None:  # a bucket of the Hub, which has no commits
             return key, key
         root = key[: -len(inside) - 1] if inside else key
         repository = HfApi(endpoint=self.fs.endpoint, token=self.fs.token).repo_info(
@@ -331,11 +332,11 @@ class _Hub(Store):
 
 
 async def _cancel_all() -> None:
-    """End all requests that are under way."""
+    """Cancel all running requests."""
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
 
 
 def store_class(scheme: str) -> type[Store]:
-    """What connects to the stores of a scheme."""
+    """The class of connections to the stores of a scheme."""
     return {"s3": _S3, "gs": _Google, "gcs": _Google, "hf": _Hub}.get(scheme, Store)

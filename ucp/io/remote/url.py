@@ -1,6 +1,6 @@
-"""Which URLs name a checkpoint: scheme, bucket, key and nothing else.
+"""URLs of checkpoints: scheme, bucket, key and nothing else.
 
-A URL ends up in manifests, logs and messages, so one that carries a password, a token or a signature is refused.
+URLs end up in manifests, logs and messages, so one with a password, a token or a signature is refused.
 
 >>> check_url("s3://bucket/run")
 >>> check_url("s3://key:secret@bucket/run")
@@ -23,19 +23,19 @@ EXTRAS = {
     "hf": ("huggingface_hub", "hf"),
     "memory": ("fsspec", "s3"),
 }
-"""Scheme to the package that reads it, and the extra of ours that installs that."""
+"""Scheme to the package that reads it, and to our extra that installs the package."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://?")
-"""Examples: s3://bucket/run, and s3:/bucket/run, which is what pathlib makes of it."""
+"""Examples: s3://bucket/run, and s3:/bucket/run, which pathlib turns it into."""
 
 _USER = re.compile(r"(?<=//)[^/\s]*:[^/\s]*@")
 """Example: `key:secret@` of https://key:secret@host/."""
 
 _QUERY = re.compile(r"\?[^\s'\"]*")
-"""Example: `?X-Amz-Signature=...` of a URL that was signed."""
+"""Example: `?X-Amz-Signature=...` of a signed URL."""
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|CREDENTIAL|SAS", re.IGNORECASE)
-"""What is in the names of environment variables that are nobody's business."""
+"""Found in the names of environment variables with secrets."""
 
 
 def scheme_of(text: str) -> str:
@@ -44,12 +44,12 @@ def scheme_of(text: str) -> str:
     >>> scheme_of("s3://bucket/run"), scheme_of("s3:/bucket/run"), scheme_of("run/s3:/x")
     ('s3', 's3', '')
     """
-    found = _SCHEME.match(text)
-    return found[1].lower() if found else ""
+    match = _SCHEME.match(text)
+    return match[1].lower() if match else ""
 
 
 def as_url(text: str) -> str:
-    """The URL that a text is once pathlib has made one slash of its two; any other text as it is.
+    """Restore the second slash of a URL, which pathlib drops; any other text is unchanged.
 
     >>> as_url("s3:/bucket/run"), as_url("s3://bucket/run"), as_url("run/s3:/x"), as_url("s3")
     ('s3://bucket/run', 's3://bucket/run', 'run/s3:/x', 's3')
@@ -59,7 +59,7 @@ def as_url(text: str) -> str:
 
 
 def key_of(url: str) -> str:
-    """What a store calls it: the URL without its scheme.
+    """The URL without its scheme, as libraries of stores want it.
 
     >>> key_of("s3://bucket/run")
     'bucket/run'
@@ -77,9 +77,9 @@ def bucket_of(url: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError for a URL of anything but a scheme, a bucket and a key, or of a store that is not read."""
+    """Raise UsageError unless a URL is a known scheme, a bucket and a key."""
     scheme, rest = scheme_of(url), key_of(url)
-    shown = redacted(url)
+    shown = redact(url)
     if shown != url and "@" in shown:
         raise UsageError(
             f"expected a URL without a user and password; got {shown}. Credentials come from the environment, as the "
@@ -88,11 +88,11 @@ def check_url(url: str) -> None:
     if "?" in rest or "#" in rest:
         raise UsageError(
             f"expected a URL of a scheme, a bucket and a key; got {shown.partition('?')[0].partition('#')[0]} with a "
-            "query. Signed URLs are not read: give the process credentials of its own"
+            "query. Signed URLs are not supported: give the process its own credentials"
         )
     if scheme not in EXTRAS:
         raise UsageError(
-            f"expected a path, or a URL of {', '.join(f'{own}://' for own in EXTRAS)}; got {shown}. Copy it to this "
+            f"expected a path, or a URL of {', '.join(f'{name}://' for name in EXTRAS)}; got {shown}. Copy it to this "
             "machine, or mount it"
         )
     if not bucket_of(url):
@@ -101,8 +101,8 @@ def check_url(url: str) -> None:
         raise UsageError(f"expected a URL without '..' and '::'; got {shown}")
 
 
-def redacted(text: str) -> str:
-    """`text` without passwords and queries of URLs, and without secrets of this process's environment.
+def redact(text: str) -> str:
+    """Replace passwords and queries of URLs, and secrets of the environment, by ***.
 
     >>> redacted("cannot connect to http://me:pw@host/x?X-Amz-Signature=1f")
     'cannot connect to http://***@host/x?***'

@@ -19,7 +19,7 @@ from pathlib import PurePath
 
 from ucp.core.index import Index
 from ucp.core.layout import AxisLayout, Layout
-from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, TargetPlan, casts
+from ucp.core.target import Literal, OutputFile, Placement, RawCopy, Slice, TargetPlan, describe_casts
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.io.pickle.values import rebuild
@@ -41,7 +41,7 @@ class Part:
 
 def layouts_of(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
     """(parameter, state) to its layout, of those that are divided or copied over ranks."""
-    return {(own.slice.param, own.slice.state): own.layout for own in parts if own.layout and own.layout.every}
+    return {(own.slice.param, own.slice.state): own.layout for own in parts if own.layout and own.layout.all_axes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,22 @@ def target_plan(
 
     `topology`: of the run that loads them, where only one can. `axes_of`: the axes of that run over which a parameter
     lies, outermost first, each taken where the layouts of the files do not have it. `names_rounded`: see
-    `ucp.core.target.casts`.
+    `ucp.core.target.describe_casts`.
     """
     placements = tuple(place for own in drafted for place in own.placements)
     layouts: dict[tuple[str, str], Layout] = {}
     for own in drafted:
         for key, layout in own.layouts.items():
-            if key not in layouts or len(layout.every) > len(layouts[key].every):  # a master, not the model's weight
+            if key not in layouts or len(layout.all_axes) > len(
+                layouts[key].all_axes
+            ):  # a master, not the model's weight
                 layouts[key] = layout
     for param, state in dict.fromkeys((place.slice.param, place.slice.state) for place in placements):
         atom = index.atoms[param]
         if atom.is_count(state) or atom.states[state].global_shape != atom.global_shape:
             continue
         inner = layouts.get((param, state), Layout())
-        names = {axis.axis for axis in inner.every}
+        names = {axis.axis for axis in inner.all_axes}
         outer = tuple(axis for axis in axes_of(param) if axis.axis not in names)
         if outer:
             layouts[param, state] = Layout((*outer, *inner.axes), inner.flat)
@@ -93,7 +95,7 @@ def target_plan(
         placements=placements,
         raw=tuple(copy for own in drafted for copy in own.raw),
         notes=tuple(dict.fromkeys(notes)),
-        casts=casts(index, (place.slice for place in placements), names_rounded=names_rounded),
+        casts=describe_casts(index, (place.slice for place in placements), names_rounded=names_rounded),
         topology=topology,
         layouts=layouts,
     )

@@ -16,9 +16,9 @@ from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 from ucp.core.index import StateIndex
-from ucp.core.region import Box, RegionPair, intersect, local_flat_pairs
+from ucp.core.region import Box, RegionPair, intersect, locate_flat_range
 from ucp.core.slices import Locator, block_ranges, resolve
-from ucp.core.target import Slice, whole_slice
+from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.read_shares import Segment
 from ucp.live.parts import LoadItem
@@ -72,7 +72,7 @@ def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
     if not needs_tiles(read.slice, read.source, nbytes=BLOCK, times=_MOST_COST):
         return read, read
     solo = plan_solo_read(number, item)
-    full = whole_slice(read.slice.param, read.slice.state, read.source, dtype=read.slice.dtype)
+    full = full_slice(read.slice.param, read.slice.state, read.source, dtype=read.slice.dtype)
     if solo.dims or not read.slice.is_whole or full.nbytes > _MOST_WIDENED * read.slice.nbytes:
         return solo, solo
     return solo, replace(read, slice=full, pairs=read.slice.pairs)
@@ -97,7 +97,9 @@ def _permute(read: ReadItem) -> ReadItem:
             return read
         permuted = ref.strided(0, reorder(ref.shape), reorder(ref.strides))
         fragments.append(replace(fragment, box=permute(fragment.box), ref=permuted))
-    pairs = tuple(pair._replace(whole=permute(pair.whole), local=permute(pair.local)) for pair in read.slice.pairs)
+    pairs = tuple(
+        pair._replace(global_box=permute(pair.global_box), local=permute(pair.local)) for pair in read.slice.pairs
+    )
     return replace(
         read,
         slice=replace(read.slice, pairs=pairs, local_shape=reorder(read.slice.local_shape)),
@@ -124,17 +126,17 @@ class LandingTensors:
             low = (segment.start - read.slice.start) * segment.itemsize
             yield flat[low : low + segment.nbytes], values
             return
-        tensor, full = self._tensors[read.item].detach(), Box.whole(read.slice.local_shape)
+        tensor, full = self._tensors[read.item].detach(), Box.full(read.slice.local_shape)
         target = tensor.permute(read.dims) if read.dims else tensor
         pairs = (RegionPair(full, full),) if read.pairs is None else read.pairs
         elements = values.view(target.dtype)
-        for box, position in local_flat_pairs(read.slice.local_shape, segment.start, segment.stop):
+        for box, position in locate_flat_range(read.slice.local_shape, segment.start, segment.stop):
             block = elements[position : position + box.numel].view(box.sizes)
             for pair in pairs:
-                shared = intersect(box, pair.whole)
+                shared = intersect(box, pair.global_box)
                 if shared is not None:
-                    in_target = _to_slices(shared, pair.whole, pair.local)
-                    yield target[in_target], block[_to_slices(shared, box, Box.whole(box.sizes))]
+                    in_target = _to_slices(shared, pair.global_box, pair.local)
+                    yield target[in_target], block[_to_slices(shared, box, Box.full(box.sizes))]
 
     def _flatten(self, read: ReadItem) -> torch.Tensor | None:
         """The bytes of the landing tensor, where its elements lie in the order of the slice."""

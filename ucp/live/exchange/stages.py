@@ -22,7 +22,7 @@ from ucp.live.exchange.read_shares import ALIGNMENT, Window, align, share_out
 from ucp.live.exchange.reads import ReadItem, plan_reads, plan_solo_read
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.source.read import no_cycle_collection
+from ucp.source.read import pause_gc
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,7 +135,7 @@ class Stage:
         )
 
 
-@no_cycle_collection()
+@pause_gc()
 def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, memory: int) -> list[Stage]:
     """The stages of this rank; the last is what it reads for itself. Collective."""
     numbered = [(number, item) for number, item in enumerate(items) if item.slice.nbytes]
@@ -179,7 +179,7 @@ def hash_slices(slices: Sequence[Slice]) -> list[int]:
     counts: Counter[int] = Counter()
     hashes = []
     for piece in slices:
-        boxes = tuple((pair.whole.offsets, pair.local.offsets, pair.local.sizes) for pair in piece.pairs)
+        boxes = tuple((pair.global_box.offsets, pair.local.offsets, pair.local.sizes) for pair in piece.pairs)
         kind = boxes, piece.dtype.value, piece.local_shape, piece.start, piece.stop
         if kind not in texts:
             texts[kind] = repr(kind)

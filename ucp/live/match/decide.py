@@ -31,7 +31,7 @@ from ucp.live.match.items import (
 )
 from ucp.live.parts import LiveParam, LivePart, LoadItem
 from ucp.live.run.ranks import Ranks
-from ucp.source.moments import ZeroMoments, before_first_step, check_moments
+from ucp.source.moments import ZeroMoments, check_moments, detect_first_step
 from ucp.transfer.probe import Prober
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     accepted = options.accept | ({DoubtKind.MOMENT_SHAPES} if run.optimizer is None else frozenset())
     check_doubts(index, accepted)
     if run.optimizer is not None:
-        check_moments(before_first_step(index), options.zero_moments)
+        check_moments(detect_first_step(index), options.zero_moments)
     tensors = run.model.tensors
     findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
     by_name = match_tensors(tensors, index, rename=options.rename, findings=findings)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, counted, listed
 from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
@@ -211,9 +211,9 @@ def match_states(
     grouped = {name for group in index.groups for name in group.params}
     has_optimizer = bool(grouped) or index.unnamed is not None or any(map(_list_states, index.atoms.values()))
     params = [param for param in params if param.name in matched]
-    lost = [name for param in params if (name := matched[param.name]) in index.lost and not index.lost[name].chosen]
-    findings.problems.extend(index.reasons(lost))
-    findings.problems.extend([] if index.unnamed is None else [index.unnamed.why])
+    lost = [name for param in params if (name := matched[param.name]) in index.lost and not index.lost[name].is_chosen]
+    findings.problems.extend(index.loss_reasons(lost))
+    findings.problems.extend([] if index.unnamed is None else [index.unnamed.reason])
     items: list[LoadItem] = []
     fresh: list[LiveParam] = []
     for param in params:
@@ -305,7 +305,7 @@ def make_item(
     source = atom.states[state]
     is_full = part.is_full or source.global_shape != atom.global_shape or atom.is_count(state)
     piece = (
-        whole_slice(atom.name, state, source, dtype=dtype)
+        full_slice(atom.name, state, source, dtype=dtype)
         if is_full
         else part.to_slice(atom.name, state, source.global_shape, dtype)
     )

@@ -14,19 +14,19 @@ from functools import reduce
 from itertools import islice
 from pathlib import Path
 
-from ucp.contract.model import recorded_arguments, said_values
+from ucp.contract.model import parse_values, recorded_arguments
 from ucp.contract.protocols import Naming, ParamOrder, SourceOptions
 from ucp.contract.registry import choose_family, library
 from ucp.core.index import WEIGHT, Index
 from ucp.errors import FamilyError, LoadError, UnknownFamilyError, UnsupportedError, UsageError, nearest
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
-from ucp.families.recipes import Made
+from ucp.families.recipes import TensorRecipe
 from ucp.families.styles import find_source_style
 from ucp.live.adapters import LiveRun
 from ucp.live.parts import LiveTensor
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.source.naming import by_rules, check_styles, family_sizes, restyled, under_style
+from ucp.source.naming import apply_rules, check_styles, list_size_names, restyle, translate_names
 from ucp.source.read import index_of
 
 
@@ -44,7 +44,7 @@ class NameOptions:
     """Which family it is of."""
 
     def __post_init__(self) -> None:
-        unknown = self.settings.keys() - (family_sizes() if self.settings else set())
+        unknown = self.settings.keys() - (list_size_names() if self.settings else set())
         if unknown:
             raise UsageError(
                 f"expected sizes of the model as settings, by the names of Megatron or config.json "
@@ -53,7 +53,7 @@ class NameOptions:
 
     def choose_family(self, index: Index) -> Family:
         """The family of the checkpoint. Raises UnknownFamilyError."""
-        arguments = {**recorded_arguments(index), **said_values(self.settings)}
+        arguments = {**recorded_arguments(index), **parse_values(self.settings)}
         names = index.shapes
         return choose_family(names=names, shapes=names, arguments=arguments, options=self.source)[0]
 
@@ -88,13 +88,13 @@ def rename_to_model(
     family = styles.family
     if family is None or len(agreed) != 1:
         return index, styles.describe(agreed)
-    return run_together(ranks, lambda: under_style(index, family, agreed[0])), ()
+    return run_together(ranks, lambda: translate_names(index, family, agreed[0])), ()
 
 
 def _rename_as_asked(index: Index, options: NameOptions) -> Index:
     naming = options.naming
     if naming.rules is not None:
-        index = by_rules(index, naming.rules)
+        index = apply_rules(index, naming.rules)
     if not naming.style:
         return index
     try:
@@ -110,7 +110,7 @@ def _rename_as_asked(index: Index, options: NameOptions) -> Index:
                 ) from None
         raise
     check_styles(family, naming)
-    return under_style(index, family, naming.style, naming.source)
+    return translate_names(index, family, naming.style, naming.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class _Styles:
 
     family: Family | None = None
     """The family that they are of."""
-    tensors: Mapping[str, Mapping[str, Made]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
     """Style to the tensors of the checkpoint in it."""
     with_shapes: frozenset[str] = frozenset()
     """Styles in which they have the shapes of this rank."""
@@ -159,7 +159,7 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         family = options.choose_family(index)
     except UnknownFamilyError:
         return _Styles()
-    translated: dict[str, Mapping[str, Made]] = {}
+    translated: dict[str, Mapping[str, TensorRecipe]] = {}
     failures: dict[str, str] = {}
     try:
         source = find_source_style(family, index.shapes)
@@ -169,7 +169,7 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         if not all(_is_read(family, options.checkpoint_names(tensor), style) for tensor in tensors):
             continue
         try:
-            _, made = restyled(index, family, style, source)
+            _, made = restyle(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
-from ucp.contract.layouts import Placement, axes_of
+from ucp.contract.layouts import DTensorPlacement, placements_to_axes
 from ucp.core.layout import Layout
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError, listed
@@ -61,10 +61,10 @@ def dtensor_part(tensor: DTensor, name: str) -> LivePart:
                 "the whole. Redistribute it before it is loaded into"
             )
         factor = getattr(placement, "split_factor", 0)
-        known.append(Placement(kind, dim % tensor.ndim if tensor.ndim else 0, factor))
+        known.append(DTensorPlacement(kind, dim % tensor.ndim if tensor.ndim else 0, factor))
     return LivePart(
         local_shape=tuple(local_of(tensor).shape),
-        layout=Layout(axes_of(names, tuple(mesh.shape), known, "placements of the parameter")),
+        layout=Layout(placements_to_axes(names, tuple(mesh.shape), known, "placements of the parameter")),
         coords=dict(zip(names, coords, strict=True)),
         global_shape=tuple(tensor.shape),
     )

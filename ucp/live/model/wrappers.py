@@ -107,7 +107,7 @@ def _unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int) -> FlatU
     kept = [not is_padding for is_padding in _field(flat, "_is_padding_mask")]
     starts = compress(accumulate(_field(flat, "_numels_with_padding"), initial=0), kept)
     shapes = [tuple(shape) for shape in _field(flat, "_shapes")]
-    buffer = FlatBuffer.of(
+    buffer = FlatBuffer.pack(
         {str(at): prod(shape) for at, shape in enumerate(shapes)},
         ranks=ranks,
         share=share.numel(),

@@ -72,7 +72,7 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, options: ResumeO
             restore("scheduler", options.scheduler, saved.key, saved.state)
             extras = [extra for extra in index.extras if extra.name == saved.extra]
             # an extra that holds more than the state stays in the report
-            used |= {extra.name for extra in extras if extra.is_sidecar or saved.taken_out_of(extra) is None}
+            used |= {extra.name for extra in extras if extra.is_sidecar or saved.remove_from(extra) is None}
     if options.scaler is not None:
         scale = make_scaler_state(index, options.scaler, read, findings)
         if scale is not None:

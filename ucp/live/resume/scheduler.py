@@ -15,9 +15,9 @@ from ucp.contract.run_extras import (
     LR_SCHEDULER,
     LossScale,
     SchedulerState,
-    scheduler_states,
-    schedulers_in,
-    torch_state,
+    find_schedulers,
+    find_schedulers_in,
+    parse_torch_scaler,
 )
 from ucp.core.index import Extra, Index
 from ucp.errors import UsageError
@@ -77,7 +77,7 @@ def find_scheduler_state(
 
 def _read_states(index: Index, read: Callable[[Extra], object]) -> Iterator[SchedulerState]:
     """Every state of a scheduler in the checkpoint and in its companion files, with its tensors read."""
-    known = scheduler_states(index)
+    known = find_schedulers(index)
     for saved in known:
         state = read(Extra(name=saved.key, value=saved.state))
         yield replace(saved, state=cast("dict[str, object]", state))
@@ -87,7 +87,7 @@ def _read_states(index: Index, read: Callable[[Extra], object]) -> Iterator[Sche
         is_scheduler = extra.name in names or _SCHEDULER_FILE.fullmatch(extra.name)
         if extra.rank is None and extra.name not in seen and is_scheduler:
             value = read(extra)
-            states = list(schedulers_in(extra.name, value))
+            states = list(find_schedulers_in(extra.name, value))
             if not states and isinstance(value, dict) and all(isinstance(entry, str) for entry in value):
                 states = [SchedulerState(extra=extra.name, path=(), state=value)]
             yield from states
@@ -167,5 +167,5 @@ def _read_scaler_file(index: Index, read: Callable[[Extra], object]) -> LossScal
     for extra in index.extras:
         state = read(extra) if extra.name == _SCALER_FILE else None
         if isinstance(state, dict) and {"scale", "_growth_tracker"} <= state.keys():
-            return torch_state(extra.name, state)
+            return parse_torch_scaler(extra.name, state)
     return None

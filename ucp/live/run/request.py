@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, TextIO, TypeGuard, Unpack
 
 from ucp.contract.protocols import Naming, Observer
 from ucp.conversion.arguments import LoadArguments
-from ucp.conversion.options import make_options
-from ucp.conversion.values import (
+from ucp.conversion.option import (
     DtypeLike,
     TopologyLike,
-    choice_of,
-    dtype_of,
-    path_of,
-    switch_of,
-    topology_of,
+    choice_parser,
+    parse_dtype,
+    parse_topology,
+    path_parser,
+    switch_parser,
     type_path,
 )
+from ucp.conversion.options import make_options
 from ucp.core.tensor import DType
 from ucp.errors import UsageError, counted
-from ucp.io.folder import given
+from ucp.io.folder import parse_path
 from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
 from ucp.live.match.decide import LoadOptions
@@ -93,7 +93,7 @@ class LoadRequest:
             )
         mesh, path = _find_checkpoint(topology, checkpoint, rank, ranks)
         function = _checked(rename) if callable(rename) else None
-        rules = None if rename is None or callable(rename) else path_of("rename, or a function")(rename)
+        rules = None if rename is None or callable(rename) else path_parser("rename, or a function")(rename)
         options = make_options(**shared)
         settings = dict(options.settings)
         return cls(
@@ -101,20 +101,20 @@ class LoadRequest:
             mesh=mesh,
             scheduler=settings.pop(SCHEDULER, None),
             options=LoadOptions(
-                strict=switch_of("strict")(strict),
+                strict=switch_parser("strict")(strict),
                 rename=function,
                 zero_moments=options.zero_moments,
                 accept=options.accept,
             ),
             names=NameOptions(
-                naming=Naming.of(options.names, rules), rename=function, settings=settings, source=options.source
+                naming=Naming.parse(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _parse_dtype(dtype),
-            rank_extras=choice_of(RankPolicy, "rank_extras as one")(rank_extras),
+            rank_extras=choice_parser(RankPolicy, "rank_extras as one")(rank_extras),
             carry=CarryOptions(
-                exchange=choice_of(Exchange, "exchange as one")(exchange),
+                exchange=choice_parser(Exchange, "exchange as one")(exchange),
                 memory=options.memory,
-                verify=switch_of("verify")(verify),
+                verify=switch_parser("verify")(verify),
                 observer=choose_observer(progress, rank=rank),
             ),
             experts=experts,
@@ -172,7 +172,7 @@ def _find_checkpoint(
     if is_device_mesh(topology):
         mesh = RunMesh.from_device_mesh(topology, rank=rank, count=ranks)
     else:
-        layout = None if topology is None or isinstance(topology, PathLike) else topology_of(topology)
+        layout = None if topology is None or isinstance(topology, PathLike) else parse_topology(topology)
         if layout is not None and layout.ranks != ranks:
             remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
             raise UsageError(
@@ -183,7 +183,7 @@ def _find_checkpoint(
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
-    return mesh, path_of("checkpoint", given)(path)
+    return mesh, path_parser("checkpoint", parse_path)(path)
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:
@@ -193,7 +193,7 @@ def _is_path(topology: object) -> TypeGuard[type_path]:
 
 
 def _parse_dtype(name: DtypeLike) -> DType:
-    dtype = dtype_of(name)
+    dtype = parse_dtype(name)
     if dtype is None:
         known = ", ".join(member.value for member in DType if member.is_floating)
         raise UsageError(f"expected dtype of {known}; got {name!r}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.protocols import Engine
 from ucp.errors import UcpError, WorkerDiedError, counted
-from ucp.io.files import let_go
+from ucp.io.files import close_connections
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import pick_tasks
 from ucp.transfer.plan.tasks import Task, interleave
@@ -54,7 +54,7 @@ class ProcessEngine(Engine):
         order = interleave(range(len(tasks)), key=lambda at: tasks[at].fills[0].path)  # writers of one file wait
         in_turn = pick_tasks(tasks, order)
         pool: dict[Any, Any] = {}
-        let_go()
+        close_connections()
         try:
             with undisturbed():
                 _start(pool, job, root, in_turn, workers=workers, threads=threads)

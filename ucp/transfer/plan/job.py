@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ucp.core.index import Index, StateIndex
 from ucp.core.region import RegionPair, intersect
 from ucp.core.slices import Locator
-from ucp.core.target import Placement, Slice, TargetPlan, whole_slice
+from ucp.core.target import Placement, Slice, TargetPlan, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.errors import CoverError, MissingStateError, UsageError, listed
 from ucp.transfer.plan.task_list import count_bytes, list_tasks
@@ -76,8 +76,8 @@ def _find_tiled(index: Index, target: TargetPlan) -> frozenset[int]:
 
 def locate_raw(ref: TensorRef) -> tuple[Slice, Locator]:
     """A tensor of an extra as a slice, and where its pieces are found."""
-    state = StateIndex.whole(ref)
-    return whole_slice("extra", "", state), Locator(state)
+    state = StateIndex.from_tensor(ref)
+    return full_slice("extra", "", state), Locator(state)
 
 
 def check_target(index: Index, target: TargetPlan) -> None:
@@ -123,7 +123,7 @@ def _claim(claims: _Claims, tensor_slice: Slice) -> bool:
     """Whether nothing of a slice was spoken for before; from now on it is."""
     ranges = claims.get(tensor_slice.pairs)
     if ranges is None:
-        if any(intersect(a.whole, b.whole) for pairs in claims for a in pairs for b in tensor_slice.pairs):
+        if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in tensor_slice.pairs):
             return False
         ranges = claims[tensor_slice.pairs] = []
     if tensor_slice.start == tensor_slice.stop:

@@ -24,7 +24,16 @@ from math import prod
 
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, Piece, block_ranges, in_file_order, pieces_within, resolve, resolve_copies, runs_of
+from ucp.core.slices import (
+    Locator,
+    Piece,
+    block_ranges,
+    in_file_order,
+    pieces_within,
+    resolve,
+    resolve_replicas,
+    runs_of,
+)
 from ucp.core.target import Slice
 from ucp.core.tensor import GAP, TensorRef, contiguous_strides
 
@@ -43,7 +52,7 @@ def needs_tiles(
     So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
     of states that are there as long as it is.
     """
-    is_range = len(tensor_slice.pairs) == 1 and tensor_slice.pairs[0].whole.is_flat_in(
+    is_range = len(tensor_slice.pairs) == 1 and tensor_slice.pairs[0].global_box.is_flat_in(
         state.global_shape
     )  # as nearly all are
     if state.nbytes < MIN_TILED or tensor_slice.start == tensor_slice.stop or (is_range and _is_plain(state, cache)):
@@ -78,7 +87,7 @@ def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float
         _cost(pieces) > times * sum(prod(piece.sizes) * piece.ref.dtype.itemsize for piece in pieces)
         for pieces in (
             resolve(tensor_slice, source, tensor_slice.start, stop),
-            *resolve_copies(tensor_slice, source, tensor_slice.start, stop),
+            *resolve_replicas(tensor_slice, source, tensor_slice.start, stop),
         )
     )
 
@@ -116,7 +125,7 @@ def split_tiles(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Itera
         start_by_dim = dict(zip(order, starts, strict=True))
         offsets = tuple(start_by_dim[dim] for dim in range(len(shape)))
         box = Box(offsets, tuple(min(n, length - o) for n, length, o in zip(tile, shape, offsets, strict=True)))
-        pairs = (RegionPair(box, Box.whole(box.sizes)),)
+        pairs = (RegionPair(box, Box.full(box.sizes)),)
         yield replace(tensor_slice, pairs=pairs, local_shape=box.sizes, start=0, stop=box.numel)
 
 
@@ -179,7 +188,7 @@ def _run_length(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) 
 
 def resolve_in_tile(tensor_slice: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Copies from the bytes of a tile to those of a slice: what of the tile it holds. `shape`: that of the whole."""
-    box = tile.pairs[0].whole
+    box = tile.pairs[0].global_box
     ref = TensorRef(path="", offset=0, dtype=tile.dtype, shape=box.sizes, strides=contiguous_strides(box.sizes))
     tile_state = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))
     return pieces_within(tensor_slice, Locator(tile_state), 0, tensor_slice.start, tensor_slice.stop)

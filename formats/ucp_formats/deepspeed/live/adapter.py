@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucp.contract.optimizer import step_counts
+from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import Index
 from ucp.errors import UnsupportedError, UsageError, listed
 from ucp.io.pickle.values import Stub
@@ -58,7 +58,7 @@ def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[st
     step, origin = index.step, "the step of the checkpoint"
     if step is None:
         with Prober() as prober:
-            counts = step_counts(index, prober)
+            counts = read_step_counts(index, prober)
         step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
         origin = "which the optimizer in the checkpoint counts for every parameter"
     if step is None:

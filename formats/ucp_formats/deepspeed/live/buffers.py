@@ -116,7 +116,7 @@ def _shares(
     """
     rank, ranks = (0, 1) if process_group is None else _place(process_group)
     numels = {str(at): param.numel() for at, param in enumerate(params)}
-    buffer = FlatBuffer.of(numels, ranks=ranks, share=tensor.numel(), starts=starts, known_from="the live optimizer")
+    buffer = FlatBuffer.pack(numels, ranks=ranks, share=tensor.numel(), starts=starts, known_from="the live optimizer")
     layout: FlatLayout = buffer if whole_in is None else WholeParameters(buffer)
     axes, spans = layout.axes(), layout.spans(rank)
     packed = dict(zip(whole_in or (), _packed(whole_in or ()), strict=True))

@@ -1,11 +1,10 @@
-"""The files of a tag folder, each unpickled once; what cannot be read or understood is a problem, not the end.
+"""Reads the files of a tag folder, each once, and collects what cannot be read as problems.
 
-Layouts that are recognised and not read are refused, each with what was seen and what to do: names are looked at first
-(`refuse_names`), then what the files say (`read_files`).
+Known layouts that ucp does not read are refused, by names (`refuse_names`) or by contents (`read_files`), with what to
+do instead.
 
-An index of thousands of files is bound by the processor: many are read in several processes, forked only where that is
-safe (no other thread, no torch in this process) and worth it. What a process cannot send is read here instead, so that
-an error is the same with and without them.
+Reading thousands of files is bound by the processor, so several processes read them, forked only where that is safe (no
+other thread, no torch in this process). What a process cannot send back is read here, so that errors are the same.
 """
 
 from __future__ import annotations
@@ -49,46 +48,46 @@ class SavedFile:
     """One file of torch.save."""
 
     name: FileName
-    """Its name, understood."""
+    """Its parsed name."""
     path: str
     """Absolute path."""
     root: Mapping[object, object]
-    """What was saved."""
+    """The saved dict."""
     records: tuple[Record, ...]
     """Checksums of its storages."""
 
     @property
     def version(self) -> str | None:
-        """Version of DeepSpeed that wrote it; it may have blanks around it in the file."""
+        """Version of DeepSpeed that wrote it, without the blanks that some files have around it."""
         version = self.root.get("ds_version")
         return None if version is None else text(version, f"ds_version of {self.path}").strip()
 
 
 def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
-    """Every file of the grammar that can be read. Raises UnsupportedError for layouts that are not read."""
+    """Every file with a known name that can be read. Raises UnsupportedError for layouts that ucp does not read."""
     files = []
     for file, wrong in read_side_by_side(partial(try_read, folder.path), list(folder.files)):
-        problems.add(wrong)
+        problems.extend(wrong)
         files += [file] if file is not None else []
     refused: dict[str, str] = {}
     for file in files:
-        for seen, why in _refusals(file.root):
-            refused.setdefault(why, f"{file.name.name}: {seen}: {why}")
+        for evidence, why in _find_unsupported(file.root):
+            refused.setdefault(why, f"{file.name.name}: {evidence}: {why}")
     if refused:
         raise UnsupportedError(_REFUSED.format(folder.path, listed(list(refused.values()))))
     return files
 
 
 def try_read(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
-    """The file of that name in `folder`, or None, and what is wrong with it."""
+    """The file of that name in `folder`, or None, and its problems."""
     problems = Problems()
     try:
         archive = read_archive(str(folder / name.name))
         if not isinstance(archive.root, dict):
             raise UnsupportedError(f"expected a dict at the top; got a {type(archive.root).__name__}")
         if name.role in (Role.MODEL, Role.SHARDED_MODEL) and "module" not in archive.root:
-            held = ", ".join(map(repr, list(archive.root)[:8])) or "nothing"
-            raise MalformedError(f"expected 'module' among the keys, as {name.label} have it; got {held}")
+            keys = ", ".join(map(repr, list(archive.root)[:8])) or "nothing"
+            raise MalformedError(f"expected 'module' among the keys, as {name.label} have it; got {keys}")
     except MissingFileError:
         problems.missing.append(name.name)
     except (SourceError, CorruptError) as error:
@@ -99,15 +98,15 @@ def try_read(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
     return None, problems
 
 
-def parsed(files: Iterable[SavedFile], parse: Callable[[SavedFile], _T], problems: Problems) -> list[_T]:
-    """What `parse` makes of each file; files that are not what it expects go to `problems`."""
-    found = []
+def parse_files(files: Iterable[SavedFile], parse: Callable[[SavedFile], _T], problems: Problems) -> list[_T]:
+    """The result of `parse` for each file; files that it refuses go to `problems`."""
+    results = []
     for file in files:
         try:
-            found.append(parse(file))
+            results.append(parse(file))
         except SourceError as error:
             _note(file.name, str(error), error, problems)
-    return found
+    return results
 
 
 def _note(name: FileName, text: str, error: Exception, problems: Problems) -> None:
@@ -116,14 +115,14 @@ def _note(name: FileName, text: str, error: Exception, problems: Problems) -> No
 
 
 def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
-    """Identity of each file given as (path, role); of its parts, where it is split."""
+    """Identity of each file given as (path, role), or of the parts of a split file."""
     for path, role in paths:
         for part in (path,) if path_of(path).exists() else split_parts(path):
             yield source_file(part, role)
 
 
 LEAST = 256
-"""Files from which on processes are started."""
+"""Number of files from which several processes read."""
 
 
 def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: int = LEAST) -> Iterator[_R]:
@@ -134,7 +133,7 @@ def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: i
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
-        # whatever goes wrong in another process is met again here
+        # whatever fails in another process is tried again here
         with suppress(Exception), ProcessPoolExecutor(workers, get_context("fork")) as pool:
             for value in pool.map(read, items, chunksize=16):
                 done += 1
@@ -143,7 +142,7 @@ def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: i
 
 
 def _workers() -> int:
-    """Processes to read in: one per core; 1 where forking is not safe."""
+    """Number of processes to read with: one per core; 1 where forking is not safe."""
     if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -159,21 +158,21 @@ _OLD_STAGE_1 = "ZeRO-1 of DeepSpeed 0.3 (sub-partitions): resume in DeepSpeed 0.
 
 
 def refuse_names(folder: TagFolder) -> None:
-    """Raise UnsupportedError for layouts that file names give away."""
+    """Raise UnsupportedError for layouts recognised by file names."""
     if OFFLOADED in folder.entries:
         raise UnsupportedError(_REFUSED.format(folder.path, listed([f"{OFFLOADED}/: {_NVME}"])))
 
 
 def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
-    """Raise IdleOptionError where a model family is named and there is nothing for it to say."""
+    """Raise IdleOptionError where a model family is named and no tensor is split over tensor-parallel ranks."""
     if options != SourceOptions() and tp == 1:
         raise IdleOptionError(
-            f"{where} has one tensor-parallel rank, so that every tensor is whole: drop --family and --patterns"
+            f"{where} has one tensor-parallel rank, so that no tensor is split: drop --family and --patterns"
         )
 
 
-def _refusals(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    """What a file shows of a layout that is not read, and the reason for refusing it."""
+def _find_unsupported(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
+    """Evidence of layouts that ucp does not read, each with the reason and remedy."""
     yield from ((key, _AUTOEP) for key in ("ds_autoep_layers", "autoep_layers", "folding") if root.get(key) is not None)
     saved = root.get("optimizer_state_dict")
     if isinstance(saved, dict):

@@ -1,12 +1,12 @@
-"""A native DeepSpeed checkpoint, ZeRO 0 to 3 and BF16_Optimizer, as an index.
+"""Indexes a native DeepSpeed checkpoint: ZeRO 0 to 3 and BF16_Optimizer.
 
-1. List the tag folder that was found; refuse layouts that are not read (`refusals`).
-2. Read all files, each into a typed value, and check that they belong together (`run`).
-3. Read the module: names, kinds, ties, the model's own tensors (`module`).
-4. Read the optimizer, in the shape of the stage (`zero0`, `zero12`, `zero3`).
-5. Put both together into atoms, the rest into extras.
+1. List the tag folder, and refuse layouts that ucp does not read (`files`).
+2. Parse all files, and check that they belong together (`run`).
+3. Read the module: names, kinds, ties, tensors (`module`).
+4. Read the optimizer, in the form of the stage (`optimizer`).
+5. Join both into atoms; everything else becomes extras.
 
-What only some runs need (ranks of more than data parallelism, no ZeRO) is imported when such a run is read.
+What only some runs need (model parallelism, no ZeRO) is imported when such a run is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp.core.index import WEIGHT, AtomIndex, Index, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.core.union import ShardedTensor, State, Union
+from ucp.core.union import ShardedTensor, StateSource, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import joined, model_extras
@@ -37,7 +37,7 @@ _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 def read_native(
     located: Located[bool], name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
 ) -> Index:
-    """Index, of the format called `name`, of the tag folder that was found.
+    """Index of the tag folder, by the format called `name`.
 
     `group_names`, `options`: see `ucp_formats.deepspeed.read.source.DeepSpeedFormat`. Raises SourceError.
     """
@@ -55,7 +55,7 @@ def read_native(
     run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
     if (configured := run.config.zero_stage) not in (None, run.stage):
         stages = f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}"
-        module.notes.insert(0, f"{stages}, which is what counts")
+        module.notes.insert(0, f"{stages}, which is used")
     by_family = grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root
     return Index(
         path=str(folder.path),
@@ -75,7 +75,7 @@ def read_native(
         dropped=(*module.dropped, *optimizer.dropped),
         doubts=tuple(merged.warnings),
         lost=optimizer.lost,
-        # nothing where the rules of a family say it for one axis
+        # nothing where a model family supplies one axis
         recorded_in={} if by_family else _known_from(grid, mesh.ep),
     )
 
@@ -117,14 +117,14 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
 
 
 def atoms_of(
-    module: ModulePart, states: Mapping[str, Mapping[str, State]], config: RunConfig, mesh: Mesh | None = None
+    module: ModulePart, states: Mapping[str, Mapping[str, StateSource]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
     """Atoms in the order of the model; parameters that the module does not have come last.
 
-    `config`: says the type in which the model computes with the latter. `mesh`: the axes over which tensors lie.
+    `config`: decides the dtype of the latter in the model. `mesh`: the axes over which tensors lie.
     """
     masters = ((name, state.get(WEIGHT)) for name, state in states.items())
-    layouts: dict[str, Layout] = {}  # of the weight, as the optimizer has it or else the module
+    layouts: dict[str, Layout] = {}  # of the weight, from the optimizer or else the module
     if mesh is not None:
         layouts = {name: master.layout for name, master in masters if isinstance(master, ShardedTensor)}
         for name, entry in module.entries.items():
@@ -133,23 +133,25 @@ def atoms_of(
     union = Union()
     atoms = {}
     for name, entry in module.entries.items():
-        own = states.get(name, {})
-        if WEIGHT not in own and entry.tensor is None:
+        param_states = states.get(name, {})
+        if WEIGHT not in param_states and entry.tensor is None:
             raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
         layout = layouts.get(name, Layout())
-        atoms[name] = union.atom(
-            name, kind=entry.kind, layout=layout, states=own, model=entry.tensor, model_dtype=entry.dtype
+        atoms[name] = union.build_atom(
+            name, kind=entry.kind, layout=layout, states=param_states, model=entry.tensor, model_dtype=entry.dtype
         )
-    usual = _DTYPES.get(config.precision(()))
-    for name, own in states.items():
-        if name not in atoms and WEIGHT in own:
+    dtype = _DTYPES.get(config.precision(()))
+    for name, param_states in states.items():
+        if name not in atoms and WEIGHT in param_states:
             layout = layouts.get(name, Layout())
-            atoms[name] = union.atom(name, kind=Kind.PARAMETER, layout=layout, states=own, model_dtype=usual)
+            atoms[name] = union.build_atom(
+                name, kind=Kind.PARAMETER, layout=layout, states=param_states, model_dtype=dtype
+            )
     return atoms
 
 
 def producer_of(files: Iterable[SavedFile]) -> str:
-    """Program and version out of the first of some files that says one."""
+    """Program and version, from the first file that records one."""
     version = next((file.version for file in files if file.version is not None), None)
     return "DeepSpeed, version not recorded" if version is None else f"DeepSpeed {version}"
 

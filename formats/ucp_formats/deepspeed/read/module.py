@@ -1,7 +1,7 @@
-"""A model-states file, understood once, and its module: parameters, frozen ones, buffers and ties, and where they lie.
+"""Parses model-states files and locates the tensors of the module: parameters, frozen ones, buffers and ties.
 
-ZeRO up to stage 2 saves every tensor whole in one file. Under ZeRO-3 `module` has real buffers but an empty
-placeholder for each parameter, frozen parameters are in a chunk per rank, and each rank has a file of its own.
+ZeRO up to stage 2 saves full tensors in one file. ZeRO-3 saves a file per rank, where `module` has the buffers and an
+empty placeholder for each parameter; frozen parameters are in a chunk per rank.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ucp.contract.layouts import Chunks, chunk_axis
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, Stored
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
 from ucp_formats.deepspeed.config import RunConfig
@@ -25,7 +25,7 @@ from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 
 EMPTY_SHAPES = "empty_param_shapes"
-"""Key of ucp's own, ignored by DeepSpeed: shapes of parameters without elements, where stage 3 records them nowhere."""
+"""Key that only ucp uses, for shapes of parameters without elements, which stage 3 does not record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class SavedModule:
             name = text(key, f"a name in {where}")
             if isinstance(value, dict) and not is_module_state(name):
                 raise UnsupportedError(
-                    f"expected tensors by name in {where}; {name!r} is a dict of its own. Such a state_dict is built "
-                    "by the training script, and only it knows the names of the parameters"
+                    f"expected tensors by name in {where}; {name!r} is a nested dict. The training script built this "
+                    "state_dict, and only it knows the names of the parameters"
                 )
             if isinstance(value, TensorRef) and not is_module_state(name):
                 tensors[name] = value
@@ -65,7 +65,7 @@ class ModelStates:
     file: SavedFile
     """Where it was read; its root is for extras only."""
     module: SavedModule | None
-    """The model; None for a stage of a pipeline, whose layers are in files of their own."""
+    """The model; None for a stage of a pipeline, whose layers are in other files."""
     param_shapes: tuple[Mapping[str, Shape], ...] | None
     """Parameter to shape for every optimizer group (ZeRO-3: sub-group), in its order; None where not recorded."""
     frozen: Mapping[str, Shape]
@@ -87,7 +87,7 @@ class ModelStates:
 
     @classmethod
     def of(cls, file: SavedFile) -> ModelStates:
-        """The file, understood. Raises SourceError where a value is not what DeepSpeed writes."""
+        """Parse the file. Raises SourceError where a value is not what DeepSpeed writes."""
         root = file.root
         recorded = shapes_by_group(root.get("param_shapes"))
         module, optimizer, buffers = root.get("module"), root.get("optimizer"), root.get("buffer_names")
@@ -95,7 +95,7 @@ class ModelStates:
             optimizer = None  # BF16_Optimizer without ZeRO: its optimizer files have the same
         config, degrees = root.get("ds_config"), root.get("checkpoint_parallel_dimensions")
         fragments, shared = (
-            {text(name, f"a name in {key}"): own for name, own in mapping(root[key], key).items()}
+            {text(name, f"a name in {key}"): value for name, value in mapping(root[key], key).items()}
             if root.get(key) is not None
             else {}
             for key in ("frozen_param_fragments", "shared_params")
@@ -107,7 +107,7 @@ class ModelStates:
             frozen=_shapes(root, "frozen_param_shapes"),
             fragments={name: tensor(ref, f"{name} in frozen_param_fragments") for name, ref in fragments.items()},
             empty=_shapes(root, EMPTY_SHAPES),
-            shared={name: text(own, f"{name} in shared_params") for name, own in shared.items()},
+            shared={alias: text(name, f"{alias} in shared_params") for alias, name in shared.items()},
             buffers=tuple(map(str, buffers)) if isinstance(buffers, list) else None,
             optimizer=None if optimizer is None else UnshardedOptimizer.of(optimizer, file.name.name, recorded or ()),
             config=RunConfig(config if isinstance(config, dict) else {}),
@@ -129,7 +129,7 @@ class ModelStates:
     @property
     def trained(self) -> dict[str, Shape]:
         """Parameters of all groups."""
-        return {name: shape for own in self.groups for name, shape in own.items()}
+        return {name: shape for group in self.groups for name, shape in group.items()}
 
     @property
     def untrained(self) -> dict[str, Shape | None]:
@@ -143,12 +143,12 @@ class ModelStates:
 
     def count(self, key: str) -> int | None:
         """A number of steps or ranks; None where there is none."""
-        found = self.file.root.get(key)
-        return found if type(found) is int and found >= 0 else None
+        value = self.file.root.get(key)
+        return value if type(value) is int and value >= 0 else None
 
 
 def shapes_by_group(saved: object) -> tuple[dict[str, Shape], ...] | None:
-    """`param_shapes`: very old files have one dict for all."""
+    """`param_shapes`; a bare dict, as in very old files, is one group."""
     where = "param_shapes"
     if saved is None:
         return None
@@ -163,30 +163,30 @@ def _shapes(root: Mapping[object, object], key: str) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleEntry:
-    """One tensor of the model, as its own file has it."""
+    """One tensor of the model, as its file has it."""
 
     kind: Kind
-    """What it is."""
+    """Parameter, frozen parameter or buffer."""
     shape: Shape
-    """Elements per dim: of what one model-parallel rank has, until all are put together."""
+    """Elements per dim: of the shard of one model-parallel rank, until ranks are merged."""
     dtype: DType
     """Type in which the model computes."""
     tensor: ShardedTensor | None
-    """Where its elements lie in the model-states files; None for a placeholder."""
+    """Its elements in the model-states files; None for a placeholder."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModulePart:
-    """The module's view of a checkpoint."""
+    """Everything read of the module."""
 
     entries: dict[str, ModuleEntry] = field(default_factory=dict)
     """Name to entry, in the order of the model; tied names once."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied name to the name it is stored under."""
     extras: list[Extra] = field(default_factory=list)
-    """What is no tensor of the model."""
+    """Values that are no tensors of the model."""
     notes: list[str] = field(default_factory=list)
-    """What was assumed."""
+    """Assumptions."""
     dropped: list[str] = field(default_factory=list)
     """Names without data."""
 
@@ -201,35 +201,35 @@ def module_of(model: ModelStates) -> SavedModule:
 def read_module(
     models: Mapping[int, ModelStates], trained: Mapping[str, Shape] | None, checksums: Checksums, *, sharded: bool
 ) -> ModulePart:
-    """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: of ZeRO-3.
+    """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: by ZeRO-3.
 
-    `trained`: shapes of what the optimizer owns; None when that is not known yet, and every parameter counts as frozen.
+    `trained`: shapes of the optimizer's parameters; None while they are unknown and every parameter counts as frozen.
     """
     part = ModulePart()
     model = models[0]
     versions = module_of(model).versions
     if versions is not None:
         part.extras.append(Extra(name="module_metadata", value=versions))
-    others = {rank: module_of(own).others for rank, own in models.items()}
-    for key in dict.fromkeys(key for own in others.values() for key in own):
-        values = {rank: own[key] for rank, own in others.items() if key in own}
-        part.extras += per_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
+    others = {rank: module_of(file).others for rank, file in models.items()}
+    for key in dict.fromkeys(key for values in others.values() for key in values):
+        values = {rank: values[key] for rank, values in others.items() if key in values}
+        part.extras += make_rank_extras(f"{MODULE_STATE}{key}", values, checksums)
     if model.buffers is None:
-        part.notes.append("the checkpoint does not say which tensors are buffers: those count as frozen parameters")
+        part.notes.append("the checkpoint does not record which tensors are buffers: they count as frozen parameters")
     if sharded:
         _add_sharded(models, trained or {}, checksums, part)
     else:
-        _add_whole(model, trained or {}, part)
-    # stages 2 and 3 record them unless they are left out
+        _add_unsharded(model, trained or {}, part)
+    # stages 2 and 3 record frozen parameters unless they are excluded
     if model.config.zero_stage in (2, 3) and model.file.root.get("frozen_param_shapes", "absent") is None:
         part.notes.append(
-            "no frozen parameters are in this checkpoint: the model had none, or they were left out "
+            "this checkpoint has no frozen parameters: the model had none, or they were excluded "
             "(exclude_frozen_parameters)"
         )
     return part
 
 
-def _add_whole(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart) -> None:
+def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: ModulePart) -> None:
     """Add the tensors of stages 0 to 2."""
     tensors = module_of(model).tensors
     _find_ties(tensors, model.shared, trained, part)
@@ -250,8 +250,8 @@ def _add_whole(model: ModelStates, trained: Mapping[str, Shape], part: ModulePar
         fragment = model.fragments.get(name)
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
             copies.setdefault(name, []).insert(0, fragment)
-        apart = (own for own in copies.get(name, ()) if (own.path, own.offset) != (ref.path, ref.offset))
-        tensor = ShardedTensor.whole(ref, *apart)
+        others = (copy for copy in copies.get(name, ()) if (copy.path, copy.offset) != (ref.path, ref.offset))
+        tensor = ShardedTensor.unsharded(ref, *others)
         part.entries[name] = ModuleEntry(kind=kind, shape=ref.shape, dtype=ref.dtype, tensor=tensor)
 
 
@@ -269,42 +269,46 @@ def _add_sharded(
             continue
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
         shape = recorded.get(name, ref.shape)
-        tensor = ShardedTensor.whole(ref) if ref.shape == shape and ref.numel else None
+        tensor = ShardedTensor.unsharded(ref) if ref.shape == shape and ref.numel else None
         if name in model.frozen and name not in trained:
             kind, tensor = Kind.FROZEN, _frozen(name, models, ref.dtype)
         elif name not in recorded and prod(model.empty.get(name, (1,))) == 0 == ref.numel:
             kind, shape = Kind.FROZEN, model.empty[name]
-            tensor = ShardedTensor.whole(ref.strided(0, shape, contiguous_strides(shape)))
+            tensor = ShardedTensor.unsharded(ref.strided(0, shape, contiguous_strides(shape)))
         elif name not in recorded:
             if not ref.numel and kind is not Kind.BUFFER:
                 part.dropped.append(
                     f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
                 )
                 continue
-            tensor = ShardedTensor.whole(ref)
-            # buffers of other ranks may differ from rank 0's, such as running statistics
-            copies = ((rank, module_of(own).tensors.get(name)) for rank, own in models.items() if own is not model)
-            differing = {rank: value for rank, value in copies if not checksums.same(ref, value)}
-            part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
-            if differing:
-                named = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
-                part.notes.append(
-                    f"buffer {name} of rank {named} differs from rank 0's, which is taken; theirs are extras"
-                )
+            tensor = ShardedTensor.unsharded(ref)
+            _keep_other_buffers(name, ref, models, checksums, part)
         part.entries[name] = ModuleEntry(kind=kind, shape=shape, dtype=ref.dtype, tensor=tensor)
+
+
+def _keep_other_buffers(
+    name: str, ref: TensorRef, models: Mapping[int, ModelStates], checksums: Checksums, part: ModulePart
+) -> None:
+    """Keep buffers that differ from rank 0's, such as running statistics, as extras."""
+    copies = ((rank, module_of(model).tensors.get(name)) for rank, model in models.items() if rank)
+    differing = {rank: value for rank, value in copies if not checksums.is_same(ref, value)}
+    part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
+    if differing:
+        ranks = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
+        part.notes.append(f"buffer {name} of rank {ranks} differs from rank 0's, which is used; theirs are extras")
 
 
 def _find_ties(
     tensors: Mapping[str, TensorRef], shared: Mapping[str, str], trained: Mapping[str, Shape], part: ModulePart
 ) -> None:
-    """Fill in the aliases: names that lie at the same place in the file, and what `shared_params` says besides."""
-    places: dict[tuple[object, ...], list[str]] = {}
+    """Fill in the aliases: names of the same bytes in the file, and those of `shared_params`."""
+    by_bytes: dict[tuple[object, ...], list[str]] = {}
     for name, ref in tensors.items():
         if ref.numel:
-            places.setdefault((ref.path, ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
-    for names in places.values():
-        own = [name for name in names if name in trained] or names[:1]
-        part.aliases |= {name: own[0] for name in names if name not in own}
+            by_bytes.setdefault((ref.path, ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
+    for names in by_bytes.values():
+        kept = [name for name in names if name in trained] or names[:1]
+        part.aliases |= {name: kept[0] for name in names if name not in kept}
     for alias, name in shared.items():
         stored = part.aliases.get(name, name)
         if alias in part.aliases or alias in trained or not (stored in trained or stored in tensors):
@@ -313,17 +317,17 @@ def _find_ties(
         if alias not in tensors or tensors[alias].shape == shape:
             part.aliases[alias] = stored
         else:
-            part.notes.append(f"shared_params ties {alias} to {name}, but their shapes differ: they are kept apart")
+            part.notes.append(f"shared_params ties {alias} to {name}, but their shapes differ: they are not tied")
 
 
 def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> ShardedTensor:
-    """A frozen parameter of ZeRO-3 from its chunk on every rank."""
+    """A frozen parameter of ZeRO-3, of which every rank has a chunk."""
     ranks = models[0].ranks or max(models) + 1
     shape = models[0].frozen[name]
     numel = prod(shape)
     chunks = Chunks({name: numel}, ranks)
     length = chunks.lengths(0).start
-    stored: list[Stored] = []
+    stored: list[StoredShard] = []
     missing: list[str] = []
     for rank in range(ranks):
         if rank and name not in chunks.spans(rank):
@@ -341,11 +345,11 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
             )
         if flat is None or flat.shape != (length,) or not flat.is_contiguous:
             raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
-        stored.append(Stored({"dp": rank}, flat))
+        stored.append(StoredShard({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
-            f"a frozen parameter lies in pieces on all ranks, and {len(missing)} model-states files are missing:\n"
+            f"every rank has a chunk of a frozen parameter, and {len(missing)} model-states files are missing:\n"
             f"{listed(missing)}\nCopy them from where they were saved"
         )
-    laid_out = Shards(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
-    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, parts=(laid_out,))
+    shards = ShardSet(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
+    return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, shard_sets=(shards,))

@@ -1,12 +1,12 @@
-"""The files of a native checkpoint, understood and found to belong together.
+"""Reads all files of a native checkpoint and checks that they belong to one run.
 
-1. Read every file of the grammar, and make typed values of it.
+1. Read every file whose name is known, and parse it into a typed value.
 2. Model-parallel rank `mp` is tensor-parallel rank `mp % tp` of pipeline stage `mp // tp`
    (PipeModelDataParallelTopology, runtime/pipe/topology.py, 0.19.8). Each has the files of a data-parallel run: one
    optimizer file per rank (no ZeRO: none), one model-states file per rank under ZeRO-3, else one.
-3. A pipeline keeps its modules in files of layers beside them, unless it has experts: then each stage's module is in
-   its model-states file. Native mixture of experts has each expert in a file of its own.
-4. The same run: step, version and world size are equal everywhere. Raise all problems together.
+3. The modules of a pipeline are in files of layers, unless it has experts: then each stage's module is in its
+   model-states file. Native mixture of experts has a file per expert.
+4. Step, version and world size must be equal everywhere. All problems are raised together.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ucp.contract.ranks import Problems
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder
-from ucp_formats.deepspeed.read.files import SavedFile, parsed, read_files
+from ucp_formats.deepspeed.read.files import SavedFile, parse_files, read_files
 from ucp_formats.deepspeed.read.module import ModelStates, SavedModule, shapes_by_group
 from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedOptimizer
 
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
 _MOST_NAMED = 1000
-"""Missing files to name; a damaged count of ranks can be anything."""
+"""Missing files to name at most; a damaged count of ranks can be anything."""
 _MOST_RANKS = 100
-"""Model-parallel ranks without any file to name."""
+"""Model-parallel ranks without any file to name at most."""
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 """Name of a parameter of a pipeline layer. Example: 3.norm.weight."""
 
@@ -50,11 +50,11 @@ class SavedRun:
     optimizers: Mapping[int, OptimizerFile]
     """Rank to its optimizer file, increasing; empty without ZeRO."""
     ranks: int
-    """Data-parallel ranks, sequence-parallel ones counted."""
+    """Data-parallel ranks, including sequence-parallel ones."""
     stage: int
     """ZeRO stage."""
     notes: tuple[str, ...] = ()
-    """What was tolerated."""
+    """Deviations that were accepted."""
 
     @property
     def model(self) -> ModelStates:
@@ -74,11 +74,7 @@ class SavedRun:
 
     @property
     def config(self) -> RunConfig:
-        """Configuration of the run.
-
-        Up to 0.19.4 the model states of a mixture of experts have none, and the optimizer files do
-        (`_save_moe_checkpoint`, runtime/engine.py).
-        """
+        """Configuration of the run; up to 0.19.4, that of a mixture of experts is in the optimizer files only."""
         configs = (self.model.config, *(file.config for file in self.optimizers.values()))
         return next((config for config in configs if config.raw), self.model.config)
 
@@ -101,22 +97,22 @@ class SavedRun:
 
     @property
     def names(self) -> Sequence[Mapping[str, object]]:
-        """Names of the parameters of each group, with numbers of experts on their own ranks."""
+        """Names of the parameters of each group, with experts numbered on their ranks."""
         return self.recorded_numels if self.model.param_shapes is None else self.model.param_shapes
 
     @property
     def recorded_numels(self) -> list[dict[str, int]]:
-        """Elements of every parameter of each group, in the optimizer's order, as the mappings of all ranks add up.
+        """Elements of every parameter of each group, in the optimizer's order, summed over the mappings of all ranks.
 
-        `param_slice_mappings` is the only record of names where BF16_Optimizer runs without ZeRO, as pipelines use it:
-        `param_shapes` is recorded under ZeRO only (`_common_checkpoint_state`, runtime/engine.py, 0.19.8). So it is
-        for experts up to 0.19.4, whose elements add up over all expert-parallel ranks.
+        `param_slice_mappings` is the only record of names where `param_shapes` is missing: for BF16_Optimizer without
+        ZeRO, which pipelines use (`_common_checkpoint_state`, runtime/engine.py, 0.19.8), and for experts up to 0.19.4,
+        whose elements add up over all expert-parallel ranks.
         """
         groups: list[dict[str, int]] = []
         for file in self.optimizers.values():
             groups += [{} for _ in file.mappings[len(groups) :]]
-            for group, own in zip(groups, file.mappings, strict=False):
-                for name, span in (own or {}).items():
+            for group, spans in zip(groups, file.mappings, strict=False):
+                for name, span in (spans or {}).items():
                     group[name] = group.get(name, 0) + span.numel
         return groups
 
@@ -149,7 +145,7 @@ class SavedGrid:
 
     @property
     def notes(self) -> Iterator[str]:
-        """What was tolerated."""
+        """Deviations that were accepted."""
         yield from (note for run in self.runs.values() for note in run.notes)
 
     @property
@@ -163,20 +159,20 @@ class SavedGrid:
 
 
 def read_grid(folder: TagFolder) -> SavedGrid:
-    """Read and check the files of `folder`. Raises one error with all that is missing, damaged or of another run."""
+    """Read and check the files of `folder`. Raises one error with all problems."""
     problems = Problems()
     files = read_files(folder, problems)
     files.sort(key=lambda file: (file.name.mp, file.name.layer, file.name.expert, file.name.tp, file.name.dp))
     by_role = {role: [file for file in files if file.name.role is role] for role in Role}
-    models = parsed(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
-    optimizers = parsed(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
+    models = parse_files(by_role[Role.MODEL] + by_role[Role.SHARDED_MODEL], ModelStates.of, problems)
+    optimizers = parse_files(by_role[Role.OPTIMIZER], OptimizerFile.of, problems)
     is_pipeline = any(model.module is None for model in models)
     layer_files = by_role[Role.LAYER] if is_pipeline else ()
-    layers = dict(parsed(layer_files, lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
+    layers = dict(parse_files(layer_files, lambda file: (file.name, SavedModule.of(file.root, "the layer")), problems))
     size = model_parallel_size(models, [name for name in folder.files if name.role in _RANKED])
     least = len({name.mp for name in folder.files})
-    runs = {mp: _run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
-    _check_across(runs, folder, size, problems)
+    runs = {mp: _read_run(folder, models, optimizers, mp, problems) for mp in range(min(size, least + _MOST_RANKS))}
+    _check_runs_agree(runs, folder, size, problems)
     tp, pp = degrees(models, size, list(layers), problems)
     if is_pipeline:
         _check_layers(layers, runs, tp, problems)
@@ -184,17 +180,17 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
     expert_optimizers = []
     if not runs[0].optimizers:
-        expert_optimizers = parsed(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
+        expert_optimizers = parse_files(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
     else:  # under ZeRO these files are empty (up to 0.19.4)
         strays = [file.name.name for file in by_role[Role.EXPERT_OPTIMIZER] if file.root.get("optimizer") is not None]
         problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
     stage, ranks = runs[0].stage, runs[0].ranks
     what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
     problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
-    own = (file for run in runs.values() for file in run.files)
+    rank_files = (file for run in runs.values() for file in run.files)
     return SavedGrid(
         folder=folder,
-        files=(*own, *by_role[Role.LAYER], *by_role[Role.EXPERT], *by_role[Role.EXPERT_OPTIMIZER]),
+        files=(*rank_files, *by_role[Role.LAYER], *by_role[Role.EXPERT], *by_role[Role.EXPERT_OPTIMIZER]),
         runs=runs,
         layers=layers,
         experts=tuple(by_role[Role.EXPERT]),
@@ -205,7 +201,7 @@ def read_grid(folder: TagFolder) -> SavedGrid:
 
 
 _RANKED = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
-"""What every model-parallel rank has."""
+"""Roles of the files that every model-parallel rank has."""
 
 
 def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
@@ -218,9 +214,9 @@ def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
 
 
 def model_parallel_size(models: Iterable[ModelStates], names: Iterable[FileName]) -> int:
-    """Model-parallel ranks that most model-states files speak of, else as many as files are named after."""
-    said = Counter(size for model in models if (size := model.count("mp_world_size")))
-    return said.most_common(1)[0][0] if said else max((name.mp + 1 for name in names), default=1)
+    """Model-parallel ranks that most model-states files record, else as many as file names imply."""
+    recorded = Counter(size for model in models if (size := model.count("mp_world_size")))
+    return recorded.most_common(1)[0][0] if recorded else max((name.mp + 1 for name in names), default=1)
 
 
 def degrees(
@@ -228,7 +224,7 @@ def degrees(
 ) -> tuple[int, int]:
     """Tensor-parallel degree and pipeline stages of `size` model-parallel ranks.
 
-    They are recorded since 2026; before, the names of layers tell, or which ranks have modules of the same names.
+    They are recorded since 2026; before, they follow from the names of layers, or from which modules have equal names.
     """
     recorded = next((model.degrees for model in models if model.degrees is not None), None)
     if recorded is not None:
@@ -240,90 +236,88 @@ def degrees(
         )
     tp = max((name.tp + 1 for name in layers), default=0)
     if not tp:
-        # stages have no name in common but those of tied layers; all others begin with the number of a layer
+        # stages share no names but those of tied layers; all others begin with the number of a layer
         modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
         stages = frozenset(modules.values())
-        named = [{name.partition(".")[0] for name in stage} - {TIED.rstrip(".")} for stage in stages]
-        numbers = [layer for stage in named for layer in stage]
+        numbers = [at for stage in stages for at in {name.partition(".")[0] for name in stage} - {TIED.rstrip(".")}]
         is_pipeline = len(stages) > 1 and all(map(str.isdigit, numbers)) and len(numbers) == len({*numbers})
         tp = sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
     if size % tp:
-        problems.wrong.append(f"layers are cut over {tp} ranks, which do not divide the {size} model-parallel ranks")
+        problems.wrong.append(f"layers are split over {tp} ranks, which do not divide the {size} model-parallel ranks")
         return size, 1
     return tp, size // tp
 
 
-def _run(
+def _read_run(
     folder: TagFolder,
-    every_model: Iterable[ModelStates],
-    every_optimizer: Iterable[OptimizerFile],
+    all_models: Iterable[ModelStates],
+    all_optimizers: Iterable[OptimizerFile],
     mp: int,
     problems: Problems,
 ) -> SavedRun:
     """The files of one model-parallel rank; what is wrong with them goes to `problems`."""
     names = [name for name in folder.files if name.mp == mp and name.role in _RANKED]
-    if not names and mp:  # what rank 0 has is missing here
+    if not names and mp:  # all files that rank 0 has are missing
         problems.missing += [
             re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name.name)
             for name in folder.files
             if name.mp == 0 and name.role in _RANKED
         ]
         return SavedRun(models={}, optimizers={}, ranks=1, stage=0)
-    models = {model.name.dp: model for model in every_model if model.name.mp == mp}
-    optimizers = {file.name.dp: file for file in every_optimizer if file.name.mp == mp}
-    stage = _stage(names, models.values(), optimizers.values())
-    every: list[ModelStates | OptimizerFile] = [*models.values(), *optimizers.values()]
-    said = Counter(own.ranks for own in every if own.ranks is not None)
-    ranks = said.most_common(1)[0][0] if said else max(name.dp + 1 for name in names) if names else 1
+    models = {model.name.dp: model for model in all_models if model.name.mp == mp}
+    optimizers = {file.name.dp: file for file in all_optimizers if file.name.mp == mp}
+    stage = _find_stage(names, models.values(), optimizers.values())
+    files: list[ModelStates | OptimizerFile] = [*models.values(), *optimizers.values()]
+    counts = Counter(file.ranks for file in files if file.ranks is not None)
+    ranks = counts.most_common(1)[0][0] if counts else max(name.dp + 1 for name in names) if names else 1
     prefix = next((file.name.prefix for file in optimizers.values()), None)
-    if prefix is None:  # what the configuration leads to
-        is_bf16 = any(own.config.precision(()) is Precision.BF16 for own in models.values() if own.config.raw)
+    if prefix is None:  # as the configuration implies
+        is_bf16 = any(model.config.precision(()) is Precision.BF16 for model in models.values() if model.config.raw)
         prefix = "bf16_" if is_bf16 else ""
-    _check_grid(names, (stage, ranks, mp), problems, prefix=prefix)
+    _check_names(names, (stage, ranks, mp), problems, prefix=prefix)
     _check_same_run(models.values(), optimizers.values(), problems)
-    there = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
-    lost = [rank for rank in range(ranks) if rank not in there] if stage == 3 and 0 in models else []
+    present = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
+    missing = [rank for rank in range(ranks) if rank not in present] if stage == 3 and 0 in models else []
     notes: tuple[str, ...] = ()
-    if lost:  # all but frozen shards is in rank 0's (DeepSpeed issue 7546)
-        named = ", ".join(map(str, lost[:8])) + (", ..." if len(lost) > 8 else "")
-        why = "nothing in it is needed here, client state of those ranks is lost"
-        notes = (f"no model-states file of rank {named}: {why}",)
+    if missing:  # rank 0's file has everything but frozen shards (DeepSpeed issue 7546)
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        notes = (f"no model-states file of rank {shown}: only the client state of those ranks is lost",)
     return SavedRun(models=models, optimizers=optimizers, ranks=ranks, stage=stage, notes=notes)
 
 
-def _stage(names: Iterable[FileName], models: Iterable[ModelStates], optimizers: Iterable[OptimizerFile]) -> int:
-    """ZeRO stage: what the optimizer files say, else what the names and the model-states file show."""
-    said = next((file.stage for file in optimizers if file.stage is not None), None)
+def _find_stage(names: Iterable[FileName], models: Iterable[ModelStates], optimizers: Iterable[OptimizerFile]) -> int:
+    """ZeRO stage that the optimizer files record, else that the names and the model-states file imply."""
+    recorded = next((file.stage for file in optimizers if file.stage is not None), None)
     roles = {name.role for name in names}
-    if said is not None or Role.SHARDED_MODEL in roles:
-        return 3 if said is None else said
+    if recorded is not None or Role.SHARDED_MODEL in roles:
+        return 3 if recorded is None else recorded
     if Role.OPTIMIZER in roles:
         return 1
     for model in models:
-        # with ZeRO the optimizer is elsewhere; without, ucp keeps the names of its parameters in param_shapes
+        # with ZeRO the optimizer is in other files; without, ucp keeps the names of its parameters in param_shapes
         if model.param_shapes is not None and model.optimizer is None:
             return 2 if model.config.zero_stage == 2 else 1
     return 0
 
 
-def _check_grid(names: Sequence[FileName], layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
+def _check_names(names: Sequence[FileName], layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
     """`layout`: ZeRO stage, ranks, and the model-parallel rank whose files these are."""
     stage, ranks, mp = layout
-    places: dict[tuple[bool, int], str] = {}
+    seen: dict[tuple[bool, int], str] = {}
     for name in names:
-        other = places.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
+        other = seen.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
         if other != name.name:
             problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
     model = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt" if stage == 3 else "mp_rank_{1:02d}_model_states.pt"
     optimizer = prefix + "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
     counts = {Role.OPTIMIZER: ranks if stage else 0, Role.SHARDED_MODEL if stage == 3 else Role.MODEL: 1}
     for role, needed in counts.items():
-        there = {name.dp for name in names if name.role is role}
+        present = {name.dp for name in names if name.role is role}
         count = ranks if role is Role.SHARDED_MODEL else needed
-        form = optimizer if role is Role.OPTIMIZER else model
-        lost = islice((rank for rank in range(needed) if rank not in there), _MOST_NAMED)
-        problems.missing += [f"{form.format(rank, mp)} (rank {rank} of {count})" for rank in lost]
-        if role is Role.OPTIMIZER and needed and not there:
+        template = optimizer if role is Role.OPTIMIZER else model
+        missing = islice((rank for rank in range(needed) if rank not in present), _MOST_NAMED)
+        problems.missing += [f"{template.format(rank, mp)} (rank {rank} of {count})" for rank in missing]
+        if role is Role.OPTIMIZER and needed and not present:
             problems.missing.append(_NO_OPTIMIZER)
         problems.wrong += [
             f"extra: {name.name} is for rank {name.dp} of {count}"
@@ -333,68 +327,67 @@ def _check_grid(names: Sequence[FileName], layout: tuple[int, int, int], problem
 
 
 def _check_same_run(models: Collection[ModelStates], optimizers: Collection[OptimizerFile], problems: Problems) -> None:
-    """What all files of a model-parallel rank say is the same."""
-    every: list[ModelStates | OptimizerFile] = [*models, *optimizers]
-    _agree_on_steps(models, problems)
-    problems.agree("ds_version", {own.name.name: own.file.version for own in every})
-    problems.agree("zero_stage", {own.name.name: own.stage for own in optimizers})
+    """Check that all files of a model-parallel rank record the same."""
+    files: list[ModelStates | OptimizerFile] = [*models, *optimizers]
+    _check_steps(models, problems)
+    problems.check_agreement("ds_version", {file.name.name: file.file.version for file in files})
+    problems.check_agreement("zero_stage", {file.name.name: file.stage for file in optimizers})
     if optimizers:
-        problems.agree("the number of ranks", {own.name.name: own.ranks for own in every})
+        problems.check_agreement("the number of ranks", {file.name.name: file.ranks for file in files})
     for key in ("param_shapes", "frozen_param_shapes"):
-        values = [own.file.root.get(key) for own in models]
-        known = [value for value in values if value is not None]
+        known = [value for model in models if (value := model.file.root.get(key)) is not None]
         if any(other != known[0] for other in known[1:]):
-            named = ", ".join(own.name.name for own in models)
-            problems.wrong.append(f"{named}: of another run: {key} differs among them")
+            names = ", ".join(model.name.name for model in models)
+            problems.wrong.append(f"{names}: of another run: {key} differs among them")
 
 
-def _agree_on_steps(models: Iterable[ModelStates], problems: Problems) -> None:
+def _check_steps(models: Iterable[ModelStates], problems: Problems) -> None:
     for key in ("global_steps", "dp_world_size", "mp_world_size"):
-        problems.agree(key, {own.name.name: own.file.root.get(key) for own in models})
+        problems.check_agreement(key, {model.name.name: model.file.root.get(key) for model in models})
 
 
-def _check_across(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
-    """Files of several model-parallel ranks say the same of what they share."""
+def _check_runs_agree(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
+    """Check that the files of all model-parallel ranks record the same."""
     problems.wrong += [
         f"extra: {name.name} is for model-parallel rank {name.mp} of {size}"
         for name in folder.files
         if name.mp >= size and name.role is not Role.LAYER
     ]
-    whole = [run for run in runs.values() if 0 in run.models]
-    _agree_on_steps([run.model for run in whole], problems)
-    problems.agree("the ZeRO stage", {run.model.name.name: run.stage for run in whole})
+    with_model = [run for run in runs.values() if 0 in run.models]
+    _check_steps([run.model for run in with_model], problems)
+    problems.check_agreement("the ZeRO stage", {run.model.name.name: run.stage for run in with_model})
 
 
 def _check_layers(
     layers: Mapping[FileName, SavedModule], runs: Mapping[int, SavedRun], tp: int, problems: Problems
 ) -> None:
-    """Every layer is there on every tensor-parallel rank, and in its file what the stages name by it."""
-    odd = [name.name for name in layers if any(axis != "model" for axis, _ in name.axes)]
-    if odd:
-        raise UnsupportedError(f"expected layers cut over the axis model only; got\n{listed(odd)}")
-    there = {(name.layer, name.tp): name for name in layers}
-    named = [
-        (mp % tp, int(form[1]), form)
+    """Check that each tensor-parallel rank has a file of every layer, with the tensors that the stages record."""
+    unknown = [name.name for name in layers if any(axis != "model" for axis, _ in name.axes)]
+    if unknown:
+        raise UnsupportedError(f"expected layers split over the axis model only; got\n{listed(unknown)}")
+    files = {(name.layer, name.tp): name for name in layers}
+    recorded = [
+        (mp % tp, int(match[1]), match)
         for mp, run in runs.items()
         if 0 in run.models
         for name in (*(name for group in run.names for name in group), *run.model.untrained)
-        if (form := _NUMBERED.fullmatch(name))
+        if (match := _NUMBERED.fullmatch(name))
     ]
     has_axis = tp > 1 or any(name.axes for name in layers)
-    for layer in sorted({layer for layer, _ in there} | {layer for _, layer, _ in named}):
+    for layer in sorted({layer for layer, _ in files} | {layer for _, layer, _ in recorded}):
         for rank in range(tp):
-            if (layer, rank) not in there:
-                cut = f"-model_{rank:02d}" if has_axis else ""
-                problems.missing.append(f"layer_{layer:02d}{cut}-model_states.pt (a layer of the pipeline)")
-    lacking: dict[str, list[str]] = {}
-    for rank, layer, found in named:
-        name = there.get((layer, rank))
-        if name is not None and found[2] not in {*layers[name].tensors, *layers[name].others}:
-            lacking.setdefault(name.name, []).append(found[0])
+            if (layer, rank) not in files:
+                suffix = f"-model_{rank:02d}" if has_axis else ""
+                problems.missing.append(f"layer_{layer:02d}{suffix}-model_states.pt (a layer of the pipeline)")
+    absent: dict[str, list[str]] = {}
+    for rank, layer, match in recorded:
+        name = files.get((layer, rank))
+        if name is not None and match[2] not in {*layers[name].tensors, *layers[name].others}:
+            absent.setdefault(name.name, []).append(match[0])
     problems.wrong += [
-        f"{file}: expected {', '.join(own)}, as its stage names them; they are not in it: it is the file of another "
+        f"{file}: expected {', '.join(params)}, as its stage records; they are not in it: it is the file of another "
         "layer, or of another run"
-        for file, own in lacking.items()
+        for file, params in absent.items()
     ]
     problems.wrong += [
         f"extra: {name.name} is for tensor-parallel rank {name.tp} of {tp}" for name in layers if name.tp >= tp

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
-from ucp.core.layout import Layout, whole_shape
+from ucp.core.layout import Layout, infer_global_shape
 from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
-from ucp.families.match import cut_dim
+from ucp.families.match import find_cut_dim
 from ucp.io.pickle.fields import Shape
 from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.tp.layout import (
@@ -26,7 +26,7 @@ from ucp_formats.deepspeed.tp.layout import (
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
-    from ucp.families.naming import Named
+    from ucp.families.naming import ParsedName
 
 
 def script_arguments(saved: object) -> dict[str, object]:
@@ -61,7 +61,7 @@ class FamilyRules:
         Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
         """
         family = self._chosen({name: shape for name, (shape, _) in wholes.items()}, 1, over=parts)
-        dims = {name: (shape, cut_dim(family, name)) for name, (shape, _) in wholes.items()}
+        dims = {name: (shape, find_cut_dim(family, name)) for name, (shape, _) in wholes.items()}
         local = even_parts(dims, parts)
         shapes = {name: TensorShapes(local=own, declared=wholes[name][1]) for name, own in local.items()}
         return self._layouts(family, shapes)
@@ -118,7 +118,7 @@ class FamilyRules:
         return None
 
 
-def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayout:
+def _layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
     """Layout of a tensor that stands for all of a canonical one, or for one of several that join to it."""
     if named.stacked:
         raise UnsupportedError(f"{named.canonical}: tensors of several layers in one are not known of DeepSpeed")
@@ -136,4 +136,4 @@ def _layout(family: Family, named: Named, shapes: Sequence[Shape]) -> TensorLayo
         raise MisfitError("experts over tensor-parallel ranks of their own (etp) are not known of DeepSpeed")
     layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
     (axis,) = layout.axes
-    return TensorLayout(axis.pattern, whole_shape(layout, list(shapes)), len(shapes))
+    return TensorLayout(axis.pattern, infer_global_shape(layout, list(shapes)), len(shapes))

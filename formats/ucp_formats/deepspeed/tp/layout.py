@@ -12,7 +12,7 @@
    left is `pieces`.
 
 >>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
->>> [str(pair.whole) for pair in _pairs(whole, (4, 4), (2, 4))]
+>>> [str(pair.global_box) for pair in _pairs(whole, (4, 4), (2, 4))]
 ['[2:4, 0:4]']
 """
 
@@ -26,8 +26,8 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from ucp.contract.plugins import pattern
-from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, local_shape
-from ucp.core.region import Box, RegionPair, flat_boxes, uncovered
+from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, compute_local_shape
+from ucp.core.region import Box, RegionPair, cut_flat_range, find_gaps
 from ucp.core.tensor import contiguous_strides
 from ucp.errors import TopologyError, listed
 from ucp.io.pickle.fields import Shape, integer, mapping, sequence
@@ -103,7 +103,9 @@ class TensorLayout:
 
     def local_shape(self, index: int) -> Shape:
         """Shape of the tensor that rank `index` holds."""
-        return local_shape(Layout((AxisLayout("tp", self.parts, self.pattern),)), self.global_shape, {"tp": index})
+        return compute_local_shape(
+            Layout((AxisLayout("tp", self.parts, self.pattern),)), self.global_shape, {"tp": index}
+        )
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
         """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.
@@ -111,8 +113,8 @@ class TensorLayout:
         Raises MisfitError for pieces that are no such blocks.
         """
         held = [self.held(index) for index in range(self.parts)]
-        whole = Box.whole(self.global_shape)
-        if all([pair.whole for pair in own] == [whole] for own in held):
+        whole = Box.full(self.global_shape)
+        if all([pair.global_box for pair in own] == [whole] for own in held):
             return None
         for dim in range(len(self.global_shape)):
             blocks = _blocks(held, self.global_shape, dim)
@@ -162,7 +164,7 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
 def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
     """Widths of blocks of `dim`, where each rank holds one stretch of each block, one after another; else None."""
     across = (*shape[:dim], *shape[dim + 1 :])
-    boxes = [[pair.whole for pair in own if pair.whole.numel] for own in held]
+    boxes = [[pair.global_box for pair in own if pair.global_box.numel] for own in held]
     if any((*box.sizes[:dim], *box.sizes[dim + 1 :]) != across for own in boxes for box in own):
         return None
     if len({len(own) for own in boxes}) != 1:
@@ -216,15 +218,15 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
             pairs += _pairs(piece, logical, shape)
             if len(pairs) > _MOST_PAIRS:
                 raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
-        if prod(shape) and (len(shape) != len(logical) or uncovered(shape, [pair.local for pair in pairs], most=1)):
+        if prod(shape) and (len(shape) != len(logical) or find_gaps(shape, [pair.local for pair in pairs], most=1)):
             raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
         held.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
     # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
     seen: Counter[Box] = Counter()
     numbered = []
     for own_pairs in held:
-        numbered.append(tuple(pair._replace(copy=seen[pair.whole]) for pair in own_pairs))
-        seen.update(pair.whole for pair in own_pairs)
+        numbered.append(tuple(pair._replace(copy=seen[pair.global_box]) for pair in own_pairs))
+        seen.update(pair.global_box for pair in own_pairs)
     layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
     try:
         blocks = layout.block_widths()
@@ -299,11 +301,11 @@ def _stretch(logical: Shape, local: Shape, starts: list[int], length: int) -> It
         raise MisfitError(f"the whole {list(logical)} and a rank's tensor {list(local)} differ in dims")
     source, dest = starts
     while length:
-        a = flat_boxes(logical, source, source + length)[0]
-        b = flat_boxes(local, dest, dest + length)[0]
+        a = cut_flat_range(logical, source, source + length)[0]
+        b = cut_flat_range(local, dest, dest + length)[0]
         if a.sizes != b.sizes:
             row = min(logical[-1] - source % logical[-1], local[-1] - dest % local[-1], length)
-            a, b = flat_boxes(logical, source, source + row)[0], flat_boxes(local, dest, dest + row)[0]
+            a, b = cut_flat_range(logical, source, source + row)[0], cut_flat_range(local, dest, dest + row)[0]
         yield RegionPair(a, b)
         source, dest, length = source + a.numel, dest + a.numel, length - a.numel
 

@@ -38,7 +38,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
 
     One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
     """
-    own = dict(facts.extras.below("buffer/", rank))
+    own = dict(facts.extras.with_prefix("buffer/", rank))
     empty: dict[DType, NewTensor] = {}
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
@@ -55,7 +55,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
 def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
     """Tied names, entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
-    module.update((name, draft.carried(value)) for name, value in facts.extras.below(MODULE_STATE, rank))
+    module.update((name, draft.carried(value)) for name, value in facts.extras.with_prefix(MODULE_STATE, rank))
     metadata = facts.extras.get("module_metadata")
     if metadata is not None:
         vars(module)["_metadata"] = metadata

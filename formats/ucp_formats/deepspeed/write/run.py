@@ -12,18 +12,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ucp.contract.companions import place_companions
 from ucp.contract.layouts import FlatLayout
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.output_names import check_named
 from ucp.contract.protocols import SourceOptions, Target
 from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Index, Kind
-from ucp.core.layout import AxisLayout, Layout, Pattern, part_of
-from ucp.core.layout import Part as LocalPart
+from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
+from ucp.core.layout import RankShard as LocalPart
 from ucp.core.region import RegionPair
-from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, whole_slice
+from ucp.core.target import Literal, OutputFile, Receipts, Slice, TargetOptions, TargetPlan, full_slice
 from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, TagError, TopologyError, UnknownFamilyError, UsageError
@@ -88,7 +88,7 @@ class AtomDraft(FileDraft):
         key = (param, state, dtype)
         if key not in self._wholes:
             source = self._index.atoms[param].states[state]
-            own = whole_slice(param, state, source, dtype=dtype)
+            own = full_slice(param, state, source, dtype=dtype)
             layout = None
             if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
                 layout = self._layout(param)
@@ -105,7 +105,11 @@ class AtomDraft(FileDraft):
             part = self._part(param, lies, rank)
             pairs = _pairs(part)
             for own in part.flat or ():
-                (at,), (first,), (numel,) = own.pair.local.offsets, own.pair.whole.offsets, own.pair.whole.sizes
+                (at,), (first,), (numel,) = (
+                    own.pair.local.offsets,
+                    own.pair.global_box.offsets,
+                    own.pair.global_box.sizes,
+                )
                 found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
         return found
 
@@ -134,7 +138,7 @@ class AtomDraft(FileDraft):
         """What data-parallel rank `rank` has of a parameter."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
-        return part_of(layout, shape, coords={"tp": self._tp, "dp": rank})
+        return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
 
 
 @lru_cache(maxsize=1 << 14)
@@ -144,7 +148,7 @@ def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayou
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
-    return tuple([own.pair for own in part.held])
+    return tuple([own.pair for own in part.regions])
 
 
 EMULATED = "0.19.8"
@@ -296,7 +300,7 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
         [(name, name)],
         expected="a tag that can be a folder in the destination, such as global_step100",
         remedy="choose another with --tag",
-        taken=(LATEST, LATEST_UNIVERSAL, MARK),
+        reserved=(LATEST, LATEST_UNIVERSAL, MARK),
         faults=faults,
         error=error,
     )
@@ -333,4 +337,4 @@ class EngineTarget(Target):
             dropped=facts.extras.left_behind(),
             notes=(*facts.rules_notes, *plan.notes),
         )
-        return place_companions(facts.index, plan, own=self.pointers)
+        return add_sidecars(facts.index, plan, reserved=self.pointers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.core.index import WEIGHT, Index
 from ucp.core.layout import AxisLayout
 from ucp.core.target import TargetOptions, TargetPlan
@@ -133,10 +133,12 @@ def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list
         owner = experts.owner(param, wanted.ep)
         ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
         return (
-            *along("pp", wanted.pp, stages_from, [at for at, names in enumerate(stages.places) if param in names]),
-            *(() if owner is None else along("ep", wanted.ep, "the numbers of the experts", (owner,))),
-            *along("tp", wanted.tp, facts.tp_known_from),
-            *along("dp", ranks, f"ZeRO-{wanted.zero}"),
+            *holder_axes(
+                "pp", wanted.pp, stages_from, [at for at, names in enumerate(stages.places) if param in names]
+            ),
+            *(() if owner is None else holder_axes("ep", wanted.ep, "the numbers of the experts", (owner,))),
+            *holder_axes("tp", wanted.tp, facts.tp_known_from),
+            *holder_axes("dp", ranks, f"ZeRO-{wanted.zero}"),
         )
 
     return [*drafted, *layers], tuple(notes), axes_of

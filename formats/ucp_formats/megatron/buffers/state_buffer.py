@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ucp.core.index import Fragment
-from ucp.core.region import RegionPair, local_flat_pairs
+from ucp.core.region import RegionPair, locate_flat_range
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.core.union import taken
+from ucp.core.union import map_fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,8 @@ def cut_fragments(candidate: Candidate, buffer: StateBuffer, start: int) -> Iter
     strides = contiguous_strides(shape)
     for low, ref in buffer.iter_stored(start, start + candidate.numel):
         first = low - start
-        for box, position in local_flat_pairs(shape, first, first + ref.numel):
+        for box, position in locate_flat_range(shape, first, first + ref.numel):
             local = Fragment(box=box, ref=ref.strided(position, box.sizes, strides), replica=candidate.replica)
-            yield from filter(None, (taken(RegionPair(pair.local, pair.whole), local) for pair in candidate.pairs))
+            yield from filter(
+                None, (map_fragment(RegionPair(pair.local, pair.global_box), local) for pair in candidate.pairs)
+            )

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.ranks import Checksums
-from ucp.core.index import AtomIndex, Extra, Kind, Loss, StateIndex
+from ucp.core.index import AtomIndex, Extra, Kind, LostStates, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, Shards, Stored, Union, joined_counts, scalar_state
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union, merge_counts, state_from_scalar
 from ucp.errors import MissingFileError, counted, listed
 from ucp.io.pickle.fields import mapping, sequence
 from ucp_formats.megatron.buffers.state_buffer import Candidate
@@ -83,13 +83,13 @@ class LegacyStates:
     """Inferences, for the user."""
     dropped: list[str] = field(default_factory=list)
     """Lines for `Index.dropped`."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters whose group is unknown, and why."""
 
     def add_group(self, group: SavedGroup) -> int:
         """Number of the group with these hyper-parameters, which is added if it is new."""
         for number, other in enumerate(self.groups):
-            if other.chain == group.chain and Checksums(()).same(dict(other.hyper), dict(group.hyper)):
+            if other.chain == group.chain and Checksums(()).is_same(dict(other.hyper), dict(group.hyper)):
                 return number
         self.groups.append(group)
         return len(self.groups) - 1
@@ -97,7 +97,7 @@ class LegacyStates:
 
 def to_candidate(name: str, param: RankParam) -> Candidate:
     """The stored tensor, to be searched for by its contents."""
-    box = Box.whole(param.ref.shape)
+    box = Box.full(param.ref.shape)
     return Candidate(name=name, local_shape=param.ref.shape, pairs=(RegionPair(box, box),), refs=(param.ref,))
 
 
@@ -119,7 +119,7 @@ def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dic
         name: _build_atom(
             run, states, params_by_name[name], *layouts[name], union=union, is_buffer=model.matches[name].buffer
         )
-        for name in model.family.sorted(params_by_name)
+        for name in model.family.sort_canonical(params_by_name)
     }
 
 
@@ -136,9 +136,11 @@ def _build_atom(
     coords = {param.slot: _coordinates(run, param) for param in params}
 
     def to_sharded(refs: Mapping[Slot, TensorRef]) -> ShardedTensor:
-        stored = [Stored(coords[param.slot], param.view(refs[param.slot])) for param in params if param.slot in refs]
+        stored = [
+            StoredShard(coords[param.slot], param.view(refs[param.slot])) for param in params if param.slot in refs
+        ]
         dtype = next(iter(refs.values())).dtype
-        return ShardedTensor(dtype=dtype, shape=shape, parts=(Shards(layout, tuple(stored)),))
+        return ShardedTensor(dtype=dtype, shape=shape, shard_sets=(ShardSet(layout, tuple(stored)),))
 
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
     has_states = bool(states.tensors or states.numbers)
@@ -146,15 +148,15 @@ def _build_atom(
     counts: dict[str, list[StateIndex]] = {}  # a number: that of the first rank, with copies on the others
     for slot in coords:
         for key, value in states.numbers.get(slot, {}).items():
-            if (state := scalar_state(value)) is not None:
+            if (state := state_from_scalar(value)) is not None:
                 counts.setdefault(key, []).append(state)
     keys = dict.fromkeys(key for refs in trained.values() for key in refs)
     tensors = {key: to_sharded({slot: refs[key] for slot, refs in trained.items() if key in refs}) for key in keys}
-    return union.atom(
+    return union.build_atom(
         params[0].name,
         kind=Kind.BUFFER if is_buffer else kind,
         layout=layout,
-        states={**tensors, **{key: joined_counts(copies) for key, copies in counts.items()}},
+        states={**tensors, **{key: merge_counts(copies) for key, copies in counts.items()}},
         model=to_sharded({param.slot: param.ref for param in params}),
     )
 
@@ -182,10 +184,10 @@ def _find_layout(
     is_of_expert = is_expert(match.name)
     outer = pipeline_axes(run.grid.pp, run.vpp, {(place["pp"], place["vpp"]) for place in coords}, _FOLDERS)
     if is_of_expert:
-        outer += along("ep", run.grid.ep, _FOLDERS, {place["ep"] for place in coords})
+        outer += holder_axes("ep", run.grid.ep, _FOLDERS, {place["ep"] for place in coords})
     degree = count_replicas(run.arguments.topology(), expert=is_of_expert)
     copies = max(degree, *(1 + place["dp"] for place in coords))
-    outer += along("dp", copies, f"arguments of {run.ranks[0].name}")
+    outer += holder_axes("dp", copies, f"arguments of {run.ranks[0].name}")
     return Layout((*outer, *with_source(by_rule, f"family {model.family.name}"))), shape
 
 

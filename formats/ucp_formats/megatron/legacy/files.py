@@ -283,10 +283,10 @@ def read_run(folder: Path) -> LegacyRun:
         expected = (f"{name}/{DISTRIBUTED_OPTIMIZER}" for name in names if name not in archives)
         problems.missing += [name for name in expected if not (folder / name).is_file()]
     for key in ("iteration", "total_iters", "checkpoint_version"):
-        problems.agree(key, {name: root.get(key) for name, root in roots.items()})
+        problems.check_agreement(key, {name: root.get(key) for name, root in roots.items()})
     for key in _SAME_ARGUMENTS:
-        problems.agree(key, {name: args.raw.get(key) for name, args in recorded.items()})
-    problems.agree("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
+        problems.check_agreement(key, {name: args.raw.get(key) for name, args in recorded.items()})
+    problems.check_agreement("whether it has an optimizer", {name: "optimizer" in root for name, root in roots.items()})
     if len(recorded) == len(roots):
         saved_ranks = {name: args.raw.get("rank") for name, args in recorded.items()}
         problems.wrong += find_misplaced(grid, folders, arguments, saved_ranks)

@@ -30,7 +30,7 @@ from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
 from ucp.families.match import Match
-from ucp.families.naming import CANONICAL, Named
+from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.rule import Elements
 from ucp.families.template import Template
 from ucp.io.pickle.fields import described, flattened
@@ -217,7 +217,7 @@ def _chunk(run: LegacyRun, slot: Slot) -> Chunk:
 
 
 def _find_params(
-    slot: Slot, ref: TensorRef, named: Named | None, run: LegacyRun, *, first_layers: FirstLayers, family: Family
+    slot: Slot, ref: TensorRef, named: ParsedName | None, run: LegacyRun, *, first_layers: FirstLayers, family: Family
 ) -> Iterator[RankParam]:
     """Parameters in a stored tensor; one without a rule keeps its key, which `Family.match` reports."""
     chunk = _chunk(run, slot)
@@ -243,7 +243,7 @@ def _find_params(
     for number in range(count):
         local = Template(named.canonical).filled({"expert": number}) if named.stacked else named.canonical
         name = to_global_name(local, chunk, first_layers, first_expert=first_expert)
-        name = family.tied_to(name) or name
+        name = family.find_tied(name) or name
         if elements is None:
             yield RankParam(slot=slot, name=name, ref=ref, elements=plain)
         else:
@@ -251,7 +251,7 @@ def _find_params(
             yield RankParam(slot=slot, name=name, ref=ref, elements=expert, offset=number * elements.strides[0])
 
 
-def _stacked_elements(key: str, ref: TensorRef, named: Named, values: Mapping[str, object]) -> Elements | None:
+def _stacked_elements(key: str, ref: TensorRef, named: ParsedName, values: Mapping[str, object]) -> Elements | None:
     """The experts in a stored tensor along the first dim; None for a tensor that is one parameter."""
     alias = named.alias
     if not named.stacked and (alias is None or len(alias.names) == 1):

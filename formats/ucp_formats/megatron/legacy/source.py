@@ -70,7 +70,7 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
         aliases={
             tie.name: stored
             for tie in model.family.tied
-            if tie.name not in atoms and (stored := model.family.tied_to(tie.name)) in atoms
+            if tie.name not in atoms and (stored := model.family.find_tied(tie.name)) in atoms
         },
         extras=(*extras, *modules, *model.extras, *states.extras),
         files=tuple(run.files),
@@ -216,7 +216,7 @@ def _param_groups(
         number = states.group_of.get(param.slot)
         if number is not None and number_of.setdefault(param.name, number) != number:
             first, other = (states.groups[n].hyper for n in (number_of[param.name], number))
-            same = Checksums(()).same
+            same = Checksums(()).is_same
             keys = sorted(key for key in {**first, **other} if not same(first.get(key), other.get(key)))
             differences = (f"{key} is {shown(first.get(key))} and {shown(other.get(key))}" for key in keys)
             raise MalformedError(
@@ -249,7 +249,7 @@ def _run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list
             extras += _rank_extras(run, name, values, checksums)
     first = run.ranks[0]
     items = (item for rank in run.ranks for item in rank.arguments.raw.items())
-    differing = {key for key, value in items if not checksums.same(value, first.arguments.raw.get(key))}
+    differing = {key for key, value in items if not checksums.is_same(value, first.arguments.raw.get(key))}
     keys = sorted(differing - _RANK_NUMBERS)
     if not keys:
         return extras, []
@@ -260,7 +260,7 @@ def _run_extras(run: LegacyRun, checksums: Checksums) -> tuple[list[Extra], list
 def _rank_extras(run: LegacyRun, name: str, values: Mapping[int, object], checksums: Checksums) -> list[Extra]:
     """Extras for the values that ranks (by number) saved under one name: one extra if all are equal."""
     first = next(iter(values.values()), None)
-    if name != _PER_RANK and all(checksums.same(first, value) for value in values.values()):
+    if name != _PER_RANK and all(checksums.is_same(first, value) for value in values.values()):
         return [Extra(name=name, value=first)] if values else []
     extras = []
     for number, value in values.items():

@@ -129,7 +129,7 @@ def _read_tensor(tensor: torch.Tensor, value: Any) -> ModuleTensor:
 
 
 def _live_part(local_shape: Shape, global_shape: Shape, pairs: tuple[RegionPair, ...], *, is_padded: bool) -> LivePart:
-    full = Box.whole(local_shape)
+    full = Box.full(local_shape)
     if pairs == (RegionPair(full, full),) and global_shape == local_shape and not is_padded:
         return LivePart.full(local_shape)
     layout = Layout((AxisLayout(_PLACE, 1, pattern("pieces", held=(pairs,)), "sharded_state_dict of the module"),))

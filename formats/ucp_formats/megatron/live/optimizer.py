@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import STEP, WEIGHT
-from ucp.core.layout import AxisLayout, Layout, part_of
+from ucp.core.layout import AxisLayout, Layout, locate_shard
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError, listed
 from ucp.live.adapters import LiveModel
@@ -216,8 +216,8 @@ def _stepped_range(outer: Any, param: torch.Tensor, part: LivePart) -> LivePart:
     partition = pattern("partition", start=start, share=share)
     axis = AxisLayout("dp", ranks, partition, "buckets of the distributed optimizer")
     coords = {**part.coords, "dp": outer.data_parallel_group.rank()}
-    runs = part_of(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
-    boxes = [run.pair.whole for run in runs]
+    runs = locate_shard(Layout(flat=(axis,)), tuple(param.shape), coords=coords).flat or ()
+    boxes = [run.pair.global_box for run in runs]
     if [(box.offsets[0], box.stops[0]) for box in boxes] != [(low, high)]:
         raise UnsupportedError(
             f"expected elements {low} to {high} of a parameter in the share of this rank, as the distributed "

@@ -89,7 +89,7 @@ def place_buckets(
             ties += placement.ties
             count += len(placement.starts)
             for name, start in placement.starts.items():
-                boxes = (name, *(pair.whole for pair in candidates[name].pairs))
+                boxes = (name, *(pair.global_box for pair in candidates[name].pairs))
                 _add(states, bucket, replace(candidates[name], replica=copies[boxes]), start)
                 copies[boxes] += 1
     _check_gaps(gaps, [name for name in weights if name not in states.fragments])

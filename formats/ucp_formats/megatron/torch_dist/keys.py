@@ -252,7 +252,7 @@ class DistNames:
 
     def sort(self, names: Iterable[str]) -> list[str]:
         """Names in the order of registration."""
-        return list(names) if self.family is None else self.family.sorted(names)
+        return list(names) if self.family is None else self.family.sort_canonical(names)
 
 
 def name_tensors(

@@ -21,7 +21,7 @@ from ucp.errors import MalformedError, MissingFileError
 from ucp.io.dcp.checkpoint import Dcp, read_dcp
 from ucp.io.dcp.metadata import METADATA, read_metadata
 from ucp.io.files import split_parts
-from ucp.io.folder import is_there
+from ucp.io.folder import exists
 from ucp.io.pickle.fields import described, mapping
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
@@ -57,7 +57,7 @@ class SavedObjects:
         for key, value in sorted(self.groups.items(), key=lambda item: (item[0].chain or 0, item[0].group)):
             if is_wanted(key.kind):
                 is_first = (key.chain, key.kind) not in usual
-                if is_first or not checksums.same(value, usual[key.chain, key.kind]):
+                if is_first or not checksums.is_same(value, usual[key.chain, key.kind]):
                     yield key, value, is_first
                 usual.setdefault((key.chain, key.kind), value)
 
@@ -145,7 +145,7 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
 def _has_file(folder: str) -> bool:
     """Whether the common state has a file of its own, whatever is there under its name."""
     path = join(folder, COMMON)
-    return is_there(path) or bool(split_parts(path))
+    return exists(path) or bool(split_parts(path))
 
 
 def _describe_missing_common(folder: str) -> str:

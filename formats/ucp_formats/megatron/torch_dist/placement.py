@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
@@ -126,7 +126,7 @@ class _Rules:
         """The axes of the rule of a parameter, compared with the boxes that are recorded."""
         degrees = {"tp": self._mesh.tp, "etp": self._mesh.expert_tp}
         boxes = tuple(stored.box for stored in tensor.boxes)
-        if set(degrees.values()) == {1} and set(boxes) == {Box.whole(tensor.shape)}:
+        if set(degrees.values()) == {1} and set(boxes) == {Box.full(tensor.shape)}:
             return ()
         key = (_NUMBER.sub("#", tensor.name), tensor.shape, boxes)
         if key not in self._results:
@@ -157,9 +157,9 @@ class _Rules:
         if key not in self._layouts:
             outer = pipeline_axes(self._mesh.pp, self._mesh.vpp, chunks, self._known_from) if chunks else ()
             if owner >= 0:
-                outer += along("ep", self._mesh.ep, self._known_from, (owner,))
+                outer += holder_axes("ep", self._mesh.ep, self._known_from, (owner,))
             if is_copied:
-                outer += along("dp", count_replicas(self._mesh, expert=bool(count)), self._known_from)
+                outer += holder_axes("dp", count_replicas(self._mesh, expert=bool(count)), self._known_from)
             self._layouts[key] = Layout((*outer, *axes), () if share is None else (share,))
         return self._layouts[key]
 

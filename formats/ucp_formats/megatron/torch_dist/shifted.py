@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, Loss, StateIndex
+from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, LostStates, StateIndex
 from ucp.errors import listed
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
@@ -45,7 +45,7 @@ class CheckedMasters:
     """Masters that differ from the weights for no known reason."""
     dropped: tuple[str, ...]
     """States that were left out, for people."""
-    lost: Mapping[str, Loss]
+    lost: Mapping[str, LostStates]
     """Parameters whose states were left out, and why."""
 
 
@@ -71,7 +71,7 @@ def check_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) ->
         atoms={name: _drop_states(atom) if name in shifted else atom for name, atom in atoms.items()},
         notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),
         dropped=(f"{_WHY}:\n{lines}",) if shifted else (),
-        lost={name: Loss(why=_WHY, detail=shift) for name, shift in shifted.items()},
+        lost={name: LostStates(reason=_WHY, detail=shift) for name, shift in shifted.items()},
     )
 
 

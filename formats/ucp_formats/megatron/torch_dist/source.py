@@ -24,18 +24,18 @@ from ucp.core.index import (
     Fragment,
     Index,
     Kind,
-    Loss,
+    LostStates,
     ParamGroup,
     SourceFile,
     StateIndex,
 )
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, Record
-from ucp.core.union import Union, scalar_state
+from ucp.core.union import Union, state_from_scalar
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.pickle.fields import mapping
 from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
@@ -90,7 +90,7 @@ class DistGroups:
     """What was inferred."""
     dropped: tuple[str, ...] = ()
     """What is not known, and of which parameters."""
-    lost: Mapping[str, Loss] = field(default_factory=dict)
+    lost: Mapping[str, LostStates] = field(default_factory=dict)
     """Parameters whose group is not known, and why."""
 
 
@@ -114,10 +114,10 @@ def read_groups(
     common_step = _common_step(common)
     steps: dict[str, StateIndex] = {}
     for group in assigned.groups:
-        step = scalar_state(group.hyper.get(STEP)) or common_step
+        step = state_from_scalar(group.hyper.get(STEP)) or common_step
         if step is not None:
             steps |= dict.fromkeys(group.params, step)
-    step = common_step or scalar_state(assigned.step)
+    step = common_step or state_from_scalar(assigned.step)
     if step is not None:
         steps |= dict.fromkeys(assigned.lost, step)
     if not steps:
@@ -154,11 +154,11 @@ def _common_step(common: CommonState) -> StateIndex | None:
         inner = optimizer.get("optimizer")
         state = inner.get("state") if isinstance(inner, dict) else None
         if isinstance(state, dict) and "common_step" in state:
-            return scalar_state(state["common_step"])
+            return state_from_scalar(state["common_step"])
         params = optimizer.get("param_state")
         for param in params.values() if isinstance(params, dict) else ():
             if isinstance(param, dict) and STEP in param:
-                return scalar_state(param[STEP])
+                return state_from_scalar(param[STEP])
     return None
 
 
@@ -200,7 +200,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
 
     `name`: of the format. `options`: may name the family of the model.
     """
-    dcp = read_folder(absolute(located.root))
+    dcp = read_folder(to_absolute(located.root))
     objects = read_objects(dcp)
     common = read_common(dcp, objects)
     arguments = common.arguments
@@ -366,4 +366,4 @@ def _make_atom(
     kind = Kind.PARAMETER
     if name not in states.fragments:
         kind = Kind.BUFFER if names.is_buffer(name) else Kind.FROZEN if states.fragments else Kind.PARAMETER
-    return Union().atom(name, kind=kind, layout=layout, states=by_state, model=model)
+    return Union().build_atom(name, kind=kind, layout=layout, states=by_state, model=model)

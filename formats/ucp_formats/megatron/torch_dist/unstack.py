@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ucp.core.region import Box, local_flat_pairs, uncovered
+from ucp.core.region import Box, find_gaps, locate_flat_range
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import CoverError, MalformedError, counted, listed
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
@@ -110,7 +110,7 @@ def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
         if len(tensor.boxes) != 1 or tensor.boxes[0].box.sizes != tensor.shape
         if all(len(box.sizes) == len(tensor.shape) for box, _ in tensor.boxes)
         if not any(stop > n for box, _ in tensor.boxes for stop, n in zip(box.stops, tensor.shape, strict=True))
-        for gap in uncovered(tensor.shape, [box for box, _ in tensor.boxes])
+        for gap in find_gaps(tensor.shape, [box for box, _ in tensor.boxes])
     ]
     if problems:
         raise CoverError(
@@ -187,7 +187,7 @@ class _Stack:
         local = tuple(n // g for n, g in zip(self._shape, grid, strict=True))
         origin = tuple(map(int.__mul__, chunk.offsets[:-1], local))
         low, strides = chunk.offsets[-1], contiguous_strides(local)[lead:]
-        for box, start in local_flat_pairs(local, low, low + chunk.sizes[-1]):
+        for box, start in locate_flat_range(local, low, low + chunk.sizes[-1]):
             param_box = Box(tuple(map(int.__add__, origin[lead:], box.offsets[lead:])), box.sizes[lead:])
             for position in product(*map(range, box.sizes[:lead])):
                 skip = sum(map(int.__mul__, position, contiguous_strides(box.sizes)[:lead]))

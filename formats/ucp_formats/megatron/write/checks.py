@@ -23,7 +23,7 @@ from ucp_formats.megatron.arguments import READ_ARGUMENTS, compare_sizes, read_a
 from ucp_formats.megatron.mesh import hybrid_pattern, stage_problem
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 from ucp_formats.megatron.write.arguments import LETTERS, layer_letters
-from ucp_formats.megatron.write.model import Model, ModelTensor, TargetRun, grid_problem
+from ucp_formats.megatron.write.model import TargetModel, TargetRun, TargetTensor, find_grid_problem
 
 _NAMES = {
     "sizes of the model": (
@@ -103,7 +103,7 @@ def _other_kind(value: object, recorded: object) -> str:
 
 
 def check_asked(
-    asked: Mapping[str, object], model: Model, *, before: Mapping[str, object], written: Mapping[str, object]
+    asked: Mapping[str, object], model: TargetModel, *, before: Mapping[str, object], written: Mapping[str, object]
 ) -> None:
     """Raise UsageError naming every value in `asked` that what is written contradicts.
 
@@ -136,7 +136,7 @@ def check_asked(
         )
 
 
-def _hybrid_problems(asked: Mapping[str, object], model: Model) -> Iterator[str]:
+def _hybrid_problems(asked: Mapping[str, object], model: TargetModel) -> Iterator[str]:
     """The pattern of a hybrid model, against what its layers hold."""
     pattern, letters = hybrid_pattern(asked), layer_letters(own.name for own in model.tensors)
     if pattern is None:
@@ -152,7 +152,7 @@ def _hybrid_problems(asked: Mapping[str, object], model: Model) -> Iterator[str]
         yield f"hybrid pattern {pattern!r}: by their tensors the layers are {''.join(letters)!r}"
 
 
-def _types(asked: Mapping[str, object], model: Model) -> Iterator[str]:
+def _types(asked: Mapping[str, object], model: TargetModel) -> Iterator[str]:
     """Types other than those that the model's tensors have; a model in float32 may compute in any."""
     there = {own.dtype for own in model.tensors if own.kind is not Kind.BUFFER and own.dtype in _HALVES}
     for dtype, name in _HALVES.items() if there else ():
@@ -170,7 +170,7 @@ def check_division(run: TargetRun) -> None:
     """Prove that a run of this layout can hold the model. Raises TopologyError with all that speaks against it."""
     mesh, arguments, model = run.topology, run.arguments, run.model
     problems = [
-        grid_problem(mesh),
+        find_grid_problem(mesh),
         *_head_problems(mesh.tp, arguments, model),
         *_cut_problems(model, mesh),
         *_vocabulary_problems(run),
@@ -186,7 +186,7 @@ def check_division(run: TargetRun) -> None:
         )
 
 
-def _head_problems(tp: int, arguments: Mapping[str, object], model: Model) -> Iterator[str]:
+def _head_problems(tp: int, arguments: Mapping[str, object], model: TargetModel) -> Iterator[str]:
     """Heads, and groups of heads that share keys and values: as many as heads, unless grouped."""
     heads = _number(arguments, "num_attention_heads")
     grouped = arguments.get("group_query_attention", True)
@@ -209,11 +209,11 @@ def _number(arguments: Mapping[str, object], name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _cut_problems(model: Model, mesh: Topology) -> Iterator[str]:
+def _cut_problems(model: TargetModel, mesh: Topology) -> Iterator[str]:
     """Dims that are cut into parts of other lengths: a line per axis, every kind of tensor once."""
     degrees = {"tp": mesh.tp, "etp": mesh.expert_tp}
     uneven: dict[str, dict[str, None]] = {}
-    kinds: dict[tuple[str, tuple[int, ...]], ModelTensor] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], TargetTensor] = {}
     for tensor in model.tensors:
         kinds.setdefault((tensor.match.rule.name.text, tensor.shape), tensor)
     for (name, shape), tensor in kinds.items():

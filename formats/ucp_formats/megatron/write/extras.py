@@ -100,7 +100,7 @@ def lost_extras(run: TargetRun) -> Iterator[str]:
     """What of the source's extras is not in the files."""
     extras = ExtraValues(run.index, _EXTRAS)
     names = extras.names()
-    if not run.random and any(name.partition("/")[0] == _RANDOM for name in names):
+    if not run.rng_states and any(name.partition("/")[0] == _RANDOM for name in names):
         drawn = _WITHOUT_RANDOM if run.is_legacy else "the run draws new ones, also without --no-load-rng"
         yield f"random states, which belong to the layout of the source: {drawn}"
     if lost := extras.without_place():

@@ -113,7 +113,7 @@ def _settings(group: ParamGroup) -> dict[str, object]:
 def _merged(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
     """Groups that differ in nothing but whether they hold experts are one; decayed ones come first."""
     found: list[ParamGroup] = []
-    same = Checksums(()).same
+    same = Checksums(()).is_same
     for group in groups:
         at = next((at for at, own in enumerate(found) if same(_settings(own), _settings(group))), None)
         if at is None:
@@ -144,7 +144,7 @@ def _step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: b
     Apex's and Transformer Engine's Adam take nothing but a whole number.
     """
     remedy = "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
-    first = optimizer.counted_by(group.params, keeper="Megatron keeps it", remedy=remedy)
+    first = optimizer.find_common_count(group.params, keeper="Megatron keeps it", remedy=remedy)
     recorded = group.hyper.get("step")
     step = recorded if isinstance(recorded, int | float) else None
     step = step if first is None else optimizer.count(first)

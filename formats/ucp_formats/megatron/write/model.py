@@ -1,18 +1,16 @@
-"""What is to be written, and for which run: the model under canonical names, and all that both kinds of files take.
+"""The model to write and the run that is to load it: the input of both file layouts.
 
-Sources name parameters in styles of their own, and some keep as several tensors what Megatron keeps as one (query, key
-and value). A family says how they join; from here on there is one tensor per canonical name, and `parts` says which
-stretches of which atoms fill any piece of it.
+Tensors have canonical names. `TargetTensor.to_part` gives the slice of an atom that fills a local tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
@@ -30,260 +28,243 @@ from ucp_formats.megatron.write.groups import OptimizerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTensor:
-    """A parameter or buffer of the model, as a whole."""
+class TargetTensor:
+    """A global parameter or buffer of the model."""
 
-    name: str
-    """Canonical name."""
     match: Match
-    """The rule it falls under."""
+    """Its canonical name and rule."""
     shape: tuple[int, ...]
     """Elements per dim."""
     kind: Kind
     """Trained, frozen, or a buffer."""
     dtype: DType
-    """Element type that the model computes in."""
+    """Type in which the model computes with it."""
     states: Mapping[str, DType]
-    """States with a value per element, the weight among them, and the type that the source has each in."""
+    """Its elementwise states, with the weight, and the type of each in the source."""
+
+    @property
+    def name(self) -> str:
+        """Canonical name."""
+        return self.match.name
 
     @property
     def layer(self) -> int | None:
-        """Number of its layer among those of the decoder; None for a tensor of none of them."""
+        """Number of its layer in the decoder; None outside the layers."""
         return self.match.fields.get("layer") if self.name.startswith("decoder.layers.") else None
 
     @property
     def expert(self) -> int | None:
-        """Number of its expert among all; None for a tensor of no routed expert."""
+        """Global number of its expert; None outside the routed experts."""
         return self.match.fields.get("expert")
 
-    def parts(
-        self,
-        pairs: Sequence[RegionPair],
-        local_shape: tuple[int, ...],
-        state: str,
-        dtype: DType,
-        layout: Layout | None = None,
-    ) -> tuple[Part, ...]:
-        """The slice that fills a local tensor which holds `pairs` of this one, by its `layout`."""
-        own = Slice(
-            param=self.name,
-            state=state,
-            dtype=dtype,
-            pairs=tuple(pairs),
-            local_shape=local_shape,
-            start=0,
-            stop=Box.whole(local_shape).numel,
+    def to_part(
+        self, pairs: tuple[RegionPair, ...], local_shape: tuple[int, ...], state: str, dtype: DType, layout: Layout
+    ) -> Part:
+        """The slice that fills a local tensor with `pairs` of this one. `layout`: of the state over ranks."""
+        numel = Box.full(local_shape).numel
+        part = Slice(
+            param=self.name, state=state, dtype=dtype, pairs=pairs, local_shape=local_shape, start=0, stop=numel
         )
-        return (Part(offset=0, slice=own, layout=layout),)
+        return Part(offset=0, slice=part, layout=layout)
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: its counts are asked for once per tensor, and kept
-class Model:
+@dataclass(frozen=True, kw_only=True)  # no slots: its counts are cached
+class TargetModel:
     """All tensors of the model."""
 
     family: Family
-    """Its rules, fitted to it."""
-    tensors: tuple[ModelTensor, ...]
+    """Its rules, bound to it."""
+    tensors: tuple[TargetTensor, ...]
     """Its tensors, in the order in which Megatron registers them."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to elements per dim."""
-        return {own.name: own.shape for own in self.tensors}
-
-    @property
-    def dtypes(self) -> set[DType]:
-        """Types that it computes in."""
-        return {own.dtype for own in self.tensors if own.kind is Kind.PARAMETER}
+        return {tensor.name: tensor.shape for tensor in self.tensors}
 
     @cached_property
     def layers(self) -> int:
-        """Layers of the decoder."""
-        return 1 + max((own.layer for own in self.tensors if own.layer is not None), default=-1)
+        """Number of layers of the decoder."""
+        return 1 + max((tensor.layer for tensor in self.tensors if tensor.layer is not None), default=-1)
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts of a layer; 0 where there are none."""
-        return 1 + max((own.expert for own in self.tensors if own.expert is not None), default=-1)
+        """Number of routed experts in a layer; 0 without."""
+        return 1 + max((tensor.expert for tensor in self.tensors if tensor.expert is not None), default=-1)
 
     @property
     def expert_layers(self) -> frozenset[int]:
-        """Layers that have routed experts."""
-        return frozenset(own.layer for own in self.tensors if own.expert is not None and own.layer is not None)
+        """Layers with routed experts."""
+        return frozenset(t.layer for t in self.tensors if t.expert is not None and t.layer is not None)
 
     @property
-    def expert_atoms(self) -> frozenset[str]:
-        """Names of the atoms of routed experts."""
-        return frozenset(own.name for own in self.tensors if own.expert is not None)
+    def expert_params(self) -> frozenset[str]:
+        """Names of the parameters of routed experts."""
+        return frozenset(tensor.name for tensor in self.tensors if tensor.expert is not None)
 
 
-def target_model(index: Index, family: Family, *, weights: DType | None = None) -> Model:
-    """The model whose atoms `index` holds, by the rules of `family`. `weights`: type to compute in, if not their own.
+def build_model(index: Index, family: Family, *, weights: DType | None = None) -> TargetModel:
+    """The model in `index`, by the rules of `family`. `weights`: type to compute in, if another.
 
-    Raises
-    ------
-    FamilyError
-        Names without a rule; all are named.
-    UnsupportedError
-        Atoms that cannot be told apart by layer, or tensors of which parts are missing.
+    Raises FamilyError naming all names without a rule.
     """
     matches = family.match(index.atoms)
     tensors = []
-    for name in family.sorted(matches):
+    for name in family.sort_canonical(matches):
         match, atom = matches[name], index.atoms[name]
         shape, states = atom.global_shape, atom.states
         is_buffer = match.buffer or atom.kind is Kind.BUFFER
         dtype = atom.model_dtype or states[WEIGHT].dtype
+        elementwise = {key: state for key, state in states.items() if state.global_shape == shape and key != STEP}
         tensors.append(
-            ModelTensor(
-                name=match.name,
+            TargetTensor(
                 match=match,
                 shape=shape,
                 kind=Kind.BUFFER if is_buffer else atom.kind,
                 dtype=weights if weights and not is_buffer else dtype,
-                states={key: own.dtype for key, own in states.items() if own.global_shape == shape and key != STEP},
+                states={key: state.dtype for key, state in elementwise.items()},
             )
         )
-    return Model(family=family, tensors=tuple(tensors))
+    return TargetModel(family=family, tensors=tuple(tensors))
 
 
-def check_layers(model: Model, *, alike: bool) -> None:
-    """Prove that no layer and no expert lacks a parameter: Megatron would ask for it, and not find it.
+def check_layers(model: TargetModel, *, alike: bool) -> None:
+    """Check that no layer and no expert lacks a parameter, which Megatron would look for. Raises MissingStateError.
 
-    `alike`: whether all layers have the same parameters, by the arguments of the run. Raises MissingStateError.
+    `alike`: whether all layers have the same parameters, by the arguments of the run.
     """
-    held: dict[int, dict[str, tuple[int, ...]]] = {layer: {} for layer in range(model.layers)}
-    for own in model.tensors:
-        if own.layer is not None:
-            held[own.layer][own.name.split(".", 3)[3]] = own.shape
-    wanted = {name: shape for layer in held.values() for name, shape in layer.items()} if alike else {}
-    lacking = [f"layer {layer}: every parameter" for layer, own in held.items() if not own]
-    for layer, names in held.items():
-        expected = dict(wanted)
-        for name, shape in names.items() if not wanted else ():  # a layer with one expert has all
+    shapes_by_layer: dict[int, dict[str, tuple[int, ...]]] = {layer: {} for layer in range(model.layers)}
+    for tensor in model.tensors:
+        if tensor.layer is not None:
+            shapes_by_layer[tensor.layer][tensor.name.split(".", 3)[3]] = tensor.shape
+    common = {name: shape for shapes in shapes_by_layer.values() for name, shape in shapes.items()} if alike else {}
+    missing = [f"layer {layer}: every parameter" for layer, shapes in shapes_by_layer.items() if not shapes]
+    for layer, shapes in shapes_by_layer.items():
+        expected = dict(common)
+        for name, shape in shapes.items() if not common else ():  # a layer with one expert has all
             head, marker, rest = name.partition(".local_experts.")
             last = rest.partition(".")[2]
             expected |= {f"{head}{marker}{n}.{last}": shape for n in range(model.experts if marker else 0)}
-        lacking += [
-            f"layer {layer}: {name} {list(s)}" for name, s in expected.items() if names and names.get(name) != s
+        missing += [
+            f"layer {layer}: {name} {list(s)}" for name, s in expected.items() if shapes and shapes.get(name) != s
         ]
-    if lacking:
+    if missing:
         raise MissingStateError(
-            f"expected every parameter of all layers; {len(lacking)} are not there:\n{listed(lacking)}\n"
-            "take a checkpoint with all of them, and drop --include and --exclude; where layers differ, say how, as in "
+            f"expected every parameter of all layers; {len(missing)} are missing:\n{listed(missing)}\n"
+            "take a checkpoint with all of them, and drop --include and --exclude; if layers differ, say how, as in "
             "--set moe_layer_freq=[0,1]"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRun:
-    """A checkpoint of Megatron to be written, and the run that is to load it."""
+    """A checkpoint of Megatron to write, and the run that is to load it."""
 
     index: Index
     """The source."""
-    model: Model
-    """Its tensors."""
+    model: TargetModel
+    """The tensors to write."""
     topology: Topology
-    """Layout of the run."""
+    """Topology of the run."""
     arguments: Mapping[str, object]
     """Arguments of the run."""
     chain: tuple[tuple[OptimizerGroup, ...], ...]
     """Groups of each optimizer; empty for weights alone."""
     common: Mapping[str, object]
-    """What all ranks have in common beside arguments and optimizers: scheduler, counts."""
-    random: Mapping[GridPlace, object]
-    """Random states of ranks; empty where the layout changes."""
+    """Entries that are equal on all ranks, besides arguments and optimizers: scheduler, counts."""
+    rng_states: Mapping[GridPlace, object]
+    """RNG states of ranks; empty if the topology changes."""
     dtypes: Mapping[str, str]
-    """State to the type asked for."""
+    """State to the requested type."""
 
     @property
-    def distributed(self) -> bool:
-        """Whether the run uses the distributed optimizer; it does unless its arguments say otherwise."""
+    def is_distributed(self) -> bool:
+        """Whether the run uses the distributed optimizer: the default."""
         return bool(self.arguments.get("use_distributed_optimizer", True))
 
     @property
     def is_legacy(self) -> bool:
-        """Whether it is saved by ranks, for one layout."""
+        """Whether each rank saves a file, for one topology."""
         return self.arguments["ckpt_format"] == "torch"
 
     @property
-    def scaler(self) -> Mapping[str, object]:
-        """Entry of an optimizer with the scale of the loss, where the source has one."""
-        found = find_grad_scaler(self.index)
-        return {} if found is None else {"grad_scaler": found}
+    def grad_scaler(self) -> Mapping[str, object]:
+        """Optimizer entry with the loss scale, if the source has one."""
+        scaler = find_grad_scaler(self.index)
+        return {} if scaler is None else {"grad_scaler": scaler}
 
-    def is_optimized(self, tensor: ModelTensor) -> bool:
+    def is_optimized(self, tensor: TargetTensor) -> bool:
         """Whether an optimizer has states of the tensor."""
         return bool(self.chain) and tensor.kind is Kind.PARAMETER
 
 
-def axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
-    """Name of a tensor to the axes of the run over which it lies, but for those that its family cuts it along.
+def make_axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
+    """Function from the name of a tensor to its layout over stages, experts and data-parallel ranks.
 
-    The files have states gathered over data-parallel ranks. Stages are left out where the arguments do not deal the
-    layers out evenly (`pipeline_model_parallel_layout`).
+    States are gathered over data-parallel ranks. Stages are left out for `pipeline_model_parallel_layout`.
     """
-    mesh, tensors = run.topology, {own.name: own for own in run.model.tensors}
+    mesh, tensors = run.topology, {tensor.name: tensor for tensor in run.model.tensors}
     is_tied = EMBEDDING in tensors and OUTPUT not in tensors
     try:
-        chunks = split_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
+        layers_by_chunk = split_layers(run.model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=run.arguments)
     except UnsupportedError:
-        chunks = {}
-    homes = {layer: chunk for chunk, layers in chunks.items() for layer in layers}
+        layers_by_chunk = {}
+    chunk_of = {layer: chunk for chunk, layers in layers_by_chunk.items() for layer in layers}
     first, last = (0, 0), (mesh.pp - 1, mesh.vpp - 1)
 
-    def axes(name: str) -> tuple[AxisLayout, ...]:
-        own = tensors[name]
-        home = first if name.startswith("embedding.") else last if own.layer is None else homes.get(own.layer, last)
-        there = {first, last} if is_tied and name == EMBEDDING else {home}
-        owner = None if own.expert is None else own.expert * mesh.ep // run.model.experts
+    def axes_of(name: str) -> tuple[AxisLayout, ...]:
+        layer, expert = tensors[name].layer, tensors[name].expert
+        home = first if name.startswith("embedding.") else last if layer is None else chunk_of.get(layer, last)
+        chunks = {first, last} if is_tied and name == EMBEDDING else {home}
+        owner = None if expert is None else expert * mesh.ep // run.model.experts
         return (
-            *(pipeline_axes(mesh.pp, mesh.vpp, there, "order of the layers") if chunks else ()),
-            *(() if owner is None else along("ep", mesh.ep, "order of the experts", (owner,))),
-            *along("dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"),
+            *(pipeline_axes(mesh.pp, mesh.vpp, chunks, "order of the layers") if layers_by_chunk else ()),
+            *(() if owner is None else holder_axes("ep", mesh.ep, "order of the experts", (owner,))),
+            *holder_axes(
+                "dp", count_replicas(mesh, expert=owner is not None), "states gathered over data-parallel ranks"
+            ),
         )
 
-    return axes
+    return axes_of
 
 
-def experts_apart(model: Model, topology: Topology) -> bool:
+def has_expert_optimizer(model: TargetModel, topology: Topology) -> bool:
     """Whether experts have an optimizer of their own in a run.
 
-    Where experts are parallel, and since megatron-core 0.19 where they are cut over other ranks than the rest as well
+    They do with expert parallelism, and since megatron-core 0.19 with an expert tensor-parallel degree of their own
     (core/tensor_parallel/layers.py: use_expert_pgs).
     """
     return bool(model.experts) and (topology.ep > 1 or topology.expert_tp != topology.tp)
 
 
 def check_topology(topology: Topology) -> None:
-    """Raise TopologyError for words of another framework."""
+    """Raise TopologyError for degrees of another framework."""
     if topology.zero is not None:
         raise TopologyError(
             f"ZeRO stages are DeepSpeed's: drop zero={topology.zero}. Megatron's optimizer is cut over dp anyway"
         )
 
 
-def grid_problem(own: Topology) -> str | None:
-    """Why ranks of experts do not share those of the rest; None when they do."""
-    ranks, expert = own.tp * own.cp * own.dp, own.expert_tp * own.ep
-    if ranks % expert == 0:
+def find_grid_problem(topology: Topology) -> str | None:
+    """Why expert ranks do not divide the dense ranks; None if they do."""
+    tp, cp, dp, etp, ep = topology.tp, topology.cp, topology.dp, topology.expert_tp, topology.ep
+    if (tp * cp * dp) % (etp * ep) == 0:
         return None
     return (
-        f"ranks: etp x ep = {own.expert_tp} x {own.ep} does not divide tp x cp x dp = {own.tp} x {own.cp} x {own.dp}; "
-        f"raise dp to a multiple of {expert // gcd(expert, own.tp * own.cp)}, or lower ep"
+        f"ranks: etp x ep = {etp} x {ep} does not divide tp x cp x dp = {tp} x {cp} x {dp}; "
+        f"raise dp to a multiple of {etp * ep // gcd(etp * ep, tp * cp)}, or lower ep"
     )
 
 
-def random_states(index: Index, topology: Topology, wanted: Iterable[GridPlace]) -> dict[GridPlace, object]:
-    """Random states of all ranks `wanted`, where the run has the layout that they were saved at; else nothing."""
+def select_rng_states(index: Index, topology: Topology, places: Collection[GridPlace]) -> dict[GridPlace, object]:
+    """RNG states of the ranks at `places`, if the source has the same topology and all of them; else none."""
     if index.topology != topology:
         return {}
-    found = {}
+    states = {}
     for extra in index.extras:
         name, _, place = extra.name.partition("/")
         numbers = {part[:2]: part[2:] for part in place.split(".")} if name == "rng_state" and place else {}
         if numbers and set(numbers) <= {"pp", "tp", "ep"} and all(number.isdecimal() for number in numbers.values()):
             tp, pp, ep = (int(numbers.get(axis, 0)) for axis in ("tp", "pp", "ep"))
-            found[GridPlace(tp=tp, pp=pp, ep=ep)] = extra.value
-    places = list(wanted)
-    return {place: found[place] for place in places} if found.keys() >= set(places) else {}
+            states[GridPlace(tp=tp, pp=pp, ep=ep)] = extra.value
+    return {place: states[place] for place in places} if states.keys() >= set(places) else {}

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from ucp.contract.companions import place_companions
-from ucp.contract.model import recorded_arguments, run_arguments, said_values
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.model import parse_values, recorded_arguments, run_arguments
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.contract.protocols import Target
 from ucp.contract.registry import target_family
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
@@ -42,14 +42,14 @@ from ucp_formats.megatron.write.extras import (
 from ucp_formats.megatron.write.groups import is_native, optimizer_chain
 from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import (
-    Model,
+    TargetModel,
     TargetRun,
-    axes_of,
+    build_model,
     check_layers,
     check_topology,
-    experts_apart,
-    random_states,
-    target_model,
+    has_expert_optimizer,
+    make_axes_of,
+    select_rng_states,
 )
 from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
 
@@ -92,7 +92,7 @@ class MegatronTarget(Target):
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
         """Those of a run of Megatron, with the modules that its layers are built of."""
-        native, asked = run_arguments(index), said_values(settings)
+        native, asked = run_arguments(index), parse_values(settings)
         check_settings(asked, native)
         modules = choose_modules(index, native, asked)
         return {**recorded_arguments(index), **modules.settings, **asked}
@@ -117,13 +117,13 @@ class MegatronTarget(Target):
             optimizer = OptimizerPlan(index, prober)
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
         check_division(run)
-        asked = said_values(options.settings)
+        asked = parse_values(options.settings)
         check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
         notes = (*notes, *extra_notes(run))
         mesh = run.topology
-        plan = target_plan(index, drafted, notes=notes, topology=mesh, axes_of=axes_of(run), names_rounded=True)
+        plan = target_plan(index, drafted, notes=notes, topology=mesh, axes_of=make_axes_of(run), names_rounded=True)
         lost = lost_states(run, plan.placements)
         plan = replace(
             plan,
@@ -132,7 +132,7 @@ class MegatronTarget(Target):
             dropped=(*lost_lines(run, lost, plan.placements), *lost_extras(run)),
             regrouped=not is_native(index),
         )
-        return place_companions(index, plan, own=(TRACKER,))
+        return add_sidecars(index, plan, reserved=(TRACKER,))
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
         """The tracker, which makes the iteration the one to load."""
@@ -146,14 +146,14 @@ def _run(
     """Everything that is to be written, and what was assumed."""
     check_topology(topology)
     check_weights(index)
-    native, asked = run_arguments(index), said_values(options.settings)
+    native, asked = run_arguments(index), parse_values(options.settings)
     modules = choose_modules(index, native, asked)
     said = {**modules.settings, **asked}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    model = target_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
+    model = build_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
-    chain, notes = optimizer_chain(index, model.expert_atoms, optimizer, split=experts_apart(model, topology))
+    chain, notes = optimizer_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
     trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
     has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
@@ -163,12 +163,12 @@ def _run(
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
         optimizer.check_grouped(_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
-        optimizer.check_grouped(_stepped(index, model.expert_atoms), remedy=_EXPERTS_ALONG)
+        optimizer.check_grouped(_stepped(index, model.expert_params), remedy=_EXPERTS_ALONG)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
         arguments["consumed_train_samples"] = samples
-    random = random_states(index, topology, places)
+    random = select_rng_states(index, topology, places)
     run = TargetRun(
         index=index,
         model=model,
@@ -183,7 +183,7 @@ def _run(
         ),
         chain=chain,
         common=common_state(index, chain, iteration=index.step or 0, samples=samples or 0),
-        random=random,
+        rng_states=random,
         dtypes=options.dtypes,
     )
     style = key_style(arguments)
@@ -194,12 +194,13 @@ def _run(
 
 
 def _made_arguments(
-    index: Index, model: Model, said: Mapping[str, object]
+    index: Index, model: TargetModel, said: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """Arguments for a model that no run of Megatron trained, and what a user may not expect of them."""
     recorded = recorded_arguments(index)
     stated = configured(recorded)
-    arguments = derived_arguments(model.shapes, model.dtypes, asked={**stated, **said}, source=index.path)
+    dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is Kind.PARAMETER}
+    arguments = derived_arguments(model.shapes, dtypes, asked={**stated, **said}, source=index.path)
     others = {name: own for name, own in stated.items() if name in said and said[name] != own}
     notes = [f"--set {name}={said[name]}, where config.json says {own}" for name, own in others.items()]
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
@@ -214,12 +215,12 @@ def _stepped(index: Index, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}]
 
 
-def _check_states(index: Index, model: Model, arguments: Mapping[str, object]) -> None:
+def _check_states(index: Index, model: TargetModel, arguments: Mapping[str, object]) -> None:
     """Prove that trained parameters have all states that some have; `arguments`: of the run."""
-    lacking = missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
+    lacking = find_missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
     if lacking:
         lines = listed(f"{name}: {', '.join(states)}" for name, states in lacking.items())
-        reasons = index.reasons(lacking)
+        reasons = index.loss_reasons(lacking)
         two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
         raise MissingStateError(

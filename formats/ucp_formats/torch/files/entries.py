@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from ucp.contract.ranks import Checksums, per_rank_extras
+from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
@@ -166,7 +166,7 @@ class _Collector:
         in_model = path[:-1] == self._model_path
         if in_model and path and is_module_state(path[-1]):
             name = f"{MODULE_STATE}{self._to_name(str(path[-1]))}"
-            self._extras += per_rank_extras(name, values, self._checksums)
+            self._extras += make_rank_extras(name, values, self._checksums)
         elif any(path[: len(root)] == root and path != root for root in self._optimizer_paths):
             self._collect_optimizer(path, values, is_tensors=is_tensors)
         elif is_tensors and in_model:
@@ -216,7 +216,7 @@ class _Collector:
     def _common_value(self, path: Path, values: RankValues) -> object:
         """The value that all ranks have. Raises MalformedError if they differ."""
         (rank, value), *_ = values.items()
-        firsts = self._checksums.first_same(values.values())
+        firsts = self._checksums.find_first_same(values.values())
         for other, first in zip(values, firsts, strict=True):
             if first:
                 raise MalformedError(
@@ -227,7 +227,7 @@ class _Collector:
 
     def _collect_extra(self, path: Path, values: RankValues) -> None:
         name = show_path(path)
-        self._extras += per_rank_extras(name, values, self._checksums)
+        self._extras += make_rank_extras(name, values, self._checksums)
         first = next(iter(values.values()))
         if isinstance(first, dict) and sum(map(is_tensor, first.values())) > 1:
             self._aside.append(name)

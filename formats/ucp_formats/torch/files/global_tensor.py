@@ -20,9 +20,9 @@ from math import prod
 
 from ucp.contract.plugins import pattern
 from ucp.core.index import StateIndex
-from ucp.core.layout import AxisLayout, Layout, local_shape, place
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, place
 from ucp.core.tensor import DType, TensorRef
-from ucp.core.union import ShardedTensor, Shards, Stored, Union
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.torch.files.sharded import RankShard, parse_shard
@@ -47,11 +47,17 @@ class GlobalTensor:
 
     @classmethod
     def place(
-        cls, dtype: DType, shape: tuple[int, ...], layout: Layout, stored: tuple[Stored, ...], *, is_shared: bool = True
+        cls,
+        dtype: DType,
+        shape: tuple[int, ...],
+        layout: Layout,
+        stored: tuple[StoredShard, ...],
+        *,
+        is_shared: bool = True,
     ) -> GlobalTensor:
         """The tensor of which ranks stored parts; at least one, even of a tensor without elements."""
-        tensor = ShardedTensor(dtype=dtype, shape=shape, parts=(Shards(layout, stored),))
-        return cls(Union().state(tensor), layout, is_shared)
+        tensor = ShardedTensor(dtype=dtype, shape=shape, shard_sets=(ShardSet(layout, stored),))
+        return cls(Union().build_state(tensor), layout, is_shared)
 
     @classmethod
     def of(cls, entry: StateEntry) -> GlobalTensor:
@@ -140,7 +146,7 @@ def _join_copies(refs: Mapping[int, TensorRef], name: str) -> GlobalTensor:
         )
     ((dtype, shape),) = kinds
     copies = AxisLayout(COPIES, len(refs), pattern("replicate"), "a plain tensor in the file of every rank")
-    stored = tuple(Stored({COPIES: number}, ref) for number, ref in enumerate(refs.values()))
+    stored = tuple(StoredShard({COPIES: number}, ref) for number, ref in enumerate(refs.values()))
     return GlobalTensor.place(dtype, shape, Layout((copies,) if len(refs) > 1 else ()), stored, is_shared=False)
 
 
@@ -167,7 +173,7 @@ def _join_shards(shards: Mapping[int, RankShard], name: str) -> GlobalTensor:
         raise MalformedError(
             f"expected shards of {name} of one type; got {', '.join(map(str, dtypes)) or 'no elements on any rank'}"
         )
-    stored = tuple(Stored(coords[rank], ref) for rank, ref in refs.items() if ref.numel or 0 in first.shape)
+    stored = tuple(StoredShard(coords[rank], ref) for rank, ref in refs.items() if ref.numel or 0 in first.shape)
     return GlobalTensor.place(dtypes.pop(), first.shape, layout, stored)
 
 
@@ -213,7 +219,7 @@ def _varying_axis(shards: Mapping[int, RankShard]) -> str:
 def _check_placed(shard: RankShard, layout: Layout, coords: Mapping[str, int], name: str) -> None:
     """Raise MalformedError unless a rank's shard has the shape, and the box, that the layout gives it."""
     try:
-        expected = local_shape(layout, shard.shape, coords)
+        expected = compute_local_shape(layout, shard.shape, coords)
         boxes = [placed.box for placed in place(layout, shard.shape, coords=coords) if placed.box.numel]
     except ValueError as error:
         raise MalformedError(f"{name} of {list(shard.shape)}, laid out as {_show(layout)}: {error}") from error

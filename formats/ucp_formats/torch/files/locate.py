@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ucp.contract.locating import Located, Strength, find_only, the_checkpoint
-from ucp.contract.registry import is_of_another
+from ucp.contract.locating import Located, Strength, find_only, require_checkpoint
+from ucp.contract.registry import is_owned_by_another
 from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
 from ucp.io.folder import names_in
 from ucp.io.provenance import read_mark
@@ -134,7 +134,7 @@ def _is_written_by_target(path: Path) -> bool:
 
 def _is_candidate(name: str) -> bool:
     """Whether a file may hold a whole checkpoint, by its name."""
-    return name.endswith(_SUFFIXES) and _COMPANIONS.fullmatch(name) is None and not is_of_another(name, "torch")
+    return name.endswith(_SUFFIXES) and _COMPANIONS.fullmatch(name) is None and not is_owned_by_another(name, "torch")
 
 
 def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
@@ -161,7 +161,7 @@ def _rank_files(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
 
 def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedFiles]:
     """`located`, complete. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
-    located = the_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
+    located = require_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
     if path.is_file() and parse_rank_file(path.name) is not None:
         raise UsageError(f"{path} is the file of one rank; pass the folder that holds those of all: {path.parent}")
     files, ranks = located.content.files.values(), located.content.ranks

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ucp.contract.layouts import Placement, axes_of
+from ucp.contract.layouts import DTensorPlacement, placements_to_axes
 from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
@@ -82,7 +82,7 @@ def _parse_dtensor(args: tuple[object, ...], state: object, where: str) -> RankS
     return RankShard(
         shape=_parse_shape(args[2], where),
         ref=local,
-        layout=Layout(axes_of(axes.names, axes.sizes, parsed, "placements of DTensors")),
+        layout=Layout(placements_to_axes(axes.names, axes.sizes, parsed, "placements of DTensors")),
         coords=dict(zip(axes.names, axes.coords, strict=True)),
         root_coords={
             name: coord
@@ -146,20 +146,20 @@ def _parse_count(shape: object, where: str) -> int:
     return prod(_parse_count(size, where) for size in shape)
 
 
-def _parse_placement(value: object, where: str) -> Placement:
+def _parse_placement(value: object, where: str) -> DTensorPlacement:
     if not isinstance(value, Stub):
         raise MalformedError(f"{where}: expected a placement; got {value!r}")
     kind, dim, factor = value.made_by.qualname, value.attribute("dim", 0), value.attribute("split_factor", 0)
     if value.args and kind in ("Shard", "_StridedShard"):
         dim = value.args[0]
     if kind in ("Partial", "_Partial") and value.attribute("reduce_op", "sum") == "avg":
-        return Placement("Partial")
+        return DTensorPlacement("Partial")
     if kind not in ("Shard", "_StridedShard", "Replicate") or not isinstance(dim, int) or not isinstance(factor, int):
         raise UnsupportedError(
             f"{where}: shards of its placement {kind} do not make up a tensor. Redistribute it to Shard or Replicate "
             "before it is saved"
         )
-    return Placement(kind, dim, factor)
+    return DTensorPlacement(kind, dim, factor)
 
 
 def _parse_sharded(args: tuple[object, ...], state: object, where: str) -> RankShard:

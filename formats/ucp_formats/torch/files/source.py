@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from ucp.contract.companions import SaveFolder, with_companions
-from ucp.contract.locating import Evidence, Located
-from ucp.contract.model import in_model_order, tied_output
+from ucp.contract.locating import Evidence, Located, SaveFolder
+from ucp.contract.model import find_tied_output, sort_in_model_order
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.ranks import Checksums
+from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, listed
-from ucp.io.folder import absolute, path_of
+from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.torch.extras import find_step
@@ -77,7 +77,7 @@ class TorchFormat(Format):
         def is_own(path: Path) -> bool:
             return path.name in names or (not is_one_file and is_of_the_format(path))
 
-        return with_companions(index, folder, is_own=is_own)
+        return attach_sidecars(index, folder, is_own=is_own)
 
 
 class _TorchIndexer:
@@ -87,7 +87,7 @@ class _TorchIndexer:
         self._located = located
         self._where = str(located.root)
         self._order = read_order(options.param_order)
-        self._folder = absolute(located.root if located.root.is_dir() else located.root.parent)
+        self._folder = to_absolute(located.root if located.root.is_dir() else located.root.parent)
         self._shapes_path = options.shapes_from
         self._shapes: Shapes | None = None if options.shapes_from is None else shapes_from(options.shapes_from)
         self._in_order = True
@@ -107,7 +107,7 @@ class _TorchIndexer:
         self._entries: SavedEntries = split_flat_params(entries, flat_shapes, self._where)
         self._saved: StateDict = self._sort()
         self._is_shared = any(GlobalTensor.of(entry).is_shared for entry in self._saved.model.values())
-        tied = tied_output(self._saved.model, self._config)
+        tied = find_tied_output(self._saved.model, self._config)
         if tied is not None and tied[0] not in self._saved.model:
             self._saved.tied[tied[0]] = tied[1]
 
@@ -129,7 +129,7 @@ class _TorchIndexer:
             # the order of what the user points to, or of a known model
             in_shapes = None if self._shapes is None else [*self._shapes]
             weights = weights.in_order_of(
-                in_shapes or in_model_order(weights.tensors, weights.config.get("model_type"))
+                in_shapes or sort_in_model_order(weights.tensors, weights.config.get("model_type"))
             )
             self._in_order = weights.is_in_order
             self._config = weights.config
@@ -152,7 +152,7 @@ class _TorchIndexer:
         extras = {extra.name: extra.value for extra in self._entries.extras}
         lightning = extras.get("pytorch-lightning_version")
         return Index(
-            path=absolute(self._located.root),
+            path=to_absolute(self._located.root),
             format=name,
             evidence=self._located.reasons,
             producer=f"Lightning {lightning}" if isinstance(lightning, str) else "torch.save",

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from ucp.contract.companions import place_companions
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.contract.protocols import Target
 from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.contract.sidecars import add_sidecars
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
-from ucp.core.target import TargetOptions, TargetPlan, whole_slice
+from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.pickle.values import GlobalName, Stub, walk
@@ -61,7 +61,7 @@ class TorchTarget(Target):
             root = draft.root()
         plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
         plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped)
-        return place_companions(index, plan)
+        return add_sidecars(index, plan)
 
 
 class _TorchDraft:
@@ -118,7 +118,7 @@ class _TorchDraft:
             dtype, data = count_tensor(self._index, self.counts, atom.name, name)
             return self.file.known(dtype, (), data)
         dtype = atom.dtype_of(name, self._dtypes)
-        return self.file.tensor(whole_slice(atom.name, name, state, dtype=dtype))
+        return self.file.tensor(full_slice(atom.name, name, state, dtype=dtype))
 
     def _add_extras(self, root: dict[object, object], model: dict[object, object]) -> None:
         """Add extras that have a place, if `weights_only` unpickles them: no objects of classes."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from ucp.contract.model import config_in
+from ucp.contract.model import read_config
 from ucp.contract.registry import recognise
 from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError, listed
-from ucp.io.json_text import read_object
+from ucp.io.files import read_object
 from ucp.io.safetensors import read_header, read_weight_map
 from ucp_formats.torch.files.flat.lengths import Shapes
 from ucp_formats.torch.files.locate import INDEX
@@ -44,14 +44,14 @@ def read_weights(folder: str, name: str) -> SafetensorsWeights:
     """The tensors of `name`, a file or an index of files. Raises MissingFileError, MalformedError."""
     path = os.path.join(folder, name)
     if name != INDEX:
-        return SafetensorsWeights(read_header(path).tensors, (path,), config_in(folder))
+        return SafetensorsWeights(read_header(path).tensors, (path,), read_config(folder))
     places = read_weight_map(path)
     files = {file: read_header(os.path.join(folder, file)).tensors for file in sorted(set(places.values()))}
     absent = sorted(key for key, file in places.items() if key not in files[file])
     if absent:
         raise MalformedError(f"{path} names {', '.join(absent[:5])} in files that lack it. Copy the folder again")
     paths = (path, *(os.path.join(folder, file) for file in files))
-    return SafetensorsWeights({key: files[file][key] for key, file in places.items()}, paths, config_in(folder))
+    return SafetensorsWeights({key: files[file][key] for key, file in places.items()}, paths, read_config(folder))
 
 
 def shapes_from(path: Path) -> Shapes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from ucp.core.index import Loss, ParamGroup, UnnamedStates
+from ucp.core.index import LostStates, ParamGroup, UnnamedStates
 from ucp_formats.torch.state_dict.model_dict import Path
 from ucp_formats.torch.state_dict.numbered import UnnamedError
 
@@ -63,7 +63,7 @@ class StateDict:
     """Name in the model to what a module keeps there beside its tensors, nested as it was saved."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
-    lost: dict[str, Loss] = field(default_factory=dict)
+    lost: dict[str, LostStates] = field(default_factory=dict)
     """Name of a parameter to why its states are not known."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
@@ -78,7 +78,7 @@ def unnamed_states(where: str, states: Iterable[str], error: UnnamedError) -> Un
     keys = tuple(sorted(set(states)))
     return UnnamedStates(
         states=keys,
-        why=(
+        reason=(
             f"{where}: the optimizer numbers its parameters, and {error}. Its states ({', '.join(keys) or 'none yet'}) "
             f"are not read; the weights are. {error.remedy}. Or take the weights alone (--include '*/weight')"
         ),

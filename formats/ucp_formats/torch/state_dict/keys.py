@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ucp.core.index import WEIGHT, AtomIndex, Kind, OptimizerKeys, ParamGroup, StateDictKeys, StateIndex
 from ucp.core.tensor import TensorRef
-from ucp.core.union import scalar_state
+from ucp.core.union import state_from_scalar
 from ucp.errors import UnsupportedError, listed
 from ucp.io.pickle.fields import described
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, show_path
@@ -52,7 +52,7 @@ def untrained_notes(atoms: Mapping[str, AtomIndex], saved: StateDict) -> Iterato
 
 def number_state_of(entry: StateEntry) -> StateIndex:
     """A state that is no tensor, e.g. `step` of older torch. Raises UnsupportedError if it is no number."""
-    number = None if isinstance(entry.value, TensorRef) else scalar_state(entry.value)
+    number = None if isinstance(entry.value, TensorRef) else state_from_scalar(entry.value)
     if number is None:
         raise UnsupportedError(
             f"expected tensors and numbers as states of the optimizer; {show_path(entry.path)} is "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ucp.core.index import STEP, Loss, ParamGroup
+from ucp.core.index import STEP, LostStates, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, nest, show_path, unnamed_states
 from ucp_formats.torch.state_dict.model_dict import OptimizedParams, Path, fused_parts, longest_name, name_in
@@ -160,7 +160,7 @@ class OptimizerEntries:
             if name is not None:
                 names, last = (name,), text[len(name) + 1 :]
             elif names:
-                saved.lost.update(dict.fromkeys(names, Loss(why=_FUSED_WHY)))
+                saved.lost.update(dict.fromkeys(names, LostStates(reason=_FUSED_WHY)))
             else:
                 strays.append(key)
             for param in names:

@@ -417,7 +417,7 @@ def test_what_a_killed_run_left_in_scratch_is_removed(memory, scratch, source):
 
 
 def test_stores_that_are_only_read(scratch, source):
-    with pytest.raises(UsageError, match="which is only read"):
+    with pytest.raises(UsageError, match="which is read-only"):
         converted(source, scratch, dst="hf://owner/model")
     with pytest.raises(UsageError, match="expected the URL of a bucket"):
         converted(source, scratch, dst="memory://")

@@ -19,7 +19,7 @@ from tests.unit.conftest import handmade, shrink
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.destination.existing import ConversionId
 from ucp.conversion.destination.staging import Staging
-from ucp.conversion.parts.journals import PartJournal, is_running, runs_in
+from ucp.conversion.parts.journals import PartJournal, is_running, list_runs
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
@@ -138,8 +138,8 @@ class TestWhatIsMissing:
         done = ucp.convert(source, dst, part="1/4", workers=1)
         assert run_until(45, source, dst, part="3/4") < 0
         ucp.convert(source, dst, part="4/4", workers=1, fsync=False)
-        (journal,) = (run for run in runs_in(Staging(dst)) if run.share.number == 4)
-        noted = [own for own in journal.lines() if "task" in own]
+        (journal,) = (run for run in list_runs(Staging(dst)) if run.share.number == 4)
+        noted = [own for own in journal.read_lines() if "task" in own]
         file = partial(dst) / "data" / "packs" / "00000.safetensors"
         data = bytearray(file.read_bytes())
         data[-8:] = bytes(byte ^ 1 for byte in data[-8:])
@@ -229,9 +229,9 @@ class TestBesideOtherRuns:
         running.close()
 
     def test_who_is_running_is_seen_by_the_lock_alone(self, dst, running):
-        assert [is_running(run) for run in runs_in(Staging(dst))].count(True) == 1
+        assert [is_running(run) for run in list_runs(Staging(dst))].count(True) == 1
         running.close()
-        assert not any(map(is_running, runs_in(Staging(dst))))
+        assert not any(map(is_running, list_runs(Staging(dst))))
 
     def test_a_part_waits_for_who_has_the_place_for_itself(self, source, dst, small_blocks):
         staging = Staging(dst)
@@ -412,7 +412,7 @@ class TestDamage:
         with pytest.raises(CorruptError, match="CRC-32 differs"):
             ucp.convert(source, dst, part="1/1", workers=1)
         assert partial(dst).exists(), "others may be at work"
-        assert not any(run.is_sealed for run in runs_in(Staging(dst)))
+        assert not any(run.is_sealed for run in list_runs(Staging(dst)))
 
     def test_of_the_source_is_found_at_the_end_where_parts_read_some_of_a_record_each(self, source, dst, small_blocks):
         failed = 0
@@ -431,7 +431,7 @@ class TestDamage:
 def test_copies_that_differ(tmp_path, dst, small_blocks):
     """Told by every part that compares them, and at the end."""
     shards, array = Shards(tmp_path / "drifted"), np.arange(240, dtype="float32").reshape(30, 8)
-    box = Box.whole(array.shape)
+    box = Box.full(array.shape)
     pieces = [Fragment(box=box, ref=shards.put(array + n, file=f"{n}.bin"), replica=n) for n in (0, 1)]
     state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=tuple(pieces))
     write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))

@@ -16,9 +16,9 @@ import ucp
 from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
 from ucp.conversion.destination.existing import ConversionId
 from ucp.conversion.destination.staging import Staging
-from ucp.conversion.journal import done_of
+from ucp.conversion.journal import parse_done
 from ucp.conversion.options import make_options
-from ucp.conversion.parts.journals import PartJournal, runs_in
+from ucp.conversion.parts.journals import PartJournal, list_runs
 from ucp.conversion.prepare import prepare
 from ucp.core.text.units import nbytes_text
 from ucp.errors import DestinationError, UnfinishedError
@@ -57,7 +57,7 @@ def wanted(source, tmp_path, small_blocks):
 def read(monkeypatch):
     """Bytes of what grows that were read back; by whoever finalizes, in no other way than the one that is counted."""
     module, counted = import_module("ucp.conversion.journal"), [0]
-    real = module._stands
+    real = module._holds_bytes
 
     def stands(root, task, done):
         answer = real(root, task, done)
@@ -72,7 +72,7 @@ def read(monkeypatch):
         return counted[0]
 
     OPENED.clear()
-    monkeypatch.setattr(module, "_stands", stands)
+    monkeypatch.setattr(module, "_holds_bytes", stands)
     return amount
 
 
@@ -94,7 +94,7 @@ def finalize(source, dst, **options):
 
 
 def journal_of(dst, number):
-    (run,) = (run for run in runs_in(Staging(dst)) if run.share.number == number)
+    (run,) = (run for run in list_runs(Staging(dst)) if run.share.number == number)
     return run.path
 
 
@@ -189,7 +189,7 @@ class TestCutOff:
         """It may have been at work on bytes that it saw were wrong."""
         own = [part(source, dst, number) for number in (1, 2, 3)]
         assert run_until(20, source, dst, part="2/3") < 0
-        assert len([run for run in runs_in(Staging(dst)) if run.share.number == 2]) == 2
+        assert len([run for run in list_runs(Staging(dst)) if run.share.number == 2]) == 2
         assert finalize(source, dst).believed_bytes == own[0] + own[2]
         assert read() == own[1]
         assert tree(dst) == wanted
@@ -213,7 +213,7 @@ class TestCutOff:
             for number in (1, 3):
                 part(source, dst, number)
             done = run_until(step, source, dst, part="2/3")
-            if done == 0 or any(run.is_sealed for run in runs_in(Staging(dst)) if run.share.number == 2):
+            if done == 0 or any(run.is_sealed for run in list_runs(Staging(dst)) if run.share.number == 2):
                 break  # killed after its seal, it had come to its end
             killed += 1
             scribble(source, dst, 2)
@@ -394,8 +394,8 @@ class TestOtherRuns:
 def test_notes_of_one_task_that_differ_are_not_believed(source, dst, wanted, read):
     """As of nodes whose libraries compress otherwise: the bytes say which is right."""
     own = sum(part(source, dst, number) for number in (1, 2, 3))
-    (run,) = (run for run in runs_in(Staging(dst)) if run.share.number == 2)
-    noted = [done for line in run.lines() if (done := done_of(line))]
+    (run,) = (run for run in list_runs(Staging(dst)) if run.share.number == 2)
+    noted = [done for line in run.read_lines() if (done := parse_done(line))]
     for at in (0, 1):
         journal = PartJournal(Staging(dst), Share(2, 3))
         for number, done in enumerate(noted):
@@ -436,7 +436,7 @@ def test_a_disk_that_fails_leaves_no_seal_and_puts_others_in_doubt(source, dst, 
     with pytest.raises(DestinationError, match="Input/output error"):
         part(source, dst, 1, 2)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    assert [(run.has_ended, run.is_sealed) for run in runs_in(Staging(dst))] == [(False, False), (True, True)]
+    assert [(run.has_ended, run.is_sealed) for run in list_runs(Staging(dst))] == [(False, False), (True, True)]
     assert finalize(source, dst).believed_bytes == 0, "the system says to one of them that bytes of the file are lost"
     assert tree(dst) == wanted
 

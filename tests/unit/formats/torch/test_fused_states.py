@@ -25,7 +25,7 @@ def test_states_of_a_fused_parameter_are_lost_and_its_group_is_kept() -> None:
     parts = sort_entries([*MODEL, NORM, *optimizer(f"{MODULE}.wqkv.weight"), *optimizer("norm.weight")], "somewhere")
     names = {leaf.path[0] for leaf in MODEL}
     assert set(parts.lost) == names
-    assert all("fuse_qkv = False" in loss.why for loss in parts.lost.values())
+    assert all("fuse_qkv = False" in loss.reason for loss in parts.lost.values())
     assert parts.states.keys() == {"norm.weight"}
     (group,) = parts.groups
     assert (set(group.params), group.hyper) == ({*names, "norm.weight"}, {"lr": 0.5})

@@ -139,7 +139,7 @@ def test_states_without_names_are_one_problem_and_weights_are_read(way: str, tmp
     for name, own in model.state_dict().items():
         assert torch.equal(ucp.open(folder).read(name, "weight"), own)
     report = ucp.verify(folder)
-    assert report.problems == report.unnamed == (index.unnamed.why,)
+    assert report.problems == report.unnamed == (index.unnamed.reason,)
 
     for to in ("ucp", "dcp", "torch", "deepspeed"):
         with pytest.raises(MissingStateError, match="--param-order"):

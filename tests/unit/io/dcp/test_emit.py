@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def piece(name: str, *shape: int, dtype: DType = DType.FLOAT32) -> Slice:
     """All of a parameter `name`."""
-    whole = Box.whole(shape)
+    whole = Box.full(shape)
     return Slice(
         param=name,
         state="weight",

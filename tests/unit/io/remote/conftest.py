@@ -22,12 +22,12 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch):
     """The store, empty afterwards; nobody has named anything in it."""
-    from ucp.io.files import let_go
+    from ucp.io.files import close_connections
     from ucp.io.remote import listing
 
-    monkeypatch.setattr(listing, "_seen", listing._Seen())
+    monkeypatch.setattr(listing, "_listings", listing._Listings())
     own = Memory()
     yield own
     own.fs.store.clear()
     own.fs.pseudo_dirs[:] = [""]
-    let_go()
+    close_connections()

@@ -218,7 +218,7 @@ assert CliRunner().invoke(cli, ["inspect", sys.argv[1]], prog_name="ucp").exit_c
 ucp.convert(sys.argv[1], sys.argv[2])
 heavy = {"fsspec", "s3fs", "gcsfs", "boto3", "botocore", "aiobotocore", "aiohttp", "huggingface_hub"} & set(sys.modules)
 assert not heavy, heavy
-assert "ucp.io.remote.link" not in sys.modules
+assert "ucp.io.remote.connections" not in sys.modules
 """
 
 

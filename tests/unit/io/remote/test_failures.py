@@ -16,8 +16,8 @@ from ucp.errors import (
     SourceError,
     UsageError,
 )
-from ucp.io.remote.failures import told
-from ucp.io.remote.url import EXTRAS, check_url, redacted
+from ucp.io.remote.failures import translate_errors
+from ucp.io.remote.url import EXTRAS, check_url, redact
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"
 
@@ -39,26 +39,26 @@ def coded(library, name, status):
         (of("botocore", "NoCredentialsError"), AccessError, "there are no credentials"),
         (of("botocore", "TokenRetrievalError"), AccessError, "there are no credentials"),
         (of("botocore", "ProfileNotFound", "no profile x"), AccessError, r"\(ProfileNotFound: no profile x\)"),
-        (PermissionError("Forbidden"), AccessError, r"refused \(PermissionError: Forbidden\)"),
-        (of("huggingface_hub", "GatedRepoError", "gated"), AccessError, "refused"),
+        (PermissionError("Forbidden"), AccessError, r"denied \(PermissionError: Forbidden\)"),
+        (of("huggingface_hub", "GatedRepoError", "gated"), AccessError, "denied"),
         (FileNotFoundError("x"), MissingFileError, "nothing is there"),
         (of("fsspec", "FSTimeoutError", base=TimeoutError), ConnectionLostError, "did not answer in time"),
         (of("botocore", "ReadTimeoutError"), ConnectionLostError, "did not answer in time"),
-        (of("aiohttp", "ClientPayloadError", "half"), ConnectionLostError, "broke off before their end"),
+        (of("aiohttp", "ClientPayloadError", "half"), ConnectionLostError, "answers were cut off"),
         (of("botocore", "EndpointConnectionError", "no route"), ConnectionLostError, "cannot be reached"),
-        (ConnectionRefusedError(111, "refused"), ConnectionLostError, "cannot be reached"),
+        (ConnectionRefusedError(111, "denied"), ConnectionLostError, "cannot be reached"),
         (of("s3fs", "FileExpired", base=OSError), ChangedError, "was replaced while it was read"),
         (ImportError("s3fs"), MissingLibraryError, r"universal-checkpoint\[s3\]"),
         (OSError(121, "InternalError"), SourceError, "InternalError"),
-        (OSError("Forbidden: b/bucket/o\nno access"), AccessError, "refused"),  # as gcsfs tells of 403
-        (coded("gcsfs", "HttpError", 401), AccessError, "refused"),
+        (OSError("Forbidden: b/bucket/o\nno access"), AccessError, "denied"),  # as gcsfs tells of 403
+        (coded("gcsfs", "HttpError", 401), AccessError, "denied"),
         (coded("gcsfs", "HttpError", 500), SourceError, "HttpError"),
         (of("huggingface_hub", "HfHubHTTPError", "500", base=OSError), SourceError, "HfHubHTTPError: 500"),
         (of("httpx2", "ConnectError", "no route"), ConnectionLostError, "cannot be reached"),
     ],
 )
 def test_each_failure_is_told(error, kind, said):
-    with pytest.raises(kind, match=said) as caught, told("s3://bucket/x"):
+    with pytest.raises(kind, match=said) as caught, translate_errors("s3://bucket/x"):
         raise error
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
@@ -66,21 +66,21 @@ def test_each_failure_is_told(error, kind, said):
 
 @pytest.mark.parametrize("scheme", EXTRAS)
 def test_every_scheme_says_where_its_credentials_come_from(scheme):
-    with pytest.raises(AccessError, match=r"from the environment: [a-zA-Z]"), told(f"{scheme}://bucket/x"):
+    with pytest.raises(AccessError, match=r"from the environment: [a-zA-Z]"), translate_errors(f"{scheme}://bucket/x"):
         raise PermissionError("no")
 
 
 def test_mistakes_of_this_program_stay_mistakes():
-    with pytest.raises(TypeError), told("s3://bucket/x"):
+    with pytest.raises(TypeError), translate_errors("s3://bucket/x"):
         raise TypeError("len() of None")
 
 
 def test_what_a_library_says_of_a_name_is_no_mistake_of_this_program():
     said = {"__name__": "huggingface_hub.hf_file_system"}
     exec("def resolve(): raise ValueError('expected namespace/name')", said)
-    with pytest.raises(SourceError, match="namespace/name"), told("hf://gpt2"):
+    with pytest.raises(SourceError, match="namespace/name"), translate_errors("hf://gpt2"):
         said["resolve"]()
-    with pytest.raises(ValueError, match="ours"), told("hf://gpt2"):
+    with pytest.raises(ValueError, match="ours"), translate_errors("hf://gpt2"):
         raise ValueError("ours")
 
 
@@ -103,7 +103,7 @@ def test_no_secret_is_told(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     text = f"{SECRET} of http://me:{SECRET}@host/x?X-Amz-Credential={SECRET}&X-Amz-Signature=deadbeef is wrong"
     try:
-        with told("s3://bucket/x"):
+        with translate_errors("s3://bucket/x"):
             raise PermissionError(text)
     except AccessError as error:
         shown = "".join(traceback.format_exception(error))
@@ -114,5 +114,5 @@ def test_no_secret_is_told(monkeypatch):
 
 def test_what_is_no_secret_stays(monkeypatch):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS_FILE", "/home/me/key.json")
-    assert redacted("no such file: /home/me/key.json?") == "no such file: /home/me/key.json?"
-    assert redacted("s3://bucket/run@2/x") == "s3://bucket/run@2/x"
+    assert redact("no such file: /home/me/key.json?") == "no such file: /home/me/key.json?"
+    assert redact("s3://bucket/run@2/x") == "s3://bucket/run@2/x"

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from ucp.errors import UsageError
-from ucp.io.folder import given, is_url, names_in, path_of, seen_from, short_text
+from ucp.io.folder import is_url, names_in, parse_path, path_of, read_short_text, resolve_from
 from ucp.io.remote.path import RemotePath
 
 TREE = {"a.pt": b"12", "latest": b"step1\n", "step1/x.bin": b"abc", "step1/deep/y.bin": b"d", "step10/x.bin": b""}
@@ -21,7 +21,7 @@ def both(memory, tmp_path):
     for name, data in TREE.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
-    return root, given(memory.put(root, "memory://bucket/run"))
+    return root, parse_path(memory.put(root, "memory://bucket/run"))
 
 
 @pytest.mark.parametrize("name", ["", "a.pt", "step1", "step1/x.bin", "step1/deep", "nothing", "step1/nothing", "step"])
@@ -37,8 +37,8 @@ def test_bytes_and_text_as_on_a_disk(both):
     assert (store / "step1/x.bin").read_bytes() == b"abc"
     assert (store / "step1" / "x.bin").stat().st_size == 3
     assert (store / "latest").read_text() == (disk / "latest").read_text()
-    assert short_text(store / "latest", most_bytes=10) == "step1"
-    assert short_text(store / "latest", most_bytes=2) is None
+    assert read_short_text(store / "latest", most_bytes=10) == "step1"
+    assert read_short_text(store / "latest", most_bytes=2) is None
     with (store / "a.pt").open("rb") as file:
         assert file.read() == b"12"
     assert sorted(own.name for own in store.glob("*.pt")) == ["a.pt"]
@@ -80,10 +80,10 @@ def test_lexical_parts_keep_the_url(url):
 
 def test_what_is_a_url():
     assert [is_url(own) for own in ("s3://b/k", "/a/s3://b", "C:/x", "run/x", "s3:/b/k")] == [True, *[False] * 4]
-    assert seen_from(Path("/run"), "x") == Path("/run/x")
-    assert str(seen_from(Path("/run"), "s3://b/x")) == "s3://b/x"
-    assert str(seen_from(path_of("s3://b/run"), "x")) == "s3://b/run/x"
-    assert seen_from(path_of("s3://b/run"), "/local/x") == Path("/local/x")
+    assert resolve_from(Path("/run"), "x") == Path("/run/x")
+    assert str(resolve_from(Path("/run"), "s3://b/x")) == "s3://b/x"
+    assert str(resolve_from(path_of("s3://b/run"), "x")) == "s3://b/run/x"
+    assert resolve_from(path_of("s3://b/run"), "/local/x") == Path("/local/x")
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_what_is_a_url():
 )
 def test_urls_that_are_refused_are_not_repeated(url, told):
     with pytest.raises(UsageError, match=told) as caught:
-        given(url)
+        parse_path(url)
     assert "secretsecret" not in str(caught.value)

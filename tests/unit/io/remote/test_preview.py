@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.io.files import let_go
+from ucp.io.files import close_connections
 from ucp.io.folder import path_of
-from ucp.io.remote.link import preview
+from ucp.io.remote.connections import preview
 from ucp.io.remote.listing import forget
 
 ROOT = "memory://bucket/a"
@@ -29,6 +29,6 @@ def test_files_are_seen_while_it_lasts(files):
     with preview(ROOT, files, hidden=".ucp-partial"):
         assert seen() == ["first", "last"]
         assert (path_of(ROOT) / "last").read_text() == "new"
-        let_go()  # connections may end meanwhile
+        close_connections()  # connections may end meanwhile
         assert seen() == ["first", "last"]
     assert seen() == [".ucp-partial", "first"]

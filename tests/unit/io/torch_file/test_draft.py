@@ -14,7 +14,7 @@ from ucp.io.torch_file.draft import Drafted, FileDraft, Part
 
 
 def own(param: str, numel: int, *, start: int = 0, stop: int | None = None) -> Slice:
-    whole = Box.whole((numel,))
+    whole = Box.full((numel,))
     stop = numel if stop is None else stop
     pairs = (RegionPair(whole, whole),)
     return Slice(

@@ -34,7 +34,7 @@ def loaded(stored, exchange):
 
     def work(ranks):
         third = (ROWS // COUNT, COLUMNS)
-        pair = RegionPair(Box((ranks.rank * third[0], 0), third), Box.whole(third))
+        pair = RegionPair(Box((ranks.rank * third[0], 0), third), Box.full(third))
         items, into = [], []
         for name, state in states.items():
             own = Slice(

@@ -44,10 +44,12 @@ def test_a_part_is_what_the_placements_say(mesh, placements):
     held = net.w.detach().to_local()
     assert found.local_shape == tuple(held.shape)
     for pair in found.pairs:
-        whole = tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))
+        whole = tuple(
+            slice(low, high) for low, high in zip(pair.global_box.offsets, pair.global_box.stops, strict=True)
+        )
         local = tuple(slice(low, high) for low, high in zip(pair.local.offsets, pair.local.stops, strict=True))
         assert torch.equal(ROWS[whole], held[local])
-    assert sum(pair.whole.numel for pair in found.pairs) == held.numel()
+    assert sum(pair.global_box.numel for pair in found.pairs) == held.numel()
     assert describe_model(net).handles["w"].data_ptr() == held.data_ptr()
 
 
@@ -63,7 +65,9 @@ def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
     (own,) = live.tensors
     (pair,) = own.part.to_slice("w1", "weight", (experts, 4), DType.FLOAT32).pairs
     assert len(own.part.layout.axes) == 2
-    part = whole[tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))]
+    part = whole[
+        tuple(slice(low, high) for low, high in zip(pair.global_box.offsets, pair.global_box.stops, strict=True))
+    ]
     assert torch.equal(part, live.handles["w1"])
 
 

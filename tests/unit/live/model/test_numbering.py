@@ -9,7 +9,7 @@ from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel
 from ucp.live.model.parallel.experts import ExpertMap, Experts
-from ucp.live.model.parallel.numbering import Numbering, survey_numbers
+from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.parts import LivePart, LiveTensor
 from ucp.live.run.mesh import RunMesh
 
@@ -33,9 +33,8 @@ def named(
     found = []
     for rank, own in enumerate(models):
         mesh = RunMesh.from_topology(run, rank=rank)
-        dealt = ExpertMap.of(experts, ep=run.ep)
-        numbering = Numbering(surveys=told, mesh=mesh, rank=rank, experts=dealt, chunks=own.chunks)
-        whole = numbering.name_globally(own, stored, rename)
+        dealt = ExpertMap.parse(experts, ep=run.ep)
+        whole = name_globally(own, told, mesh=mesh, rank=rank, experts=dealt, stored=stored, rename=rename)
         found.append([tensor.global_names[0] for tensor in whole.tensors])
     return found
 
@@ -176,7 +175,7 @@ def test_experts_that_make_no_row_are_refused():
     with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 3;") as raised:
         named([model(*experts(0, 1)), model(*experts(3))], "dp=2,ep=2")
     assert "pass experts={expert: ranks}" in str(raised.value)
-    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; `experts` deals 0, 1 to ep rank 0"):
+    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; experts= assigns 0, 1 to ep rank 0"):
         named([model(*experts(0)), model(*experts(0, 1))], "dp=2,ep=2", experts={0: 0, 1: 0, 2: 1, 3: 1})
 
 
@@ -194,7 +193,7 @@ def test_experts_that_make_no_row_are_refused():
 )
 def test_maps_that_are_none(dealt, said):
     with pytest.raises(UsageError, match=said):
-        ExpertMap.of(dealt, ep=2)
+        ExpertMap.parse(dealt, ep=2)
 
 
 def test_chunks_are_those_of_the_topology():

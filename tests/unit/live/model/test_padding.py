@@ -34,7 +34,7 @@ def test_the_ranks_take_every_row_that_both_have_once(stored: int) -> None:
         row
         for tp in range(RANKS)
         for pair in part(tp).to_slice("w", "weight", (stored, WIDTH), DType.FLOAT32).pairs
-        for row in range(pair.whole.offsets[0], pair.whole.stops[0])
+        for row in range(pair.global_box.offsets[0], pair.global_box.stops[0])
     ]
     assert taken == list(range(min(stored, ROWS)))
 

@@ -36,7 +36,7 @@ def job(tmp_path, array, monkeypatch):
     shrink(monkeypatch, block=4096, task=8192)
     monkeypatch.setattr(import_module("ucp.transfer.plan.tiles"), "MIN_TILED", 0)
     shards = Shards(tmp_path / "source")
-    fragment = Fragment(box=Box.whole(SHAPE), ref=shards.put(array, order=(2, 1, 0)))
+    fragment = Fragment(box=Box.full(SHAPE), ref=shards.put(array, order=(2, 1, 0)))
     state = StateIndex(dtype=DType.INT32, global_shape=SHAPE, fragments=(fragment,))
     write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
     index = index_of(tmp_path / "source")

@@ -17,7 +17,7 @@ import ucp
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.target import OutputFile, Placement, RawCopy, Slice, TargetPlan, whole_slice
+from ucp.core.target import OutputFile, Placement, RawCopy, Slice, TargetPlan, full_slice
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, ReplicaError
 from ucp.source.read import index_of
@@ -54,7 +54,7 @@ def small(monkeypatch):
             "transfer.compare",
             "conversion.prepare",
             "store.describe",
-            "live.exchange.loads",
+            "live.exchange.reads",
         )
     }
     for name, values in bounds.items():
@@ -85,7 +85,7 @@ def nbytes_read(monkeypatch):
 
 def source(folder: Path, array: np.ndarray, order: tuple[int, ...], *, copies: int = 1) -> Path:
     """A checkpoint of one tensor whose dims lie in that order, with its checksum; the copies are row-major."""
-    shards, box = Shards(folder), Box.whole(array.shape)
+    shards, box = Shards(folder), Box.full(array.shape)
     refs = [shards.put(array, order=order), *(shards.put(array) for _ in range(1, copies))]
     fragments = tuple(Fragment(box=box, ref=ref, replica=n) for n, ref in enumerate(refs))
     state = StateIndex(dtype=DType(array.dtype.name), global_shape=array.shape, fragments=fragments)
@@ -132,7 +132,7 @@ def test_what_is_compared_is_read_once(tmp_path, nbytes_read, order):
 def test_copies_that_differ_are_found_in_whatever_order(tmp_path, compress):
     changed = numbers()
     changed[17, 5, 3] = -1
-    shards, box = Shards(tmp_path / "source"), Box.whole(SHAPE)
+    shards, box = Shards(tmp_path / "source"), Box.full(SHAPE)
     fragments = (
         Fragment(box=box, ref=shards.put(numbers(), order=(2, 1, 0))),
         Fragment(box=box, ref=shards.put(changed, order=(1, 2, 0)), replica=1),
@@ -181,7 +181,7 @@ def test_parts_of_all_ranks_are_filled_from_one_reading(tmp_path, nbytes_read, o
 def test_means_of_transposed_terms_are_those_of_plain_ones(tmp_path):
     terms = [numbers() * 3, numbers() - 5]
     for name, order in (("plain", (0, 1, 2)), ("crosswise", (2, 1, 0))):
-        shards, box = Shards(tmp_path / name), Box.whole(SHAPE)
+        shards, box = Shards(tmp_path / name), Box.full(SHAPE)
         fragments = tuple(Fragment(box=box, ref=shards.put(t, order=order), term=n) for n, t in enumerate(terms))
         state = StateIndex(dtype=DType.FLOAT32, global_shape=SHAPE, fragments=fragments, overlap=Overlap.MEAN)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
@@ -218,7 +218,7 @@ def test_moments_that_are_all_zero_are_read_in_long_runs(tmp_path, monkeypatch):
     shards, calls = Shards(tmp_path / "source"), []
     states = {("w", "weight"): shards.whole(numbers())}
     ref = shards.put(np.zeros(SHAPE, "float32"), order=(2, 1, 0))
-    whole = Fragment(box=Box.whole(SHAPE), ref=ref)
+    whole = Fragment(box=Box.full(SHAPE), ref=ref)
     states["w", "exp_avg"] = StateIndex(dtype=DType.FLOAT32, global_shape=SHAPE, fragments=(whole,))
     write_checkpoint(make_index(shards.folder, states))
     real = os.pread
@@ -232,13 +232,16 @@ def test_plain_layouts_are_not_crosswise(tmp_path):
     """Rows, and what a flat partition holds of them, are read as they lie."""
     shards = Shards(tmp_path)
     state = shards.whole(numbers())
-    own = whole_slice("w", "weight", state)
+    own = full_slice("w", "weight", state)
     assert not needs_tiles(own, state, nbytes=BLOCK)
     pairs = Shard(0).regions(SHAPE, 4, 1)
     shard = replace(own, pairs=pairs, local_shape=(24, 40, 12), start=100, stop=9999)
     assert not needs_tiles(shard, state, nbytes=BLOCK)
     columns = tuple(
-        Fragment(box=pair.whole, ref=shards.put(numbers()[:, pair.whole.offsets[1] :][:, : pair.whole.sizes[1]]))
+        Fragment(
+            box=pair.global_box,
+            ref=shards.put(numbers()[:, pair.global_box.offsets[1] :][:, : pair.global_box.sizes[1]]),
+        )
         for rank in range(4)
         for pair in Shard(1).regions(SHAPE, 4, rank)
     )
@@ -248,7 +251,7 @@ def test_plain_layouts_are_not_crosswise(tmp_path):
 def test_slices_that_lie_alike_are_looked_at_once(tmp_path):
     """Where the bytes are does not matter, how they lie does."""
     shards, values = Shards(tmp_path), np.zeros((1024, 1024), np.float32)
-    box, known, states = Box.whole(values.shape), {}, []
+    box, known, states = Box.full(values.shape), {}, []
 
     def stored(order: tuple[int, ...]) -> StateIndex:
         fragment = Fragment(box=box, ref=shards.put(values, order=order))
@@ -260,25 +263,27 @@ def test_slices_that_lie_alike_are_looked_at_once(tmp_path):
 
     for order, count in (((1, 0), 1), ((1, 0), 1), ((0, 1), 1)):
         state = stored(order)
-        own = whole_slice("w", "weight", state)
+        own = full_slice("w", "weight", state)
         expected = needs_tiles(own, state, nbytes=BLOCK)
         assert needs_tiles(own, state, nbytes=BLOCK, cache=known) is expected is (order == (1, 0))
         assert looked_at() == count
-    half = replace(whole_slice("w", "weight", stored((1, 0))), start=7)
+    half = replace(full_slice("w", "weight", stored((1, 0))), start=7)
     needs_tiles(half, stored((1, 0)), nbytes=BLOCK, cache=known)
     assert looked_at() == 2
 
 
 def test_tiles_hold_every_element_once(tmp_path):
     state = Shards(tmp_path).whole(numbers())
-    own = whole_slice("w", "weight", state)
+    own = full_slice("w", "weight", state)
     transposed = replace(
-        state, fragments=(Fragment(box=Box.whole(SHAPE), ref=Shards(tmp_path).put(numbers(), order=(2, 0, 1))),)
+        state, fragments=(Fragment(box=Box.full(SHAPE), ref=Shards(tmp_path).put(numbers(), order=(2, 0, 1))),)
     )
     seen = np.zeros(SHAPE, int)
     for tile in split_tiles(own, transposed, nbytes=BLOCK):
         assert tile.nbytes <= BLOCK
         (pair,) = tile.pairs
-        seen[tuple(slice(low, high) for low, high in zip(pair.whole.offsets, pair.whole.stops, strict=True))] += 1
+        seen[
+            tuple(slice(low, high) for low, high in zip(pair.global_box.offsets, pair.global_box.stops, strict=True))
+        ] += 1
         assert sum(np.prod(piece.sizes) for piece in resolve_in_tile(own, tile, SHAPE)) == tile.stop
     assert (seen == 1).all()

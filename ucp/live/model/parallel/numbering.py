@@ -1,24 +1,23 @@
 """Names in the whole model of what stages, their chunks and expert-parallel ranks number from 0.
 
-1. `survey` says which layers and experts a rank's model has, by the numbers in its names; ranks share that;
-2. `Numbering.named` finds whether those are numbers of the whole model already, or count from 0 on every stage, and
-   gives every tensor its name in the whole model.
+1. `survey_numbers` lists the layers and experts of a rank's model, by the numbers in its names; ranks share that;
+2. `name_globally` finds whether those are numbers of the whole model already, or count from 0 on every stage, and gives
+   every tensor its name in the whole model.
 
-A layer's module may say its number itself (Megatron's `layer_number`, from 1); that goes before what names say. Chunk c
-of stage s comes after chunk c - 1 of all stages, as pipelines interleave.
+A layer's module may give its number itself (Megatron's `layer_number`, from 1), which takes precedence over names.
+Chunk c of stage s comes after chunk c - 1 of all stages, as pipelines interleave.
 
->>> _added({(0, 0): (0, 1), (0, 1): (0, 1, 2)}, None)
+>>> _find_offsets({(0, 0): (0, 1), (0, 1): (0, 1, 2)}, None)
 {(0, 0): 0, (0, 1): 2}
->>> _added({(0, 0): (0, 1), (0, 1): (2, 3)}, 4)
+>>> _find_offsets({(0, 0): (0, 1), (0, 1): (2, 3)}, 4)
 {(0, 0): 0, (0, 1): 0}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 from ucp.errors import LoadError, UsageError, listed
@@ -29,293 +28,299 @@ from ucp.live.run.mesh import RunMesh
 
 _EXPERT = re.compile(r"(.*?(?:^|\.)(?:local_)?experts\.)((?:[\w.]*(?:weight|bias))?)(\d+)(?=\.|$)")
 """`mlp.experts.3.w1`, `mlp.experts.local_experts.3.linear_fc1`, and `mlp.experts.linear_fc1.weight3`."""
-_MODULE_LISTS = ("experts", "local_experts")
+_EXPERT_LISTS = ("experts", "local_experts")
 
-Place: TypeAlias = tuple[int, int]
-"""Chunk and stage, or chunk and expert-parallel rank."""
-Held: TypeAlias = Mapping[tuple[int, str], tuple[int, ...]]
-"""Chunk, and path that numbers follow, to the numbers that follow it."""
-Places: TypeAlias = Mapping[Place, tuple[int, ...]]
-"""Numbers at each place."""
-Numbers: TypeAlias = Mapping[tuple[int, str], Mapping[int, int]]
-"""Chunk and path to what number in the whole model each number is."""
+_NumbersByPath: TypeAlias = Mapping[tuple[int, str], tuple[int, ...]]
+"""Chunk, and path in front of numbers, to these numbers."""
+_NumbersByPlace: TypeAlias = Mapping[tuple[int, int], tuple[int, ...]]
+"""Chunk, and stage or expert-parallel rank, to the numbers there."""
+_Renumbering: TypeAlias = Mapping[tuple[int, str], Mapping[int, int]]
+"""Chunk and path to the number in the whole model of each number."""
+_Find: TypeAlias = Callable[[str], tuple[str, int] | None]
+"""`find_layer` or `find_expert`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class NumberSurvey:
     """Numbers in the names of a rank's model."""
 
-    layers: Held
+    layers: _NumbersByPath
     """Layers, by the path in front of the number."""
-    said: Held
-    """Numbers from 0 that the modules of those layers say themselves, in the same order."""
-    experts: Held
-    """Experts, by the path in front of the number, layers numbered as the rank does."""
+    declared: _NumbersByPath
+    """Numbers from 0 that the modules of those layers give themselves, in the same order."""
+    experts: _NumbersByPath
+    """Experts, by the path in front of the number, layers numbered as on the rank."""
     shared: tuple[str, ...]
     """Tensors that stages share, as Megatron marks them."""
 
 
-def survey_numbers(model: LiveModel) -> Survey:
-    """What a rank tells the others."""
+def survey_numbers(model: LiveModel) -> NumberSurvey:
+    """What a rank shares with the others."""
     layers: dict[tuple[int, str], set[int]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
-    for name in (name for own in model.tensors for name in own.names):
-        chunk, path = _of_chunk(name, model.chunks)
-        if (layer := layer_in(path)) is not None:
-            layers.setdefault((chunk, layer[0]), set()).add(layer[1])
-        if (expert := expert_in(path)) is not None:
-            experts.setdefault((chunk, expert[0]), set()).add(expert[1])
-    said: dict[tuple[int, str], tuple[int, ...]] = {}
-    for (chunk, path), numbers in layers.items():
-        prefix = f"{chunk}." if model.chunks > 1 else ""
-        own = [model.layer_numbers.get(f"{prefix}{path}{number}") for number in sorted(numbers)]
-        said[chunk, path] = tuple(number - 1 for number in own if number is not None)
-    return Survey(
-        layers={key: tuple(sorted(numbers)) for key, numbers in layers.items()},
-        said={key: own for key, own in said.items() if len(own) == len(layers[key])},
-        experts={key: tuple(sorted(numbers)) for key, numbers in experts.items()},
-        shared=tuple(
-            _of_chunk(name, model.chunks)[1]
-            for name, own in model.handles.items()
-            if getattr(own, "shared_embedding", False)
-        ),
+    for name in (name for tensor in model.tensors for name in tensor.names):
+        chunk, local_name = _split_chunk(name, model.chunks)
+        for numbers, match in ((layers, find_layer(local_name)), (experts, find_expert(local_name))):
+            if match is not None:
+                numbers.setdefault((chunk, match[0]), set()).add(match[1])
+    declared: dict[tuple[int, str], tuple[int, ...]] = {}
+    for (chunk, path), members in layers.items():
+        prefix = f"{chunk}.{path}" if model.chunks > 1 else path
+        given = [model.layer_numbers.get(f"{prefix}{number}") for number in sorted(members)]
+        if None not in given:
+            declared[chunk, path] = tuple(number - 1 for number in given if number is not None)
+    shared = (name for name, tensor in model.handles.items() if getattr(tensor, "shared_embedding", False))
+    return NumberSurvey(
+        layers={key: tuple(sorted(members)) for key, members in layers.items()},
+        declared=declared,
+        experts={key: tuple(sorted(members)) for key, members in experts.items()},
+        shared=tuple(_split_chunk(name, model.chunks)[1] for name in shared),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbering:
-    """What is known of the numbers of all ranks."""
+def name_globally(
+    model: LiveModel,
+    surveys: Sequence[NumberSurvey],
+    *,
+    mesh: RunMesh,
+    rank: int,
+    experts: ExpertMap,
+    stored: Collection[str],
+    rename: Callable[[str], str] | None,
+) -> LiveModel:
+    """The model under the names of the whole one. `stored`: names in the checkpoint.
 
-    surveys: Sequence[Survey]
-    """What each has."""
-    mesh: RunMesh
-    """Where each is."""
-    rank: int
-    """This one."""
-    experts: ExpertMap
-    """Who holds which experts, where the user says."""
-    chunks: int = 1
-    """Modules of every rank."""
-
-    def name_globally(self, model: LiveModel, stored: Iterable[str], rename: Callable[[str], str] | None) -> LiveModel:
-        """The model under the names of the whole one. `stored`: names in the checkpoint.
-
-        `rename`: from a name in the whole model to one of `stored`. Raises LoadError where the numbers of stages or
-        expert-parallel ranks make no row, UsageError where chunks are not those of the topology.
-        """
-        topology, chunks = self.mesh.topology, model.chunks
-        vpp, pp = (1, 1) if topology is None else (topology.vpp, topology.pp)
-        if (vpp > 1 and chunks != vpp) or (chunks > 1 and pp == 1):
-            wanted = f"{vpp} modules, as vpp={vpp} says"
-            wanted = "a topology with pp above 1 for a list of modules" if vpp == 1 else wanted
-            raise UsageError(f"expected {wanted}; got {chunks} and {topology or 'no topology'}")
-        if topology is None or (topology.pp == topology.ep == 1 and not self.experts.layers):
-            return model
-        counts = _Counts(stored, rename or str, model)
-        layers = _layers(self, counts)
-        global_name = partial(_renumbered, layers=layers, experts=_experts(self, counts, layers))
-        shared = {name for own in self.surveys for name in own.shared}
-
-        def named(own: LiveTensor) -> LiveTensor:
-            called = tuple(global_name(*_of_chunk(name, model.chunks)) for name in own.names)
-            if shared.intersection(called):
-                called += tuple(sorted(shared.difference(called)))
-            return replace(own, assigned_names=called)
-
-        return replace(model, tensors=tuple(map(named, model.tensors)))
-
-    def held(self, axis: str, of: Callable[[Survey], Held], path: str, ranks: Iterable[int]) -> Places:
-        """Numbers under a path by chunk and place on an axis. Raises ValueError where ranks of one place differ."""
-        held: dict[Place, tuple[int, ...]] = {}
-        for rank in ranks:
-            own, at = of(self.surveys[rank]), self.mesh.coords_of(rank)[axis]
-            for chunk in (chunk for chunk in range(self.chunks) if (chunk, path) in own):
-                place, numbers = (chunk, at), own[chunk, path]
-                if held.setdefault(place, numbers) != numbers:
-                    raise ValueError(
-                        f"rank {rank} has {_row(numbers)}, and another of {axis} rank {place[1]} has "
-                        f"{_row(held[place])}"
-                    )
-        return dict(sorted(held.items()))
+    `rename`: from a name in the whole model to one of `stored`. Raises LoadError if the numbers of stages or
+    expert-parallel ranks are not consecutive, UsageError if chunks are not those of the topology.
+    """
+    topology, chunks = mesh.topology, model.chunks
+    vpp, pp = (1, 1) if topology is None else (topology.vpp, topology.pp)
+    if (vpp > 1 and chunks != vpp) or (chunks > 1 and pp == 1):
+        wanted = f"{vpp} modules, as vpp={vpp} says"
+        wanted = "a topology with pp above 1 for a list of modules" if vpp == 1 else wanted
+        raise UsageError(f"expected {wanted}; got {chunks} and {topology or 'no topology'}")
+    if topology is None or (topology.pp == topology.ep == 1 and not experts.layers):
+        return model
+    numbering = _Numbering(model, surveys, mesh=mesh, rank=rank, experts=experts, stored=stored, rename=rename)
+    layers = numbering.number_layers()
+    expert_numbers = numbering.number_experts(layers)
+    shared = {name for survey in surveys for name in survey.shared}
+    tensors = []
+    for tensor in model.tensors:
+        keys = [_split_chunk(name, chunks) for name in tensor.names]
+        names = tuple(_renumber(chunk, name, layers, expert_numbers) for chunk, name in keys)
+        if shared.intersection(names):
+            names += tuple(sorted(shared.difference(names)))
+        tensors.append(replace(tensor, assigned_names=names))
+    return replace(model, tensors=tuple(tensors))
 
 
 def strip_chunks(model: LiveModel) -> list[LiveTensor]:
     """Its tensors by their names in their own chunk."""
-    return [replace(own, names=tuple(_of_chunk(name, model.chunks)[1] for name in own.names)) for own in model.tensors]
+    chunks = model.chunks
+    return [
+        replace(tensor, names=tuple(_split_chunk(name, chunks)[1] for name in tensor.names)) for tensor in model.tensors
+    ]
 
 
-def layer_in(path: str) -> tuple[str, int] | None:
-    """The first number in a name that counts no experts, and the path in front of it.
+def find_layer(name: str) -> tuple[str, int] | None:
+    """The path in front of the first number that counts no experts, and the number.
 
-    >>> layer_in("decoder.layers.3.mlp.experts.5.w1"), layer_in("embed.weight")
+    >>> find_layer("decoder.layers.3.mlp.experts.5.w1"), find_layer("embed.weight")
     (('decoder.layers.', 3), None)
     """
-    parts = path.split(".")
-    for at, part in enumerate(parts):
-        if part.isascii() and part.isdigit() and (at == 0 or parts[at - 1] not in _MODULE_LISTS):
-            return "".join(f"{own}." for own in parts[:at]), int(part)
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isascii() and part.isdigit() and (position == 0 or parts[position - 1] not in _EXPERT_LISTS):
+            return "".join(f"{component}." for component in parts[:position]), int(part)
     return None
 
 
-def expert_in(path: str) -> tuple[str, int] | None:
-    """The number of an expert in a name, and the path in front of it.
+def find_expert(name: str) -> tuple[str, int] | None:
+    """The path in front of the number of an expert, and the number.
 
-    >>> expert_in("mlp.experts.local_experts.5.w1"), expert_in("mlp.experts.w1")
+    >>> find_expert("mlp.experts.local_experts.5.w1"), find_expert("mlp.experts.w1")
     (('mlp.experts.local_experts.', 5), None)
     """
-    found = _EXPERT.match(path)
-    return (found[1], int(found[3])) if found else None
+    match = _EXPERT.match(name)
+    return (match[1], int(match[3])) if match else None
 
 
-def _of_chunk(name: str, chunks: int) -> tuple[int, str]:
+def _split_chunk(name: str, chunks: int) -> tuple[int, str]:
     if chunks == 1:
         return 0, name
-    chunk, _, path = name.partition(".")
-    return int(chunk), path
+    chunk, _, local_name = name.partition(".")
+    return int(chunk), local_name
 
 
-class _Counts:
-    """How many layers or experts a checkpoint has, where its names tell."""
+class _Numbering:
+    """The numbers of this rank in the whole model, from the surveys of all ranks."""
 
-    def __init__(self, stored: Iterable[str], rename: Callable[[str], str], model: LiveModel) -> None:
-        self._rename = rename
-        self._layers = _numbers(stored, layer_in)
-        self._experts = _numbers(stored, expert_in)
-        self._named: dict[str, str] = {}
-        """Path that numbers follow, as ranks call it, to a name under it."""
-        for path in (_of_chunk(name, model.chunks)[1] for own in model.tensors for name in own.names):
-            for found in filter(None, (layer_in(path), expert_in(path))):
-                self._named.setdefault(found[0], path)
+    def __init__(
+        self,
+        model: LiveModel,
+        surveys: Sequence[NumberSurvey],
+        *,
+        mesh: RunMesh,
+        rank: int,
+        experts: ExpertMap,
+        stored: Collection[str],
+        rename: Callable[[str], str] | None,
+    ) -> None:
+        self._chunks, self._surveys, self._survey = model.chunks, surveys, surveys[rank]
+        self._mesh, self._experts, self._rename = mesh, experts, rename or str
+        self._samples: dict[str, str] = {}
+        """Path in front of numbers, as this rank has it, to a name that begins with it."""
+        self._stored: dict[_Find, dict[str, set[int]]] = {find_layer: {}, find_expert: {}}
+        """Path in front of numbers, in the checkpoint, to these numbers."""
+        for find, numbers in self._stored.items():
+            for name in (name for tensor in strip_chunks(model) for name in tensor.names):
+                if match := find(name):
+                    self._samples.setdefault(match[0], name)
+            for path, number in filter(None, map(find, stored)):
+                numbers.setdefault(path, set()).add(number)
 
-    def layers(self, path: str) -> int | None:
-        """Layers under a path; None where the checkpoint has none of that name."""
-        own = layer_in(self._rename(self._named[path])) if path in self._named else None
-        return len(self._layers.get(own[0], ())) or None if own else None
+    def number_layers(self) -> _Renumbering:
+        """The numbers of this rank's layers in the whole model."""
+        layers: dict[tuple[int, str], Mapping[int, int]] = {}
+        errors: dict[str, None] = {}
+        ranks = range(len(self._surveys))
+        for (chunk, path), numbers in self._survey.layers.items():
+            try:
+                places = self._collect("pp", lambda survey: survey.layers, path, ranks)
+                declared = self._collect("pp", lambda survey: survey.declared, path, ranks)
+            except ValueError as error:
+                errors[f"{path}N: {error}"] = None
+                continue
+            are_final = declared.keys() == places.keys()
+            places, count = declared if are_final else places, self._count(find_layer, path, path)
+            offsets = _find_offsets(places, count, are_final=are_final)
+            if offsets is None:
+                description = _describe("stage", places)
+                errors[f"{path}N: {description}; the checkpoint has {count or 'none of that name'}"] = None
+                continue
+            place = chunk, self._mesh.coords["pp"]
+            shifted = (number + offsets[place] for number in places[place])
+            layers[chunk, path] = dict(zip(numbers, shifted, strict=True))
+        if errors:
+            raise LoadError(
+                "expected layers that stages number consecutively from 0 to the last, or each from 0; got\n"
+                f"{listed(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, from 1), "
+                "the same on stages that hold the same layers"
+            )
+        return layers
 
-    def experts(self, path: str, whole: str) -> int | None:
-        """Experts under a path, `whole` in the whole model; None where the checkpoint has none of that name."""
-        name = whole + self._named[path].removeprefix(path) if path in self._named else whole
-        own = expert_in(self._rename(name))
-        return len(self._experts.get(own[0], ())) or None if own else None
+    def number_experts(self, layers: _Renumbering) -> _Renumbering:
+        """The numbers of this rank's experts in the whole model."""
+        experts: dict[tuple[int, str], Mapping[int, int]] = {}
+        errors: dict[str, None] = {}
+        for (chunk, path), numbers in self._survey.experts.items():
+            global_path = _renumber(chunk, path, layers, {})
+            try:
+                global_numbers = self._number_experts_of(chunk, path, global_path)
+                experts[chunk, path] = dict(zip(numbers, global_numbers, strict=True))
+            except ValueError as error:
+                errors[f"{global_path}N: {error}"] = None
+        if errors:
+            raise LoadError(
+                "expected experts that expert-parallel ranks number consecutively from 0 to the last, or each from 0; "
+                f"got\n{listed(list(errors))}\nif they are assigned otherwise, pass experts={{expert: ranks}}"
+            )
+        return experts
 
-
-def _numbers(names: Iterable[str], number_in: Callable[[str], tuple[str, int] | None]) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for own in filter(None, map(number_in, names)):
-        found.setdefault(own[0], set()).add(own[1])
-    return found
-
-
-def _layers(run: Numbering, counts: _Counts) -> Numbers:
-    """The numbers of this rank's layers in the whole model."""
-    layers: dict[tuple[int, str], Mapping[int, int]] = {}
-    wrong: dict[str, None] = {}
-    every = range(len(run.surveys))
-    for (chunk, path), numbers in run.surveys[run.rank].layers.items():
-        try:
-            local = run.held("pp", lambda own: own.layers, path, every)
-            said = run.held("pp", lambda own: own.said, path, every)
-        except ValueError as error:
-            wrong[f"{path}N: {error}"] = None
-            continue
-        place, known, is_said = (chunk, run.mesh.coords["pp"]), counts.layers(path), said.keys() == local.keys()
-        places = said if is_said else local
-        added = _added(places, known, is_final=is_said)
-        if added is None:
-            wrong[f"{path}N: {_listing('stage', places)}; the checkpoint has {known or 'none of that name'}"] = None
-        else:
-            layers[chunk, path] = {
-                number: own + added[place] for number, own in zip(numbers, places[place], strict=True)
-            }
-    if wrong:
-        raise LoadError(
-            "expected layers that stages number through from 0 to the last, or each from 0; got\n"
-            f"{listed(list(wrong))}\nsay the number of each layer's module as Megatron does (layer_number, from 1), "
-            "the same on stages that hold the same layers"
+    def _number_experts_of(self, chunk: int, path: str, global_path: str) -> Sequence[int]:
+        """Numbers in the whole model of the experts under a path. Raises ValueError if they do not fit together."""
+        coords = self._mesh.coords
+        peers = [r for r in range(len(self._surveys)) if self._mesh.coords_of(r)["pp"] == coords["pp"]]
+        collected = self._collect("ep", lambda survey: survey.experts, path, peers)
+        places = {place: numbers for place, numbers in collected.items() if place[0] == chunk}
+        place, layer = (chunk, coords["ep"]), find_layer(global_path)
+        order = self._experts.find_order(layer=layer[1] if layer else None, ep=place[1])
+        numbers = places[place]
+        if order is None:
+            count = self._count(find_expert, path, global_path)
+            offsets = _find_offsets(places, count)
+            if offsets is None:
+                raise ValueError(f"{_describe('ep rank', places)}; the checkpoint has {count or 'none of that name'}")
+            return [number + offsets[place] for number in numbers]
+        if len(order) == len(numbers) and _are_local(places):
+            return order
+        if set(order) == set(numbers):
+            return numbers
+        raise ValueError(
+            f"{_describe('ep rank', places)}; experts= assigns {_format_numbers(order)} to ep rank {place[1]}"
         )
-    return layers
+
+    def _collect(
+        self, axis: str, select: Callable[[NumberSurvey], _NumbersByPath], path: str, ranks: Iterable[int]
+    ) -> _NumbersByPlace:
+        """Numbers under a path by chunk and coordinate. Raises ValueError if ranks of one coordinate differ."""
+        places: dict[tuple[int, int], tuple[int, ...]] = {}
+        for rank in ranks:
+            by_path, coord = select(self._surveys[rank]), self._mesh.coords_of(rank)[axis]
+            for chunk in (chunk for chunk in range(self._chunks) if (chunk, path) in by_path):
+                numbers = by_path[chunk, path]
+                other = places.setdefault((chunk, coord), numbers)
+                if other != numbers:
+                    raise ValueError(
+                        f"rank {rank} has {_format_numbers(numbers)}, and another of {axis} rank {coord} has "
+                        f"{_format_numbers(other)}"
+                    )
+        return dict(sorted(places.items()))
+
+    def _count(self, find: _Find, path: str, global_path: str) -> int | None:
+        """Numbers in the checkpoint under a path, `global_path` in the whole model; None if it has none."""
+        match = find(self._rename(global_path + self._samples[path].removeprefix(path)))
+        return len(self._stored[find].get(match[0], ())) or None if match else None
 
 
-def _experts(run: Numbering, counts: _Counts, layers: Numbers) -> Numbers:
-    """The numbers of this rank's experts in the whole model."""
-    found: dict[tuple[int, str], Mapping[int, int]] = {}
-    wrong: dict[str, None] = {}
-    for (chunk, path), numbers in run.surveys[run.rank].experts.items():
-        whole = _renumbered(chunk, path, layers=layers)
-        try:
-            found[chunk, path] = dict(zip(numbers, _expert_numbers(run, counts, chunk, path, whole), strict=True))
-        except ValueError as error:
-            wrong[f"{whole}N: {error}"] = None
-    if wrong:
-        raise LoadError(
-            "expected experts that expert-parallel ranks number through from 0 to the last, or each from 0; got\n"
-            f"{listed(list(wrong))}\nwhere they are dealt out otherwise, pass experts={{expert: ranks}}"
-        )
-    return found
+def _are_local(places: _NumbersByPlace) -> bool:
+    """Whether the numbers of every place begin at 0."""
+    return all(numbers == tuple(range(len(numbers))) for numbers in places.values())
 
 
-def _expert_numbers(run: Numbering, counts: _Counts, chunk: int, path: str, whole: str) -> Sequence[int]:
-    """Numbers in the whole model of the experts under a path; `whole`: that path in the whole model."""
-    stage = run.mesh.coords["pp"]
-    peers = [rank for rank in range(len(run.surveys)) if run.mesh.coords_of(rank)["pp"] == stage]
-    held = {at: own for at, own in run.held("ep", lambda own: own.experts, path, peers).items() if at[0] == chunk}
-    place, layer = (chunk, run.mesh.coords["ep"]), layer_in(whole)
-    order = run.experts.order(layer=layer[1] if layer else None, ep=place[1])
-    numbers, listing = held[place], _listing("ep rank", held)
-    if order is None:
-        known = counts.experts(path, whole)
-        added = _added(held, known)
-        if added is None:
-            raise ValueError(f"{listing}; the checkpoint has {known or 'none of that name'}")
-        return [number + added[place] for number in numbers]
-    if len(order) == len(numbers) and all(own == tuple(range(len(own))) for own in held.values()):
-        return order
-    if set(order) == set(numbers):
-        return numbers
-    raise ValueError(f"{listing}; `experts` deals {_row(order)} to ep rank {place[1]}")
+def _find_offsets(
+    places: _NumbersByPlace, count: int | None, *, are_final: bool = False
+) -> dict[tuple[int, int], int] | None:
+    """What to add to the numbers of each place; None if they are not consecutive. `count`: numbers in the checkpoint.
 
-
-def _added(held: Places, known: int | None, *, is_final: bool = False) -> dict[Place, int] | None:
-    """What to add to the numbers of each place; None where they make no row. `known`: how long the row is.
-
-    `is_final`: they are numbers of the whole model.
+    `are_final`: they are numbers of the whole model.
     """
-    every = sorted(number for numbers in held.values() for number in numbers)
-    alike = is_final and known is not None and all(numbers == tuple(range(known)) for numbers in held.values())
-    if every == [*range(len(every))] or alike or (len(held) == 1 and not is_final):
-        return dict.fromkeys(held, 0)
-    is_local = all(numbers == tuple(range(len(numbers))) for numbers in held.values())
-    if is_final or not is_local or known not in (None, len(every)):
+    numbers = sorted(number for members in places.values() for number in members)
+    has_all = are_final and count is not None and all(members == tuple(range(count)) for members in places.values())
+    if numbers == [*range(len(numbers))] or has_all or (len(places) == 1 and not are_final):
+        return dict.fromkeys(places, 0)
+    if are_final or not _are_local(places) or count not in (None, len(numbers)):
         return None
-    added, total = {}, 0
-    for place in sorted(held):
-        added[place] = total
-        total += len(held[place])
-    return added
+    offsets, total = {}, 0
+    for place in sorted(places):
+        offsets[place] = total
+        total += len(places[place])
+    return offsets
 
 
-def _renumbered(chunk: int, path: str, *, layers: Numbers, experts: Numbers | None = None) -> str:
+def _renumber(chunk: int, name: str, layers: _Renumbering, experts: _Renumbering) -> str:
     """A name with its numbers in the whole model."""
-    expert = _EXPERT.match(path)
-    whole = path
-    if expert and experts is not None and (chunk, expert[1]) in experts:
-        number = experts[chunk, expert[1]][int(expert[3])]
-        whole = f"{expert[1]}{expert[2]}{number}{path[expert.end() :]}"
-    layer = layer_in(path)
+    match, layer = _EXPERT.match(name), find_layer(name)
+    renumbered = name
+    if match and (chunk, match[1]) in experts:
+        number = experts[chunk, match[1]][int(match[3])]
+        renumbered = f"{match[1]}{match[2]}{number}{name[match.end() :]}"
     if layer is not None and (chunk, layer[0]) in layers:
-        start, number = layer
-        whole = f"{start}{layers[chunk, start][number]}{whole[len(start) + len(str(number)) :]}"
-    return whole
+        path, number = layer
+        renumbered = f"{path}{layers[chunk, path][number]}{renumbered[len(path) + len(str(number)) :]}"
+    return renumbered
 
 
-def _listing(what: str, held: Places) -> str:
-    several = len({chunk for chunk, _ in held}) > 1
+def _describe(what: str, places: _NumbersByPlace) -> str:
+    has_chunks = len({chunk for chunk, _ in places}) > 1
     return ", ".join(
-        f"{what} {at}{f' chunk {chunk}' if several else ''} {_row(numbers)}" for (chunk, at), numbers in held.items()
+        f"{what} {coord}{f' chunk {chunk}' if has_chunks else ''} {_format_numbers(numbers)}"
+        for (chunk, coord), numbers in places.items()
     )
 
 
-def _row(numbers: Sequence[int]) -> str:
+def _format_numbers(numbers: Sequence[int]) -> str:
     if numbers and numbers[-1] - numbers[0] > 1 and [*numbers] == [*range(numbers[0], numbers[-1] + 1)]:
         return f"{numbers[0]}..{numbers[-1]}"
     return ", ".join(map(str, numbers)) or "none"

@@ -1,24 +1,21 @@
-"""From a rank's local names and shapes to those of the whole model, together with all ranks.
-
-1. Ranks share the numbers in their names: layers and experts get those of the whole model (`model.numbering`);
-2. each finds how its tensors may be cut (`model.parallel`); they share where several ways fit, and take one.
-"""
+"""From a rank's local names and shapes to those of the whole model, together with all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from ucp.contract.protocols import SourceOptions
 from ucp.core.index import Index
+from ucp.core.layout import Layout
 from ucp.core.target import Slice
 from ucp.errors import UsageError
-from ucp.live.adapters import LiveRun
-from ucp.live.model.parallel.cuts import LayoutFinder, assign_layouts, expert_layers
+from ucp.live.adapters import LiveModel, LiveRun
 from ucp.live.model.parallel.experts import ExpertMap, Experts
-from ucp.live.model.parallel.numbering import Numbering, survey_numbers
+from ucp.live.model.parallel.layouts import Candidates, LayoutFinder, find_expert_layers, format_layout
+from ucp.live.model.parallel.numbering import name_globally, survey_numbers
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, run_together
 
@@ -26,69 +23,106 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacingOptions:
-    """What the user says of how the model lies over the ranks."""
-
-    family: SourceOptions = field(default_factory=SourceOptions)
-    """Rules to cut by."""
-    rename: Callable[[str], str] | None = None
-    """From a name in the whole model to the name in the checkpoint."""
-    experts: Experts | None = None
-    """Who holds which experts."""
-
-
-def place_run(run: LiveRun, index: Index, mesh: RunMesh, ranks: Ranks, options: PlacingOptions) -> LiveRun:
+def place_run(
+    run: LiveRun,
+    index: Index,
+    mesh: RunMesh,
+    ranks: Ranks,
+    *,
+    options: SourceOptions,
+    rename: Callable[[str], str] | None,
+    experts: Experts | None,
+) -> LiveRun:
     """The run with names and parts of the whole model. Collective.
 
-    Raises LoadError where the numbers of layers or experts make no row, FamilyError, UsageError: also for a
-    map of experts that are not there.
+    `options`: rules to cut by. `rename`: from a name in the whole model to the name in the checkpoint. Raises LoadError
+    if the numbers of layers or experts are not consecutive, FamilyError, UsageError: also for a map of experts that do
+    not exist.
     """
 
-    def expert_map() -> ExpertMap:
-        if options.experts is not None and (run.has_global_parts or mesh.topology is None):
-            got = (
-                "a model that says itself how it lies"
-                if run.has_global_parts
-                else "no topology: pass one, such as dp=1"
-            )
+    def parse_experts() -> ExpertMap:
+        if experts is not None and (run.has_global_parts or mesh.topology is None):
+            has_layout = run.has_global_parts
+            got = "a model that says itself how it lies" if has_layout else "no topology: pass one, such as dp=1"
             raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
-        return ExpertMap.of(options.experts, ep=mesh.degree("ep"))
+        return ExpertMap.parse(experts, ep=mesh.degree("ep"))
 
-    experts = run_together(ranks, expert_map)
-    told = ranks.share(survey_numbers(run.model))
-    stored = (*index.atoms, *index.aliases)
-    numbering = Numbering(surveys=told, mesh=mesh, rank=ranks.rank, experts=experts, chunks=run.model.chunks)
-    model = run_together(
-        ranks, lambda: run.model if run.has_global_names else numbering.name_globally(run.model, stored, options.rename)
-    )
-    finder = LayoutFinder(
-        index, mesh, count=ranks.count, options=options.family, rename=options.rename, experts=experts
-    )
-    ways = run_together(ranks, lambda: {} if run.has_global_parts else finder.ways(model))
-    names = {own.name: own.global_names[0] for own in model.tensors}
-    open_ways = {names[name]: own.keys() for name, own in ways.items() if own.is_open and own.layouts}
-    votes, held = zip(*ranks.share((open_ways, expert_layers(names.values()))), strict=True)
-    experts.check_layers(set().union(*held))
-    model = assign_layouts(model, ways, votes, mesh)
-    if any(own.layouts for own in ways.values()):
+    expert_map, model = run_together(ranks, parse_experts), run.model
+    surveys = ranks.share(survey_numbers(model))
+    if not run.has_global_names:
+        model = run_together(
+            ranks,
+            lambda: name_globally(
+                run.model,
+                surveys,
+                mesh=mesh,
+                rank=ranks.rank,
+                experts=expert_map,
+                stored=(*index.atoms, *index.aliases),
+                rename=rename,
+            ),
+        )
+    finder = LayoutFinder(index, mesh, count=ranks.count, options=options, rename=rename, experts=expert_map)
+    candidates = run_together(ranks, lambda: {} if run.has_global_parts else finder.find_candidates(model))
+    names = {tensor.name: tensor.global_names[0] for tensor in model.tensors}
+    open_layouts = {
+        names[name]: frozenset(map(format_layout, choices.layouts))
+        for name, choices in candidates.items()
+        if choices.is_open and choices.layouts
+    }
+    shared = ranks.share((open_layouts, find_expert_layers(names.values())))
+    expert_map.check_layers(set().union(*(layers for _, layers in shared)))
+    model = _assign_layouts(model, candidates, [layouts for layouts, _ in shared], mesh)
+    if any(choices.layouts for choices in candidates.values()):
         model = replace(model, notes=(*model.notes, *finder.notes))
     return replace(run, model=model)
 
 
-def trim_padding(memory: torch.Tensor, own: Slice) -> torch.Tensor:
-    """The part of `memory` that the slice fills; what is past that becomes zeros, as Megatron makes it.
+def _assign_layouts(
+    model: LiveModel,
+    candidates: Mapping[str, Candidates],
+    of_ranks: Sequence[Mapping[str, frozenset[str]]],
+    mesh: RunMesh,
+) -> LiveModel:
+    """The model with the parts that its tensors are. `of_ranks`: layouts that fit each rank, by names of the whole."""
+    tensors = []
+    for tensor in model.tensors:
+        choices = candidates.get(tensor.name)
+        if choices is None:
+            tensors.append(tensor)
+            continue
+        votes = [layouts[name] for layouts in of_ranks if (name := tensor.global_names[0]) in layouts]
+        agreed = (layout for layout in choices.layouts if all(format_layout(layout) in keys for keys in votes))
+        layout = next(agreed, None)
+        part = replace(tensor.part, coords={**mesh.coords, **tensor.part.coords})
+        if layout is None:
+            hint = "ranks hold shapes of it that no one cut gives" if choices.layouts else choices.hint
+            part = replace(part, hint=hint, layout=choices.refused)
+        else:
+            part = replace(
+                part,
+                layout=Layout(layout.axes, part.layout.flat),
+                unassigned=choices.unassigned,
+                global_shape=choices.padded,
+                is_padded=choices.padded is not None,
+            )
+        tensors.append(replace(tensor, part=part))
+    return replace(model, tensors=tuple(tensors))
+
+
+def trim_padding(memory: torch.Tensor, piece: Slice) -> torch.Tensor:
+    """The part of `memory` that the slice fills; the rest becomes zeros, as Megatron makes it.
 
     >>> import torch
     >>> from ucp.core.tensor import DType
     >>> rows = torch.ones(3, 2)
-    >>> own = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(2, 2), start=0, stop=4)
-    >>> trim_padding(rows, own).shape, rows[2].tolist()
+    >>> piece = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(2, 2), start=0, stop=4)
+    >>> trim_padding(rows, piece).shape, rows[2].tolist()
     (torch.Size([2, 2]), [0.0, 0.0])
     """
-    count = own.stop - own.start
+    count = piece.stop - piece.start
     if memory.numel() <= count:
         return memory
     flat = memory.detach().view(-1)
     flat[count:].zero_()
-    return flat[:count].view(own.local_shape) if count == prod(own.local_shape) else flat[:count]
+    return flat[:count].view(piece.local_shape) if count == prod(piece.local_shape) else flat[:count]

@@ -1,10 +1,10 @@
-"""What the optimizer steps as one tensor: the parameters of a group, flat, in pieces on the ranks.
+"""Reads the states of a flat group: parameters that the optimizer steps as one flat tensor, partitioned over ranks.
 
 Every rank has a weight and named states for it. A state is
 
-- one number for all (`step`): a Python number, which must agree, or a tensor of one element, copied on ranks;
-- one number per element: a tensor as long as a layout of the group says;
-- anything else, which cannot be given to parameters: kept as an extra, and told (`Index.lost`).
+- one number for all parameters (`step`): an equal Python number or tensor of one element on every rank;
+- one number per element: a tensor with the length that a layout of the group gives;
+- anything else, which cannot be assigned to parameters: kept as an extra, and reported (`Index.lost`).
 """
 
 from __future__ import annotations
@@ -13,60 +13,59 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ucp.contract.layouts import FlatLayout
-from ucp.contract.ranks import Checksums, Problems, per_rank_extras
-from ucp.core.index import STEP, WEIGHT, Extra, Fragment, Loss, ParamGroup, StateIndex
+from ucp.contract.ranks import Checksums, Problems, make_rank_extras
+from ucp.core.index import STEP, WEIGHT, Extra, Fragment, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.core.union import ShardedTensor, Shards, State, Stored, number_state, scalar_state
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, state_from_number, state_from_scalar
 from ucp.errors import listed
 from ucp.io.pickle.fields import Shape, described
 
-_UNPLACED = "states of the optimizer that cannot be given to single parameters are kept as extras (optimizer_state/...)"
+_UNPLACED = "optimizer states that cannot be assigned to single parameters are kept as extras (optimizer_state/...)"
 
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerPart:
-    """The optimizer's view of a checkpoint."""
+    """Everything read of the optimizer."""
 
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
-    """Trained parameter to state name to its pieces; `weight` where there is a master."""
+    states: dict[str, dict[str, StateSource]] = field(default_factory=dict)
+    """Trained parameter to state name to state; `weight` where there is a master."""
     groups: list[ParamGroup] = field(default_factory=list)
     """Parameter groups."""
     extras: list[Extra] = field(default_factory=list)
-    """What is no state of a parameter."""
+    """Values that are no states of parameters."""
     notes: list[str] = field(default_factory=list)
-    """What was inferred."""
+    """Assumptions."""
     dropped: list[str] = field(default_factory=list)
-    """What was left out, and why."""
-    lost: dict[str, Loss] = field(default_factory=dict)
-    """Parameters that lack states which cannot be given to single parameters."""
+    """Left-out states, each with the reason."""
+    lost: dict[str, LostStates] = field(default_factory=dict)
+    """Parameters with states that cannot be assigned to single parameters."""
 
     def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
-        """Tell of states of `params` that are kept as extras; `unplaced`: each with what it is."""
-        loss = Loss(why=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
+        """Report states of `params` that are kept as extras; `unplaced`: a description of each."""
+        loss = LostStates(reason=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
         self.lost |= dict.fromkeys(params, loss)
         self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{listed(unplaced)}")
 
     def take_group_steps(self) -> None:
-        """Give a `step` that stands in a group only to its parameters (apex and early FusedAdam keep it there).
+        """Give the `step` of a group to parameters that have none (apex and early FusedAdam keep it in the group).
 
-        A group whose parameters have a step of their own keeps its stale one among the hyper-parameters only.
+        Where parameters have a step, that of the group is stale and stays a hyper-parameter.
         """
         for number, group in enumerate(self.groups):
-            stepped = [name for name in group.params if self.states.get(name, {}).keys() - {"weight"}]
-            has_own = any(STEP in self.states[name] for name in stepped)
-            state = scalar_state(group.hyper.get(STEP))
-            if state is None or has_own or not stepped:
+            params = [states for name in group.params if (states := self.states.get(name, {})).keys() - {WEIGHT}]
+            step = state_from_scalar(group.hyper.get(STEP))
+            if step is None or not params or any(STEP in states for states in params):
                 continue
-            for name in stepped:
-                self.states[name][STEP] = state
+            for states in params:
+                states[STEP] = step
             self.notes.append(f"step of group {number} is taken from the parameter group: the states have none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank holds of a flat group."""
+    """The share of one rank in a flat group."""
 
     rank: int
     """The rank, among those that share the group."""
@@ -80,33 +79,33 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatGroupStates:
-    """Parameters that are flat together."""
+    """Parameters that share one flat tensor."""
 
     label: str
     """Name for messages, e.g. "group 0"."""
     shapes: Mapping[str, Shape]
     """Parameter to global shape, in the order of the flat tensor."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Parameter to its global name, where that is another."""
+    """Parameter to its global name, where that differs."""
     layouts: tuple[FlatLayout, ...]
-    """Layouts its tensors can have; the first that fits all ranks is taken."""
+    """Layouts that its tensors can have; the first that fits all ranks is used."""
     state_layouts: tuple[FlatLayout, ...] = ()
-    """Further layouts that states can have, not the weights."""
+    """Further layouts that states can have, but weights cannot."""
     shards: tuple[Shard, ...]
     """One per rank."""
     coords: Mapping[str, int] = field(default_factory=dict)
-    """Place of these ranks along other axes."""
+    """Coordinates of these ranks on other axes."""
     axes: tuple[AxisLayout, ...] = ()
-    """How the parameters lie over those."""
+    """How the parameters lie over those axes."""
 
 
 def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
-    """Add the states of every parameter of `group`; what cannot be understood goes to `problems`."""
+    """Add the states of every parameter of `group`; what cannot be read goes to `problems`."""
     reader = _Reader(part, group, checksums, problems)
     weights = {shard.rank: shard.weight for shard in group.shards}
-    layout = reader.fitting(group.layouts, weights)
+    layout = reader.find_layout(group.layouts, weights)
     if layout is None:
-        problems.unsupported.append(reader.misfit(WEIGHT, weights))
+        problems.unsupported.append(reader.describe_misfit(WEIGHT, weights))
     else:
         reader.add_elementwise(WEIGHT, weights, layout)
     for name in dict.fromkeys(name for shard in group.shards for name in shard.states):
@@ -130,125 +129,133 @@ class _Reader:
         }
         self.files = {shard.rank: shard.file for shard in group.shards}
         self.coords = {rank: {**group.coords, "dp": rank} for rank in self.files}
-        self.places: dict[int, dict[str, tuple[Layout, list[tuple[int, int]]]]] = {}
+        self.shards_by_layout: dict[int, dict[str, tuple[Layout, list[tuple[int, int]]]]] = {}
 
     def add(self, name: str) -> None:
-        """Add state `name`, whatever it is."""
+        """Add state `name`."""
         label, shards = self.group.label, self.group.shards
         values = {shard.rank: shard.states[name] for shard in shards if shard.states.get(name) is not None}
         tensors = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
-        numbers = {r: value for r, value in values.items() if r not in tensors and scalar_state(value) is not None}
+        numbers = {r: value for r, value in values.items() if r not in tensors and state_from_scalar(value) is not None}
         if not values:
             self.part.dropped.append(f"{label}: state {name} is None everywhere")
         elif len(tensors) == len(values):
-            layout = self.fitting(self.group.layouts + self.group.state_layouts, tensors)
+            layout = self.find_layout(self.group.layouts + self.group.state_layouts, tensors)
             if layout is not None:
                 self.add_elementwise(name, tensors, layout)
             elif all(ref.numel == 1 for ref in tensors.values()):
                 self.add_copies(name, tensors)
             else:
-                self.keep(name, values, self.misfit(name, tensors))
+                self.keep(name, values, self.describe_misfit(name, tensors))
         elif len(numbers) == len(values):
             self.add_number(name, numbers)
         elif tensors or numbers:
             shown = {self.files[rank]: described(value) for rank, value in values.items()}
-            self.problems.agree(f"the kind of {name} of {label}", shown)
+            self.problems.check_agreement(f"the kind of {name} of {label}", shown)
         else:
             self.keep(name, values, f"{label}: state {name} is {described(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
-        """Keep a state as an extra, as it cannot be given to parameters."""
-        self.part.extras += per_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
+        """Keep a state as an extra; `what`: its description."""
+        self.part.extras += make_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
         self.unplaced.append(what)
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
         """Add a state with a number per element."""
-        lacking = [rank for rank in self.files if rank not in tensors and layout.spans(rank)]
-        if not self._one_type(name, tensors) or not self._all_have(name, lacking):
+        absent = [rank for rank in self.files if rank not in tensors and layout.spans(rank)]
+        if not self._check_dtype(name, tensors) or not self._check_present(name, absent):
             return
         first = next(iter(tensors.values()))
-        whole = Layout(self.group.axes)
-        places = self.places.get(id(layout))
-        if (
-            places is None
-        ):  # of parameters with elements: the ranks that have some, and where it begins in their tensors
-            places = self.places[id(layout)] = {}
-            cut = Layout()
+        unsplit = Layout(self.group.axes)
+        starts_by_param = self._find_starts(layout)
+        for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
+            if param not in starts_by_param:
+                shards = ShardSet(unsplit, (StoredShard(self.group.coords, first),))
+            elif layout.ranks == 1:
+                ref = first.strided(starts_by_param[param][1][0][1], shape, contiguous_strides(shape))
+                shards = ShardSet(unsplit, (StoredShard(self.group.coords, ref),))
+            else:
+                split, starts = starts_by_param[param]
+                stored = [StoredShard(self.coords[rank], tensors[rank], start) for rank, start in starts]
+                shards = ShardSet(split, tuple(stored))
+            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
+
+    def _find_starts(self, layout: FlatLayout) -> dict[str, tuple[Layout, list[tuple[int, int]]]]:
+        """Parameter with elements to its layout, and to the ranks that have some, each with the start in its tensor."""
+        starts = self.shards_by_layout.get(id(layout))
+        if starts is None:
+            starts = self.shards_by_layout[id(layout)] = {}
+            split = Layout()
             for param, axis in layout.axes().items():
-                cut = cut if cut.flat and cut.flat[0] is axis else Layout(self.group.axes, (axis,))
-                places[param] = cut, []
+                split = split if split.flat and split.flat[0] is axis else Layout(self.group.axes, (axis,))
+                starts[param] = split, []
             for rank in self.files:
                 for param, span in layout.spans(rank).items():
-                    places[param][1].append((rank, span.start))
-        for (param, shape), states in zip(self.group.shapes.items(), self.states.values(), strict=True):
-            if param not in places:
-                shards = Shards(whole, (Stored(self.group.coords, first),))
-            elif layout.ranks == 1:
-                ref = first.strided(places[param][1][0][1], shape, contiguous_strides(shape))
-                shards = Shards(whole, (Stored(self.group.coords, ref),))
-            else:
-                cut, starts = places[param]
-                shards = Shards(cut, tuple([Stored(self.coords[rank], tensors[rank], start) for rank, start in starts]))
-            states[name] = ShardedTensor(dtype=first.dtype, shape=shape, parts=(shards,))
+                    starts[param][1].append((rank, span.start))
+        return starts
 
     def add_copies(self, name: str, tensors: Mapping[int, TensorRef]) -> None:
-        """Add a state that is one tensor of one element, of which every rank has a copy."""
+        """Add a state that is a tensor of one element, copied on every rank."""
         rank, first = next(iter(tensors.items()))
-        if not self._one_type(name, tensors) or not self._all_have(name, self._without(tensors)):
+        if not self._check_dtype(name, tensors) or not self._check_present(name, self._ranks_without(tensors)):
             return
-        differing = [other for other, ref in tensors.items() if self.checksums.same_bytes(first, ref) is False]
+        differing = [other for other, ref in tensors.items() if self.checksums.has_same_bytes(first, ref) is False]
         self.problems.wrong += [
             f"{self.files[other]}: of another run: {name} of {self.group.label} differs from {self.files[rank]}"
             for other in differing
         ]
-        box = Box.whole(first.shape)
+        box = Box.full(first.shape)
         fragments = tuple(Fragment(box=box, ref=ref, replica=copy) for copy, ref in enumerate(tensors.values()))
-        self._give_all(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
+        self._share_state(name, StateIndex(dtype=first.dtype, global_shape=first.shape, fragments=fragments))
 
     def add_number(self, name: str, numbers: Mapping[int, object]) -> None:
         """Add a state that is a Python number, equal on every rank."""
-        self.problems.agree(f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()})
+        self.problems.check_agreement(
+            f"{name} of {self.group.label}", {self.files[rank]: n for rank, n in numbers.items()}
+        )
         number = next(iter(numbers.values()))
-        if self._all_have(name, self._without(numbers)) and isinstance(number, int | float):
-            self._give_all(name, number_state(number))
+        if self._check_present(name, self._ranks_without(numbers)) and isinstance(number, int | float):
+            self._share_state(name, state_from_number(number))
 
-    def _give_all(self, name: str, state: StateIndex) -> None:
-        for own in self.states.values():
-            own[name] = state
+    def _share_state(self, name: str, state: StateIndex) -> None:
+        for states in self.states.values():
+            states[name] = state
 
-    def _without(self, values: Mapping[int, object]) -> list[int]:
+    def _ranks_without(self, values: Mapping[int, object]) -> list[int]:
         return [shard.rank for shard in self.group.shards if shard.rank not in values and shard.weight.numel]
 
-    def _all_have(self, name: str, lacking: Sequence[int]) -> bool:
+    def _check_present(self, name: str, absent: Sequence[int]) -> bool:
         self.problems.wrong += [
-            f"{self.files[rank]}: {self.group.label} has no state {name}, other ranks have" for rank in lacking
+            f"{self.files[rank]}: {self.group.label} has no state {name}, other ranks have" for rank in absent
         ]
-        return not lacking
+        return not absent
 
-    def _one_type(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
+    def _check_dtype(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
-        self.problems.agree(f"the type of {name} of {self.group.label}", dtypes)
+        self.problems.check_agreement(f"the type of {name} of {self.group.label}", dtypes)
         return len(set(dtypes.values())) == 1
 
-    def fitting(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
+    def find_layout(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
         """The layout that fits the length of every tensor; None when none does, or several that differ."""
         if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
             return None
-        fitting = [own for own in layouts if all(ref.shape[0] in own.lengths(rank) for rank, ref in tensors.items())]
-        if len(fitting) < 2:
-            return fitting[0] if fitting else None
-        starts = [[own.spans(rank) for rank in tensors] for own in fitting]
-        params = [param for own in starts[0] for param in own]
-        same = all(own == starts[0] for own in starts) and len(set(params)) == len(params)  # none is cut
-        return fitting[0] if same else None
+        matches = [
+            layout for layout in layouts if all(ref.shape[0] in layout.lengths(rank) for rank, ref in tensors.items())
+        ]
+        if len(matches) < 2:
+            return matches[0] if matches else None
+        first, *others = [[layout.spans(rank) for rank in tensors] for layout in matches]
+        params = [param for spans in first for param in spans]
+        is_unsplit = len(set(params)) == len(params)
+        return matches[0] if is_unsplit and all(other == first for other in others) else None
 
-    def misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
-        """That the tensors of a state have none of the lengths that they can have."""
-        shown = ", ".join(str(list(ref.shape)) for ref in tensors.values())
+    def describe_misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
+        """A message that no layout fits the lengths of the tensors of a state."""
+        actual = ", ".join(str(list(ref.shape)) for ref in tensors.values())
         ranges = (self.group.layouts[0].lengths(rank) for rank in tensors)
-        expected = ", ".join(f"{own[0]}" if len(own) == 1 else f"{own[0]} to {own[-1]}" for own in ranges)
+        expected = ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in ranges)
         return (
-            f"{self.group.label} ({', '.join(list(self.group.shapes)[:3])}, ...): state {name} has the shape {shown} "
-            f"on rank {', '.join(map(str, tensors))}; expected {expected} elements, one for each of the parameters and "
-            "of the padding. What its elements belong to is not known"
+            f"{self.group.label} ({', '.join(list(self.group.shapes)[:3])}, ...): state {name} has the shape {actual} "
+            f"on rank {', '.join(map(str, tensors))}; expected {expected} elements, one per element of the parameters "
+            "and of the padding"
         )

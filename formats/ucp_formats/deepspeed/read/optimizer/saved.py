@@ -224,7 +224,7 @@ def same_groups(
     (first_file, first), *others = files.items()
     first_text = repr(first.saved_groups)  # comparing texts is faster
     for file, other in others:
-        if repr(other.saved_groups) != first_text and not checksums.same(other.saved_groups, first.saved_groups):
+        if repr(other.saved_groups) != first_text and not checksums.is_same(other.saved_groups, first.saved_groups):
             problems.wrong.append(f"{file}: of another run: its param_groups differ from those in {first_file}")
     return first.groups
 

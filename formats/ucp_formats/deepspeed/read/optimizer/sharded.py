@@ -200,7 +200,7 @@ def _find_displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> 
     displaced = []
     for name, start in zip(buffer.names, buffer.starts, strict=True):
         ref = tensors.get(name)
-        storage = checksums.storage(ref) if ref is not None else None
+        storage = checksums.find_storage(ref) if ref is not None else None
         if ref is None or storage is None:
             continue
         is_view = storage.nbytes == buffer.share * buffer.ranks * ref.dtype.itemsize

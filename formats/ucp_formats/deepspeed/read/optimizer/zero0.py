@@ -18,7 +18,7 @@ from ucp.contract.ranks import Checksums, Problems
 from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible_places
 from ucp.core.index import STEP, WEIGHT, Extra, ParamGroup
 from ucp.core.tensor import TensorRef
-from ucp.core.union import ShardedTensor, State, scalar_state
+from ucp.core.union import ShardedTensor, StateSource, state_from_scalar
 from ucp.errors import MalformedError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, described
 from ucp_formats.deepspeed.experts import is_expert
@@ -130,7 +130,7 @@ def _find_names_by_storage(optimizer: UnshardedOptimizer, params: Params, checks
     """
     views: dict[int, list[tuple[int, int, str, int]]] = {}
     for name, ref in params.items():
-        storage = checksums.storage(ref) if ref.numel else None
+        storage = checksums.find_storage(ref) if ref.numel else None
         if storage is not None:
             start = (ref.offset - storage.offset) // ref.dtype.itemsize
             length = storage.nbytes // ref.dtype.itemsize
@@ -244,9 +244,9 @@ def _add_slots(
         states = part.states.setdefault(name, {})
         for key, value in ({WEIGHT: masters[at], **saved} if masters else saved).items():
             if isinstance(value, TensorRef) and value.shape == shape:
-                state: State | None = ShardedTensor.whole(value)
+                state: StateSource | None = ShardedTensor.unsharded(value)
             else:
-                state = scalar_state(value)
+                state = state_from_scalar(value)
             if value is None:
                 part.dropped.append(f"{name}: state {key} is None")
             elif state is not None:
@@ -259,7 +259,7 @@ def _add_slots(
     _share_fused_count(group, [part.states[name] for name in params], part)
 
 
-def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, State]], part: OptimizerPart) -> None:
+def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, StateSource]], part: OptimizerPart) -> None:
     """Give every parameter of a group the count of its last one, where FusedAdam counts (fused_adam.py, 0.19.8)."""
     with_step = [param for param in states if STEP in param]
     steps = [param[STEP] for param in with_step]

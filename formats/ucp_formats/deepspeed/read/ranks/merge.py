@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from ucp.contract.layouts import along
+from ucp.contract.layouts import holder_axes
 from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import InlineTensor
-from ucp.core.union import ShardedTensor, Shards, State, Stored, joined_counts
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, merge_counts
 from ucp.errors import MalformedError, UnsupportedError, listed
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertNumbers
@@ -56,9 +56,9 @@ class Mesh:
         """The layout of a tensor over all axes; `file_layout`: over the ranks that its file states."""
         stages, axes = self.stages.get(name, ()), file_layout.axes
         if name in self.owners and not axes:
-            axes = along("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
+            axes = holder_axes("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
         if stages:
-            axes = (*along("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
+            axes = (*holder_axes("pp", self.pp, self.known_from.get("pp", ""), stages), *axes)
         return self.in_stage(name, file_layout, axes)
 
     def place_tensor(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
@@ -66,16 +66,16 @@ class Mesh:
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
         parts = []
-        for part in tensor.parts:
+        for part in tensor.shard_sets:
             layout = self.in_stage(name, part.layout) if in_stage else self.layout(name, part.layout)
             if layout is part.layout:
                 parts.append(part)
             else:
-                moved = [Stored({**base, **copy.coords}, copy.ref, copy.start) for copy in part.stored]
-                parts.append(Shards(layout, tuple(moved)))
-        if all(new is old for new, old in zip(parts, tensor.parts, strict=True)):
+                moved = [StoredShard({**base, **copy.coords}, copy.ref, copy.start) for copy in part.shards]
+                parts.append(ShardSet(layout, tuple(moved)))
+        if all(new is old for new, old in zip(parts, tensor.shard_sets, strict=True)):
             return tensor
-        return ShardedTensor(dtype=tensor.dtype, shape=shape, parts=tuple(parts))
+        return ShardedTensor(dtype=tensor.dtype, shape=shape, shard_sets=tuple(parts))
 
     def in_stage(self, name: str, file_layout: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
         """The layout inside a pipeline stage, whose modules are in files of layers and experts."""
@@ -84,7 +84,7 @@ class Mesh:
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
         copies = self.dp // prod([axis.parts for axis in outer if axis.axis == "ep"])
         if copies > 1 and not file_layout.flat:
-            return Layout((*outer, *along("dp", copies, self.known_from.get("dp", ""))))
+            return Layout((*outer, *holder_axes("dp", copies, self.known_from.get("dp", ""))))
         return Layout(outer, file_layout.flat) if outer else file_layout
 
 
@@ -227,7 +227,7 @@ class _Merger:
         self.notes: list[str] = []
         self._counts: dict[tuple[int, ...], StateIndex] = {}
 
-    def states(self, name: str) -> dict[str, State]:
+    def states(self, name: str) -> dict[str, StateSource]:
         """States of a parameter."""
         holders = [(part, part.optimizer.states[name]) for part in self.parts if name in part.optimizer.states]
         first_part, first = holders[0]
@@ -242,7 +242,7 @@ class _Merger:
             for key in first
         }
 
-    def _merge_state(self, name: str, key: str, copies: Sequence[tuple[RankPart, State]]) -> State:
+    def _merge_state(self, name: str, key: str, copies: Sequence[tuple[RankPart, StateSource]]) -> StateSource:
         layout = self.mesh.tensors.get(name)
         kinds = dict.fromkeys(f"{state.dtype} {list(_shape(state)) if layout is None else ''}" for _, state in copies)
         if len(kinds) > 1:
@@ -266,7 +266,7 @@ class _Merger:
             refs = [fragment.ref for _, count in counts for fragment in count.fragments]
             inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
             if len(inline) < len(refs):
-                self._counts[identity] = joined_counts([count for _, count in counts])
+                self._counts[identity] = merge_counts([count for _, count in counts])
             elif len({*inline}) > 1:  # numbers in the files themselves can be compared now
                 ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
                 self.wrong.append(f"of another run: {what} differs among {ranks}")
@@ -286,7 +286,7 @@ class _Merger:
             )
             for part, shard in shards
         ]
-        return replace(placed[0], parts=tuple(part for tensor in placed for part in tensor.parts))
+        return replace(placed[0], shard_sets=tuple(part for tensor in placed for part in tensor.shard_sets))
 
     def entry(self, name: str) -> ModuleEntry:
         """Global tensor of the module."""
@@ -311,7 +311,7 @@ class _Merger:
         for part, entry in copies:
             comparable = layout is None or layout.local_shape(part.tp) == layout.global_shape
             ref = entry.tensor.first if entry.tensor is not None and comparable else None
-            if first is None or ref is None or self.checksums.same_bytes(first.first, ref) is not False:
+            if first is None or ref is None or self.checksums.has_same_bytes(first.first, ref) is not False:
                 same.append((part, entry))
                 continue
             self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
@@ -322,7 +322,7 @@ class _Merger:
         return same
 
 
-def _shape(state: State) -> Shape:
+def _shape(state: StateSource) -> Shape:
     return state.global_shape if isinstance(state, StateIndex) else state.shape
 
 
@@ -341,11 +341,11 @@ def _merge_groups(parts: Sequence[RankPart], checksums: Checksums, problems: Pro
         problems.wrong += [
             f"model-parallel rank {other.mp}: of another run: its parameter groups differ from those of rank {first.mp}"
             for other in others
-            if not checksums.same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
+            if not checksums.is_same(*([(g.params, dict(g.hyper)) for g in p.optimizer.groups] for p in (first, other)))
         ]
         candidates = list(merged)
         for group in first.optimizer.groups:
-            match = next((one for one in candidates if checksums.same(dict(one[1]), dict(group.hyper))), None)
+            match = next((one for one in candidates if checksums.is_same(dict(one[1]), dict(group.hyper))), None)
             if match is None:
                 merged.append((dict.fromkeys(group.params), group.hyper))
             else:
@@ -364,7 +364,7 @@ def merge_extras(extras_by_rank: Sequence[tuple[int, Sequence[Extra]]], checksum
             if key not in first and (not merged or mp == extras_by_rank[0][0]):
                 first[key] = extra.value
                 merged.append(extra)
-            elif key not in first or not checksums.same(first[key], extra.value):
+            elif key not in first or not checksums.is_same(first[key], extra.value):
                 merged.append(replace(extra, name=f"mp_rank_{mp:02d}/{extra.name}"))
     return merged
 

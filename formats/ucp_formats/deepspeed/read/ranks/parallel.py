@@ -112,7 +112,7 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
         saved = next((file.root["args"] for file, _ in infos.values() if "args" in file.root), None)
         return FamilyRules(options, script_arguments(saved), where)
     problems = Problems()
-    problems.agree(_INFO, records)
+    problems.check_agreement(_INFO, records)
     problems.raise_any(where, "tensor parallelism")
     return UniversalCheckpointInfo(next(iter(records.values())), where)
 

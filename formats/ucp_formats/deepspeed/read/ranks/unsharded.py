@@ -109,7 +109,7 @@ def _infer_stage_names(
         number, _, local_name = name.partition(".")
         layers.setdefault(number, {})[local_name] = ref
     for (number, first), (other, second) in combinations(layers.items(), 2):
-        if any(len(ref.shape) > 1 for ref in first.values()) and checksums.same(first, second):
+        if any(len(ref.shape) > 1 for ref in first.values()) and checksums.is_same(first, second):
             raise UnsupportedError(
                 f"layers {number} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers "
                 f"do not name their parameters: the position of theirs in a stage is not known. {REMEDY}"

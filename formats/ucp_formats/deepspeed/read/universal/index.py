@@ -23,7 +23,7 @@ from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import WEIGHT, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
-from ucp.core.union import scalar_state
+from ucp.core.union import state_from_scalar
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
 from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
@@ -31,7 +31,7 @@ from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.files import (
     SavedFile,
-    parsed,
+    parse_files,
     read_files,
     refuse_idle_options,
     refuse_names,
@@ -195,13 +195,13 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     problems = Problems()
     files = read_files(folder, problems)
     of_models = [file for file in files if file.name.role in (Role.MODEL, Role.SHARDED_MODEL)]
-    models = parsed(of_models, ModelStates.of, problems)
+    models = parse_files(of_models, ModelStates.of, problems)
     ranks = universal_ranks(models, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
     found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
     shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
-    problems.add(wrong)
-    every = parsed([shared] if shared is not None else [], SharedStates.of, problems)
+    problems.extend(wrong)
+    every = parse_files([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
     (states_of_all,) = every
     trained = {param: shape for group in ranks.groups for param, shape in group.items()}
@@ -289,7 +289,7 @@ def _states(
     for at, slot in shared.state.items():  # numbers per parameter, which ZeRO-3's converter leaves there
         members = groups if at == 0 and len(shared.state) == 1 else groups[at : at + 1]
         for key, value in slot.items():
-            state = scalar_state(value)
+            state = state_from_scalar(value)
             for name in (name for group in members for name in group):
                 if state is not None and name in states:
                     states[name].setdefault(key, state)

@@ -18,7 +18,7 @@ from ucp.contract.output_names import check_named
 from ucp.contract.ranks import Problems
 from ucp.core.index import STEP, WEIGHT, StateIndex
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
-from ucp.core.union import scalar_state
+from ucp.core.union import state_from_scalar
 from ucp.errors import CorruptError, SourceError
 from ucp.io.folder import is_url, names_of_folder
 from ucp.io.pickle.fields import Shape, described
@@ -55,7 +55,7 @@ def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
         [(param, state_path(tag, param, stem)) for param, own in stems.items() for stem in own],
         expected="names of parameters that can be folders (zero/<parameter>/<state>.pt)",
         remedy="rename them in the model, or write native files (--to deepspeed), which name no file after a parameter",
-        taken=[f"{tag}/zero/{GLOBALS}"],
+        reserved=[f"{tag}/zero/{GLOBALS}"],
         faults=faults,
     )
 
@@ -166,7 +166,9 @@ def _read_state(
         value = value["param"]
     found.files.append((str(path), f"{state} of {param}"))
     found.records += archive.records
-    index = scalar_state(value) if not isinstance(value, TensorRef) or state == STEP else _tensor_state(value, shape)
+    index = (
+        state_from_scalar(value) if not isinstance(value, TensorRef) or state == STEP else _tensor_state(value, shape)
+    )
     if index is None:
         expected = "a number or a tensor" if shape is None else f"a tensor of {list(shape)}"
         problems.wrong.append(f"{where}: expected {expected}; got {described(value)}")
@@ -182,4 +184,4 @@ def _tensor_state(ref: TensorRef, shape: Shape | None) -> StateIndex | None:
             )
         elif len(ref.shape) < 2:
             return None
-    return StateIndex.whole(ref)
+    return StateIndex.from_tensor(ref)

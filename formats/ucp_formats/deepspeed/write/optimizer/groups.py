@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ucp.contract.optimizer import OptimizerPlan, missing_states
+from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.tensor import DType
@@ -71,7 +71,7 @@ class Group:
     @cached_property
     def lacking(self) -> Mapping[str, tuple[str, ...]]:
         """Parameter to the states that others of the group have and it lacks."""
-        return missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
+        return find_missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
@@ -83,7 +83,7 @@ class Group:
         atoms = {atom.name: atom for atom in self.params}
         for names in ([] if params is None else [params], [atoms]):
             for own in names:
-                name = self.plan.counted_by(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
+                name = self.plan.find_common_count(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
                 if name is not None:
                     return atoms[name]
         raise KeyError(state)
@@ -162,13 +162,13 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
         for atom in group.params:
             lacks = lacking.get(atom.name, ())
             loss = facts.index.lost.get(atom.name)
-            if loss is not None and (not loss.chosen or (flat and lacks)):
+            if loss is not None and (not loss.is_chosen or (flat and lacks)):
                 lost.append(atom.name)
             has = [name for name in atom.states if name != WEIGHT]
             missing = [name for name in lacks if name not in group.counts]
             if flat and has and missing:
                 partly.append(f"{atom.name}: {', '.join(missing)}, and has {', '.join(has)}")
-    reasons = [*facts.index.reasons(lost), *([listed(partly)] if partly else [])]
+    reasons = [*facts.index.loss_reasons(lost), *([listed(partly)] if partly else [])]
     if reasons:
         raise MissingStateError(
             "expected the optimizer states of every parameter that took steps, as others have theirs; "

@@ -177,7 +177,7 @@ def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
         for name, atom in facts.index.atoms.items():
             if name.startswith(start):
                 layer[name.removeprefix(start)] = draft.whole(name, WEIGHT, facts.module_dtype(atom))
-        for name, value in facts.extras.below(MODULE_STATE):
+        for name, value in facts.extras.with_prefix(MODULE_STATE):
             if name.startswith(start):
                 layer[name.removeprefix(start)] = draft.carried(value)
         of_layer = {f"{name}.": version for name, version in metadata.items() if f"{name}.".startswith(start)}

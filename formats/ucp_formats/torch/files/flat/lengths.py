@@ -28,7 +28,7 @@ from ucp.contract.layouts import FlatBuffer, Span
 from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import TensorRef
-from ucp.core.union import Stored
+from ucp.core.union import StoredShard
 from ucp.errors import MalformedError
 from ucp_formats.torch.files.global_tensor import COPIES, GlobalTensor
 
@@ -62,7 +62,7 @@ def split_flat(
             f"{where} has {numel} elements{f', padded over {ranks} ranks' if is_padded else ''}; its parameters have "
             f"{sum(counts)}: {', '.join(shapes)}. The shapes are those of another model"
         )
-    buffer = FlatBuffer.of(
+    buffer = FlatBuffer.pack(
         dict(zip(shapes, counts, strict=True)),
         ranks=ranks,
         share=-(-numel // ranks),
@@ -90,7 +90,7 @@ def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
             stop = starts[-1] + sum(of_ranks)
             starts.append(_round_up(stop, alignment))
         numels = {str(number): sum(of_ranks) for number, of_ranks in enumerate(widths)}
-        buffer = FlatBuffer.of(numels, ranks=ranks, share=share, starts=starts[:-1], known_from="")
+        buffer = FlatBuffer.pack(numels, ranks=ranks, share=share, starts=starts[:-1], known_from="")
         spans = [buffer.spans(rank) for rank in range(ranks)]
         fits = all(
             tuple(of_ranks) == tuple(by_name[name].numel if name in by_name else 0 for by_name in spans)
@@ -124,14 +124,14 @@ def _place(
     """A parameter from the shards of a flat one; `spans`: where each shard holds it."""
     replicas = (AxisLayout(COPIES, len(copies), pattern("replicate"), axis.known_from),) if len(copies) > 1 else ()
     stored = [
-        Stored({COPIES: copy, axis.axis: number}, ref, span.start)
+        StoredShard({COPIES: copy, axis.axis: number}, ref, span.start)
         for copy, shards in enumerate(copies)
         for number, (ref, span) in enumerate(zip(shards, spans, strict=True))
         if ref is not None and span is not None
     ]
     ref = next(ref for shards in copies for ref in shards if ref is not None)
     if 0 in shape:
-        stored = [Stored({}, ref)]
+        stored = [StoredShard({}, ref)]
     return GlobalTensor.place(ref.dtype, shape, Layout(axes=replicas, flat=(axis,)), tuple(stored))
 
 

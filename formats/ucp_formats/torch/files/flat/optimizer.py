@@ -81,7 +81,7 @@ class _FlatOptimizer:
 
 def _sharding_degree(entry: StateEntry) -> int:
     """Ranks that a parameter is sharded over."""
-    axes = GlobalTensor.of(entry).layout.every
+    axes = GlobalTensor.of(entry).layout.all_axes
     return prod(axis.parts for axis in axes if axis.pattern.overlap is Overlap.EXCLUSIVE)
 
 

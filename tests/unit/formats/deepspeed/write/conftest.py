@@ -106,7 +106,7 @@ class Source:
             shape=shape,
             strides=contiguous_strides(shape),
         )
-        return StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.whole(shape), ref=ref),))
+        return StateIndex(dtype=DType.FLOAT32, global_shape=shape, fragments=(Fragment(box=Box.full(shape), ref=ref),))
 
     def _step(self, step: float | None) -> StateIndex:
         dtype = DType.INT64 if isinstance(step, int) else DType.FLOAT32

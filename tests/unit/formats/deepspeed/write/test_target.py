@@ -13,7 +13,7 @@ import pytest
 import torch
 from ucp_formats.deepspeed.write.target import DeepSpeedTarget
 
-from ucp.core.index import Extra, Fragment, Index, Loss, StateIndex
+from ucp.core.index import Extra, Fragment, Index, LostStates, StateIndex
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.tensor import DType, InlineTensor, TensorRef
@@ -172,8 +172,8 @@ def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Ma
 def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Make, stage: int) -> None:
     made = source()
     del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
-    others = {f"other.{n}": Loss(why="written shifted: save again", detail="by 8 elements") for n in range(30)}
-    lost = {**others, "w": Loss(why="written shifted: save again", detail="by 64 elements")}
+    others = {f"other.{n}": LostStates(reason="written shifted: save again", detail="by 8 elements") for n in range(30)}
+    lost = {**others, "w": LostStates(reason="written shifted: save again", detail="by 64 elements")}
     index = replace(made.index(), lost=lost)
     del index.atoms["w"].states["step"]
     with pytest.raises(MissingStateError, match=r"written shifted: save again:\n  w: by 64 elements\nAdam"):
@@ -181,7 +181,7 @@ def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Mak
 
 
 FUSED = {"model_dtype": DType.BFLOAT16, "extras": [Extra(name="ds_config", value={"optimizer": {"type": "AdamW"}})]}
-CHOSEN = {"w": Loss(why="all of these parameters, left out by --exclude", chosen=True)}
+CHOSEN = {"w": LostStates(reason="all of these parameters, left out by --exclude", is_chosen=True)}
 
 
 @pytest.mark.parametrize(

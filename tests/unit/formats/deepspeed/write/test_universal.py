@@ -193,7 +193,7 @@ def test_a_pipeline_is_one_that_says_so_and_names_layers(
 
 def with_step(made: Any, step: Tensor) -> Any:
     """The source, whose parameters have all counted these steps."""
-    index, state = made.index(), StateIndex.whole(step)
+    index, state = made.index(), StateIndex.from_tensor(step)
     atoms = {
         name: replace(atom, states={**atom.states, "step": state}) if "step" in atom.states else atom
         for name, atom in index.atoms.items()

@@ -28,7 +28,7 @@ class Rank:
     def _candidate(self, name, kind):
         values = self.masters[name]
         ref = self._stored(cast_bits(values.tobytes(), DType.FLOAT32, DType.BFLOAT16), DType.BFLOAT16, values.size)
-        box = Box.whole(values.shape)
+        box = Box.full(values.shape)
         return Candidate(name=name, local_shape=values.shape, pairs=(RegionPair(box, box),), refs=(ref,), kind=kind)
 
     def _stored(self, data, dtype, numel):

@@ -12,7 +12,7 @@ from tests.unit.formats.megatron.conftest import FakeLegacy
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.core.tensor import DType
 from ucp.io.files import Sources
 from ucp.transfer.drift import describe_drift
@@ -54,7 +54,7 @@ def shown(options: dict[str, object]) -> str:
 def read(index: Index, name: str, state: str) -> torch.Tensor:
     """A whole state, taken as conversions take it; its copies are compared."""
     found = index.atoms[name].states[state]
-    own, locator = whole_slice(name, state, found), Locator(found)
+    own, locator = full_slice(name, state, found), Locator(found)
     data = memoryview(bytearray(found.nbytes))
     gatherer = Gatherer(sources=Sources())
     gatherer.fill(data, found.dtype, resolve(own, locator, 0, found.numel))

@@ -34,7 +34,7 @@ from ucp_formats.megatron.source import MegatronFormat
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index
 from ucp.core.slices import Locator, resolve
-from ucp.core.target import whole_slice
+from ucp.core.target import full_slice
 from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
 
@@ -318,7 +318,7 @@ def contents() -> Callable[[Index], dict[str, Tensor]]:
         found = {}
         for atom, key, state in index.states():
             if key != "step":
-                own = whole_slice(atom.name, key, state)
+                own = full_slice(atom.name, key, state)
                 data = memoryview(bytearray(own.nbytes))
                 gatherer.fill(data, own.dtype, resolve(own, Locator(state), 0, own.stop))
                 dtype = getattr(torch, own.dtype.value)

@@ -44,7 +44,7 @@ class Run:
     def weights(self) -> dict[str, GlobalTensor]:
         found = {}
         for name, values in self.masters.items():
-            piece = StoredBox(Box.whole((64,)), self.stored(values, DType.BFLOAT16))
+            piece = StoredBox(Box.full((64,)), self.stored(values, DType.BFLOAT16))
             found[name] = GlobalTensor(name=name, shape=(64,), dtype=DType.BFLOAT16, boxes=[piece])
         return found
 

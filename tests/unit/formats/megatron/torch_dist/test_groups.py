@@ -42,7 +42,7 @@ def test_without_arguments_members_stay_open_and_keep_the_step_of_all_groups(fak
     assert f"\n  {EMBEDDING}: " in entry
     assert len(entry.split("\n")) == 11
     assert len(index.lost) == 10
-    (reason,) = index.reasons([EMBEDDING, "nothing"])
+    (reason,) = index.loss_reasons([EMBEDDING, "nothing"])
     assert "arguments were not saved" in reason
     assert reason.endswith(f"save the run so:\n  {EMBEDDING}: {list(index.atoms[EMBEDDING].global_shape)}")
 

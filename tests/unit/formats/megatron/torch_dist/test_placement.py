@@ -17,7 +17,7 @@ EMBEDDING, NORM, QKV = (
 
 def laid(index: Index, name: str) -> dict[str, str]:
     return {
-        own.axis: f"{own.pattern.name}{getattr(own.pattern, 'owner', '')}" for own in index.atoms[name].layout.every
+        own.axis: f"{own.pattern.name}{getattr(own.pattern, 'owner', '')}" for own in index.atoms[name].layout.all_axes
     }
 
 

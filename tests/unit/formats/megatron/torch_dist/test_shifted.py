@@ -22,7 +22,7 @@ def atom(shards: Shards, name: str, *, shift: int) -> AtomIndex:
     weight = np.random.default_rng(len(name)).standard_normal(NUMEL).astype("float16")
     master = np.zeros(NUMEL, "float32")
     master[: NUMEL - shift] = weight[shift:]
-    box = Box.whole((NUMEL,))
+    box = Box.full((NUMEL,))
     copies = tuple(
         Fragment(box=box, ref=shards.put(array), replica=number) for number, array in enumerate((master, weight))
     )
@@ -40,7 +40,7 @@ def test_every_shifted_parameter_is_named_with_its_reason(tmp_path: Path) -> Non
     checked = check_masters(atoms, layout="fully_reshardable", tied=False)
     assert list(checked.lost) == names
     assert {loss.detail for loss in checked.lost.values()} == {f"by {SHIFT} elements"}
-    assert not any(loss.chosen for loss in checked.lost.values())
+    assert not any(loss.is_chosen for loss in checked.lost.values())
     assert all(list(checked.atoms[name].states) == ["weight"] for name in names)
     assert checked.atoms["sound"] is atoms["sound"]
     (line,) = checked.dropped

@@ -13,10 +13,9 @@ import torch
 import ucp
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert, diff, verify
-from ucp.conversion.convert import ConvertReport, carry_out
+from ucp.conversion.convert import ConvertReport, carry_out, verify_written
 from ucp.conversion.options import make_options
-from ucp.conversion.prepare import Silent, prepare
-from ucp.conversion.verify import verify_written
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import ParamGroup
 from ucp.errors import CorruptError, FamilyError, MissingStateError, UnsupportedError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
@@ -194,11 +193,11 @@ def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, s
 def test_what_is_read_back_is_compared_under_megatrons_names(store, tmp_path):
     options = make_options(to="megatron", topology="tp=2", settings={key: str(value) for key, value in SAID.items()})
     prepared = prepare(store, options)
-    carry_out(store, tmp_path / "b", options, Silent())
+    carry_out(store, tmp_path / "b", options, SilentObserver())
     atoms = dict(prepared.job.index.atoms)
     qkv = atoms["decoder.layers.0.self_attention.linear_qkv.weight"].states["weight"]
     assert len(qkv.fragments) == 3 * GROUPS
-    told = {"source": options.source, "observer": Silent(), "threads": 1}
+    told = {"source": options.source, "observer": SilentObserver(), "threads": 1}
     verify_written(prepared.job, tmp_path / "b", **told)
     one, other = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (0, 1))
     atoms[one], atoms[other] = replace(atoms[other], name=one), replace(atoms[one], name=other)

@@ -7,8 +7,8 @@ import pytest
 from ucp_formats.megatron.write.groups import optimizer_chain
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.index import Index, Loss, ParamGroup
-from ucp.core.union import number_state
+from ucp.core.index import Index, LostStates, ParamGroup
+from ucp.core.union import state_from_number
 from ucp.errors import MissingStateError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.probe import Prober
@@ -29,7 +29,7 @@ def index(tmp_path):
             if isinstance(step, np.generic | np.ndarray):
                 states[name, "step"] = shards.whole(np.asarray(step))
             elif step is not None:
-                states[name, "step"] = number_state(step)
+                states[name, "step"] = state_from_number(step)
         return make_index(tmp_path, states, groups=groups)
 
     return make
@@ -108,7 +108,7 @@ def test_steps_that_differ_are_named(index, tmp_path):
     states = {}
     for number, name in enumerate((DENSE, NORM)):
         states[name, "weight"] = shards.whole(np.zeros(2, dtype=np.float32))
-        states[name, "step"] = number_state(number)
+        states[name, "step"] = state_from_number(number)
     source = make_index(tmp_path, states, groups=[native((DENSE, NORM), wd=1.0)])
     with pytest.raises(UnsupportedError, match=r"(?s)dense: 0.*norm: 1"):
         chain_of(source, split=False)
@@ -123,7 +123,8 @@ def test_files_that_list_parameters_of_groups_refuse_those_in_none(index):
 
 def test_with_the_reason_of_the_source(index):
     source = replace(
-        index(native((DENSE, NORM), wd=1.0)), lost={EXPERT: Loss(why="its group is not recorded", detail="[2]")}
+        index(native((DENSE, NORM), wd=1.0)),
+        lost={EXPERT: LostStates(reason="its group is not recorded", detail="[2]")},
     )
     with pytest.raises(MissingStateError, match=r"in none:\nits group is not recorded:\n  expert: \[2\]\n"):
         plan_of(source).check_grouped(source.atoms, remedy="write others")

@@ -7,7 +7,7 @@ import pytest
 from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.source import find_grad_scaler
 from ucp_formats.megatron.write.arguments import relaid_arguments
-from ucp_formats.megatron.write.model import check_topology, grid_problem, random_states
+from ucp_formats.megatron.write.model import check_topology, find_grid_problem, select_rng_states
 
 from ucp.core.index import Extra, Index
 from ucp.core.topology import Topology
@@ -47,21 +47,21 @@ RANDOM = [Extra(name=f"rng_state/pp{pp}.tp{tp}", value=(pp, tp)) for pp in range
 PLACES = [GridPlace(tp=tp, pp=pp, ep=0) for pp in range(2) for tp in range(2)]
 
 
-def test_random_states_of_the_same_layout(index):
+def test_select_rng_states_of_the_same_layout(index):
     own = index(Topology(tp=2, pp=2, dp=2), *RANDOM)
-    assert random_states(own, Topology(tp=2, pp=2, dp=2), PLACES)[GridPlace(tp=1, pp=0, ep=0)] == (0, 1)
+    assert select_rng_states(own, Topology(tp=2, pp=2, dp=2), PLACES)[GridPlace(tp=1, pp=0, ep=0)] == (0, 1)
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4, dp=2), Topology(tp=2, pp=2, dp=2, vpp=2)])
-def test_random_states_of_another_layout(topology, index):
-    assert random_states(index(Topology(tp=2, pp=2, dp=2), *RANDOM), topology, PLACES) == {}
+def test_select_rng_states_of_another_layout(topology, index):
+    assert select_rng_states(index(Topology(tp=2, pp=2, dp=2), *RANDOM), topology, PLACES) == {}
 
 
-def test_random_states_of_some_ranks_only(index):
+def test_select_rng_states_of_some_ranks_only(index):
     more = [*PLACES, GridPlace(tp=0, pp=0, ep=1)]
-    assert random_states(index(Topology(tp=2, pp=2), *RANDOM), Topology(tp=2, pp=2), more) == {}
+    assert select_rng_states(index(Topology(tp=2, pp=2), *RANDOM), Topology(tp=2, pp=2), more) == {}
     odd = Extra(name="rng_state/0.0.0", value=1)
-    assert random_states(index(Topology(), odd), Topology(), [GridPlace(tp=0, pp=0, ep=0)]) == {}
+    assert select_rng_states(index(Topology(), odd), Topology(), [GridPlace(tp=0, pp=0, ep=0)]) == {}
 
 
 def test_zero_is_of_another_framework():
@@ -78,12 +78,12 @@ def test_zero_is_of_another_framework():
     ],
 )
 def test_grids_that_no_run_has(topology, message):
-    assert message in (grid_problem(topology) or "")
+    assert message in (find_grid_problem(topology) or "")
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, ep=2, etp=1), Topology(tp=4, pp=2, ep=4, dp=4, cp=1)])
 def test_grids_that_some_run_has(topology):
-    assert grid_problem(topology) is None
+    assert find_grid_problem(topology) is None
 
 
 def relaid(topology: Topology, **arguments: object) -> dict[str, object]:

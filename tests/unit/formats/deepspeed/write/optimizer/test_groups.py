@@ -9,7 +9,7 @@ import pytest
 from ucp_formats.deepspeed.write.optimizer.groups import optimizer_groups
 from ucp_formats.deepspeed.write.run import run_facts
 
-from ucp.core.index import Loss, ParamGroup
+from ucp.core.index import LostStates, ParamGroup
 from ucp.core.target import TargetOptions
 from ucp.errors import MissingStateError
 from ucp.testing.handmade import Shards, make_index
@@ -33,7 +33,7 @@ def test_by_name(index):
 
 def test_with_the_reason_that_the_source_gives(index):
     told = replace(
-        index, lost={"b": Loss(why="the optimizer group of 1 parameter, which is not recorded", detail="[2]")}
+        index, lost={"b": LostStates(reason="the optimizer group of 1 parameter, which is not recorded", detail="[2]")}
     )
     with pytest.raises(MissingStateError) as error:
         groups_of(told)

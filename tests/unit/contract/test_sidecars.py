@@ -11,18 +11,11 @@ from pathlib import Path
 import pytest
 
 import ucp
-from ucp.contract.companions import (
-    MOST_SMALL,
-    Companions,
-    chosen_companions,
-    companion_extra,
-    companions_of,
-    place_companions,
-)
 from ucp.contract.protocols import SourceOptions
+from ucp.contract.sidecars import MOST_SMALL, SidecarPolicy, add_sidecars, list_sidecars, select_sidecars, sidecar_extra
+from ucp.conversion.convert import verify_written
 from ucp.conversion.options import ConvertOptions
-from ucp.conversion.prepare import Silent, prepare
-from ucp.conversion.verify import verify_written
+from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
@@ -85,7 +78,7 @@ def test_those_of_single_ranks_are_named_and_left_where_there_will_be_others(sav
 
 
 def test_a_run_of_one_rank_has_a_name_of_its_own_for_its_random_states():
-    assert [companion_extra(name, name, 1).rank for name in ("rng_state.pth", "rng_state_12.pth", "rng.pth")] == [
+    assert [sidecar_extra(name, name, 1).rank for name in ("rng_state.pth", "rng_state_12.pth", "rng.pth")] == [
         0,
         12,
         None,
@@ -105,7 +98,7 @@ def test_none_are_carried_along_where_none_are_wanted(saved, tmp_path):
         (line,) = (line for line in report.dropped if "--companions none" in line)
         assert "scheduler.pt (768 bytes)" in line
     assert beside(tmp_path / "deepspeed") == {}
-    assert not list(companions_of(ucp.inspect(tmp_path / "ucp")))
+    assert not list(list_sidecars(ucp.inspect(tmp_path / "ucp")))
 
 
 def test_large_ones_are_left_unless_asked_for(saved):
@@ -113,11 +106,11 @@ def test_large_ones_are_left_unless_asked_for(saved):
         file.truncate(MOST_SMALL + 1)
     (saved / "tokenizer.json").write_bytes(b"{}")
     index = ucp.inspect(saved)
-    kept = {own.name for own in companions_of(chosen_companions(index, Companions.SMALL))}
+    kept = {own.name for own in list_sidecars(select_sidecars(index, SidecarPolicy.SMALL))}
     assert "model.safetensors" not in kept
     assert {"tokenizer.json", *BESIDE} <= kept
-    assert "model.safetensors (67,108,865 bytes)" in chosen_companions(index, Companions.SMALL).dropped[-1]
-    assert chosen_companions(index, Companions.ALL) is index
+    assert "model.safetensors (67,108,865 bytes)" in select_sidecars(index, SidecarPolicy.SMALL).dropped[-1]
+    assert select_sidecars(index, SidecarPolicy.ALL) is index
 
 
 def test_an_unknown_policy_is_refused(saved):
@@ -156,8 +149,8 @@ def test_what_lies_beside_belongs_to_the_checkpoint_saved_last(saved, tmp_path):
 def test_a_tag_folder_alone_has_nothing_beside_it(saved, tmp_path):
     (saved / "latest").unlink()
     index = ucp.inspect(saved / "global_step3")
-    assert not list(companions_of(index))
-    assert list(companions_of(ucp.inspect(saved)))
+    assert not list(list_sidecars(index))
+    assert list(list_sidecars(ucp.inspect(saved)))
 
 
 def test_destinations_beside_the_checkpoint_are_no_part_of_it(saved):
@@ -187,7 +180,7 @@ def test_a_file_of_a_name_that_the_target_writes_itself_is_left(saved):
     index = ucp.inspect(saved)
     files = (OutputFile(path="config.json/x", nbytes=0), OutputFile(path="global_step3/y", nbytes=0))
     plan = TargetPlan(files=files, placements=(), topology=index.topology)
-    placed = place_companions(index, plan, own=("scheduler.pt",))
+    placed = add_sidecars(index, plan, reserved=("scheduler.pt",))
     assert {"config.json", "scheduler.pt"}.isdisjoint(file.path for file in placed.files)
     assert placed.dropped == (
         "config.json, scheduler.pt, beside the checkpoint: the target writes what has that name itself",
@@ -197,23 +190,23 @@ def test_a_file_of_a_name_that_the_target_writes_itself_is_left(saved):
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "a\0b", "\ud800"])
 def test_a_store_that_names_a_path_is_damaged(saved, name):
     index = ucp.inspect(saved)
-    index = replace(index, extras=(*index.extras, companion_extra(name, str(saved / "config.json"), 1)))
+    index = replace(index, extras=(*index.extras, sidecar_extra(name, str(saved / "config.json"), 1)))
     with pytest.raises(MalformedError, match="The store is damaged"):
-        place_companions(index, TargetPlan(files=(), placements=()), own=())
+        add_sidecars(index, TargetPlan(files=(), placements=()), reserved=())
 
 
 def test_a_store_that_keeps_something_else_under_such_a_name_is_damaged(saved):
     index = ucp.inspect(saved)
     index = replace(index, extras=(Extra(name="companion/x", value={"a": 1}),))
-    with pytest.raises(MalformedError, match="expected the bytes of a file"):
-        list(companions_of(index))
+    with pytest.raises(MalformedError, match="to be the bytes of a file"):
+        list(list_sidecars(index))
 
 
 def test_verify_reads_them_back(saved, tmp_path):
     options = ConvertOptions(to="deepspeed")
     ucp.convert(saved, tmp_path / "out", to="deepspeed")
     job = prepare(saved, options).job
-    told = {"source": SourceOptions(), "observer": Silent(), "threads": 1}
+    told = {"source": SourceOptions(), "observer": SilentObserver(), "threads": 1}
     verify_written(job, tmp_path / "out", **told)
     (tmp_path / "out" / "scheduler.pt").write_bytes(bytes(768))
     with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: .* in the source"):

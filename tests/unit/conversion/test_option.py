@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.conversion.parts.which import part_of, slurm_part
+from ucp.conversion.option import find_slurm_part, parse_part
 from ucp.errors import UsageError
 from ucp.transfer.plan.tasks import Share
 
@@ -14,7 +14,7 @@ def array(own, *, first, last, count, step=1, **more):
 
 @pytest.mark.parametrize("asked", ["3/8", " 3 / 8 ", (3, 8), "003/008"])
 def test_a_part_is_counted_from_one(asked):
-    assert part_of(asked) == Share(3, 8)
+    assert parse_part(asked) == Share(3, 8)
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,16 @@ def test_a_part_is_counted_from_one(asked):
 )
 def test_what_is_no_part_is_refused(asked):
     with pytest.raises(UsageError, match="expected a part K/N"):
-        part_of(asked)
+        parse_part(asked)
 
 
 def test_tasks_of_a_step(monkeypatch):
-    found = [slurm_part({"SLURM_PROCID": str(task), "SLURM_NTASKS": "3"}) for task in range(3)]
+    found = [find_slurm_part({"SLURM_PROCID": str(task), "SLURM_NTASKS": "3"}) for task in range(3)]
     assert found == [Share(1, 3), Share(2, 3), Share(3, 3)]
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_NTASKS", "3")
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    assert part_of("auto") == Share(2, 3)
+    assert parse_part("auto") == Share(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,21 @@ def test_tasks_of_a_step(monkeypatch):
 )
 def test_tasks_of_an_array(indexes, step):
     said = {"first": indexes[0], "last": indexes[-1], "count": len(indexes), "step": step}
-    assert [slurm_part(array(own, **said)) for own in indexes] == [
+    assert [find_slurm_part(array(own, **said)) for own in indexes] == [
         Share(number, len(indexes)) for number in range(1, len(indexes) + 1)
     ]
 
 
 def test_a_batch_script_in_an_array_is_one_task_whatever_it_may_start():
-    assert slurm_part(array(1, first=0, last=3, count=4, SLURM_PROCID="0", SLURM_NTASKS="16")) == Share(2, 4)
+    assert find_slurm_part(array(1, first=0, last=3, count=4, SLURM_PROCID="0", SLURM_NTASKS="16")) == Share(2, 4)
 
 
 def test_steps_in_an_array_are_parts_of_all():
     """Four indexes of three tasks each are twelve parts."""
     found = [
-        slurm_part(array(own, first=0, last=3, count=4, SLURM_STEP_ID="0", SLURM_PROCID=str(task), SLURM_NTASKS="3"))
+        find_slurm_part(
+            array(own, first=0, last=3, count=4, SLURM_STEP_ID="0", SLURM_PROCID=str(task), SLURM_NTASKS="3")
+        )
         for own in range(4)
         for task in range(3)
     ]
@@ -62,7 +64,7 @@ def test_steps_in_an_array_are_parts_of_all():
 @pytest.mark.parametrize("own", [1, 5, 9])
 def test_an_array_with_gaps_does_not_say_which_part(own):
     with pytest.raises(UsageError, match=r"evenly spaced.*SLURM_ARRAY_TASK_ID/N"):
-        slurm_part(array(own, first=1, last=9, count=3))
+        find_slurm_part(array(own, first=1, last=9, count=3))
 
 
 @pytest.mark.parametrize(
@@ -79,4 +81,4 @@ def test_an_array_with_gaps_does_not_say_which_part(own):
 )
 def test_what_slurm_does_not_say_is_not_guessed(environment, said):
     with pytest.raises(UsageError, match=f"(?s){said}.*--part"):
-        slurm_part(environment)
+        find_slurm_part(environment)
