@@ -46,7 +46,7 @@ def describe_extra(extra: Extra) -> str:
     """What an extra holds, in a few words; of a companion file how long it is.
 
     >>> from ucp.contract.sidecars import sidecar_extra
-    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(sidecar_extra("config.json", "", 714))
+    >>> describe_extra(Extra(name="tag", value="best")), describe_extra(sidecar_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """
     if extra.is_sidecar and isinstance(extra.value, TensorRef):
