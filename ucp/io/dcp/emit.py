@@ -201,8 +201,10 @@ class _File:
         """Add an item; its first byte."""
         start = self.nbytes + -self.nbytes % ALIGNMENT
         self._known.add(self.nbytes, bytes(start - self.nbytes))
-        elements = [Literal(item.elements, chunk.data)] if chunk.data else []
-        for known in sorted([*item.layout.literals, *elements], key=attrgetter("offset")):
+        literals = item.layout.literals
+        if chunk.data:
+            literals = tuple(sorted([*literals, Literal(item.elements, chunk.data)], key=attrgetter("offset")))
+        for known in literals:
             self._known.add(start + known.offset, known.data)
         self._crcs += [
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))

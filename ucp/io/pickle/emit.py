@@ -254,6 +254,8 @@ def _batches(
             else:  # most are: written at once
                 leaf(w, value)
         w.out += many if marked else one
+        if len(batch) < _BATCH:
+            return
 
 
 def _stub(w: _Writer, value: Stub) -> Parts:

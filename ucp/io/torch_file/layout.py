@@ -6,6 +6,7 @@ of torch 2.13, byte for byte (caffe2/serialize/inline_container.cc over miniz): 
 can be memory-mapped, and torch's own offset arithmetic (`calculate_storage_offsets`) finds them.
 
 >>> from ucp.core.tensor import DType
+>>> from ucp.io.torch_file.storage import NewTensor
 >>> storage = NewStorage(DType.FLOAT32, 6)
 >>> layout = layout_torch_zip({"weight": NewTensor(storage=storage, shape=(2, 3), strides=(3, 1))})
 >>> layout.storages[storage] % 64, layout.crcs[0].stop - layout.crcs[0].start
@@ -165,13 +166,16 @@ class KnownBytes:
     def add(self, offset: int, data: bytes) -> None:
         """Add bytes."""
         if offset != self._start + len(self._data):
-            self.literals()
+            self._flush()
             self._start = offset
         self._data += data
 
-    def literals(self) -> tuple[Literal, ...]:
-        """All that was added."""
+    def _flush(self) -> None:
         if self._data:
             self._literals.append(Literal(self._start, bytes(self._data)))
             self._start, self._data = self._start + len(self._data), bytearray()
+
+    def literals(self) -> tuple[Literal, ...]:
+        """All that was added."""
+        self._flush()
         return tuple(self._literals)

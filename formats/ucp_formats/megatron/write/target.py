@@ -29,7 +29,7 @@ from ucp.transfer.probe import Prober
 from ucp_formats.megatron.groups import is_by_named_optimizer
 from ucp_formats.megatron.modules import choose_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
-from ucp_formats.megatron.write.arguments import configured, derived_arguments, relaid_arguments, scaling_note
+from ucp_formats.megatron.write.arguments import derive_arguments, parse_config, scaling_note, update_arguments
 from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
 from ucp_formats.megatron.write.extras import (
     common_state,
@@ -39,7 +39,7 @@ from ucp_formats.megatron.write.extras import (
     lost_lines,
     lost_states,
 )
-from ucp_formats.megatron.write.groups import is_native, optimizer_chain
+from ucp_formats.megatron.write.groups import is_native, make_chain
 from ucp_formats.megatron.write.legacy import legacy_places, plan_legacy
 from ucp_formats.megatron.write.model import (
     TargetModel,
@@ -153,7 +153,7 @@ def _run(
     model = build_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
     arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
     check_layers(model, alike=key_style(arguments).stacked)
-    chain, notes = optimizer_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
+    chain, notes = make_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
     trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
     has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
@@ -173,13 +173,13 @@ def _run(
         index=index,
         model=model,
         topology=topology,
-        arguments=relaid_arguments(
+        arguments=update_arguments(
             arguments,
             topology,
             ckpt_format=layout,
             iteration=index.step or 0,
             has_optimizer=bool(chain),
-            has_random=bool(random),
+            has_rng=bool(random),
         ),
         chain=chain,
         common=common_state(index, chain, iteration=index.step or 0, samples=samples or 0),
@@ -198,9 +198,9 @@ def _made_arguments(
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """Arguments for a model that no run of Megatron trained, and what a user may not expect of them."""
     recorded = recorded_arguments(index)
-    stated = configured(recorded)
+    stated = parse_config(recorded)
     dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is Kind.PARAMETER}
-    arguments = derived_arguments(model.shapes, dtypes, asked={**stated, **said}, source=index.path)
+    arguments = derive_arguments(model.shapes, dtypes, settings={**stated, **said}, source=index.path)
     others = {name: own for name, own in stated.items() if name in said and said[name] != own}
     notes = [f"--set {name}={said[name]}, where config.json says {own}" for name, own in others.items()]
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ucp_formats.megatron.write.arguments import configured, scaling_note
+from ucp_formats.megatron.write.arguments import parse_config, scaling_note
 
 import ucp
 from ucp.api import convert
@@ -98,12 +98,12 @@ def test_what_is_said_comes_before_the_config(tmp_path):
 
 def test_latent_attention_has_no_such_widths():
     config = {"kv_lora_rank": 8, "head_dim": 64, "num_key_value_heads": 4, "rope_theta": 1e4, "vocab_size": 9}
-    assert configured(config) == {"rotary_base": 10000, "vocab_size": 9}
+    assert parse_config(config) == {"rotary_base": 10000, "vocab_size": 9}
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "9" * 400, "true", '"2"'])
 def test_odd_numbers_of_json_are_no_arguments(number):
     rope = f'{{"rope_type": "linear", "factor": {number}, "rope_theta": {number}}}'
     config = json.loads(f'{{"rope_parameters": {rope}}}')
-    assert configured(config) == {}
-    assert "a run without the same scaling" in (scaling_note(config) or "")
+    assert parse_config(config) == {}
+    assert "a run without this scaling" in (scaling_note(config) or "")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.megatron.write.arguments import attention, derived_arguments
+from ucp_formats.megatron.write.arguments import derive_arguments, derive_attention
 
 from ucp.core.tensor import DType
 from ucp.errors import UsageError
@@ -20,7 +20,7 @@ def shapes(**more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def derived(of: dict[str, tuple[int, ...]], *dtypes: DType, **asked: object) -> dict[str, object]:
-    return derived_arguments(of, dtypes or (DType.BFLOAT16,), asked=asked, source="a folder")
+    return derive_arguments(of, dtypes or (DType.BFLOAT16,), settings=asked, source="a folder")
 
 
 def test_heads_are_asked_for():
@@ -42,7 +42,7 @@ def test_a_norm_of_each_head_tells_how_wide_it_is():
 def test_rows_that_are_shared_out_otherwise(rows, heads, wanted):
     """40 rows are no whole number of groups; 5 heads do not divide 32 columns."""
     own = {"a.linear_qkv.weight": (rows, 32), "a.linear_proj.weight": (32, 32)}
-    found = attention(own, {"num_attention_heads": heads})
+    found = derive_attention(own, {"num_attention_heads": heads})
     keys = ("kv_channels", "num_query_groups", "group_query_attention")
     assert tuple(found[key] for key in keys) == wanted if wanted else "num_query_groups" not in found
 

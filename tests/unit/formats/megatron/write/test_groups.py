@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ucp_formats.megatron.write.groups import optimizer_chain
+from ucp_formats.megatron.write.groups import make_chain
 
 from ucp.contract.optimizer import OptimizerPlan
 from ucp.core.index import Index, LostStates, ParamGroup
@@ -41,7 +41,7 @@ def plan_of(index: Index) -> OptimizerPlan:
 
 
 def chain_of(index: Index, experts: frozenset[str] = frozenset(), *, split: bool):
-    return optimizer_chain(index, experts, plan_of(index), split=split)
+    return make_chain(index, experts, plan_of(index), split=split)
 
 
 def shown(chain):

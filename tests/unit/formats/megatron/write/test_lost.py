@@ -46,7 +46,7 @@ def to_megatron(src, dst, layout, **options):
 @pytest.mark.parametrize("layout", ["torch_dist", "torch"])
 def test_nothing_is_left_behind(llama, tmp_path, layout):
     (line,) = to_megatron(llama, tmp_path / "c", layout).dropped
-    assert line.startswith("random states, which belong to the layout of the source")
+    assert line.startswith("RNG states, which only fit the topology")
 
 
 @pytest.mark.parametrize("layout", ["torch_dist", "torch"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ucp_formats.megatron.names import GridPlace
 from ucp_formats.megatron.source import find_grad_scaler
-from ucp_formats.megatron.write.arguments import relaid_arguments
+from ucp_formats.megatron.write.arguments import update_arguments
 from ucp_formats.megatron.write.model import check_topology, find_grid_problem, select_rng_states
 
 from ucp.core.index import Extra, Index
@@ -87,7 +87,7 @@ def test_grids_that_some_run_has(topology):
 
 
 def relaid(topology: Topology, **arguments: object) -> dict[str, object]:
-    return relaid_arguments(arguments, topology, ckpt_format="torch", iteration=7, has_optimizer=True, has_random=False)
+    return update_arguments(arguments, topology, ckpt_format="torch", iteration=7, has_optimizer=True, has_rng=False)
 
 
 def test_stages_are_even_again_where_the_pipeline_changes():

@@ -151,10 +151,10 @@ def test_common_state(llama, to_megatron, tmp_path):
 
 def test_random_states_stay_where_the_layout_does(llama, to_megatron, tmp_path):
     same = to_megatron(tmp_path / "a", tmp_path / "b", "tp=2,pp=2,dp=2")
-    assert not any("random states" in line for line in same.dropped)
+    assert not any("RNG states" in line for line in same.dropped)
     other = to_megatron(tmp_path / "a", tmp_path / "c", "tp=4")
-    (line,) = (line for line in other.dropped if "random states" in line)
-    assert line.endswith("the run draws new ones, also without --no-load-rng")
+    (line,) = (line for line in other.dropped if "RNG states" in line)
+    assert line.endswith("even without --no-load-rng")
     found = objects(tmp_path / "b" / "iter_0000010")
     theirs = llama.roots["mp_rank_01_000"]["rng_state"]
     assert torch.equal(found["rng_state/shard_0.1_2.2"][0][0]["torch_rng_state"], theirs[0]["torch_rng_state"])
