@@ -78,7 +78,7 @@ class RankFiles:
             name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
             draft = facts.draft(f"{tag(facts.index)}/{name}")
             dtypes = {name: facts.module_dtype(facts.index.atoms[name]) for name in names}
-            files.append(draft.finish({name: draft.whole(name, WEIGHT, dtype) for name, dtype in dtypes.items()}))
+            files.append(draft.finish({name: draft.full(name, WEIGHT, dtype) for name, dtype in dtypes.items()}))
         return files, notes
 
     def _module(self, draft: AtomDraft) -> Module | None:
