@@ -29,7 +29,7 @@ def count_replicas(topology: Topology, *, expert: bool) -> int:
     """Ranks that hold copies of a dense parameter, or of an expert's.
 
     >>> mesh = Topology(dp=2, tp=2, ep=2, etp=1)
-    >>> data_parallel(mesh, expert=False), data_parallel(mesh, expert=True)
+    >>> count_replicas(mesh, expert=False), count_replicas(mesh, expert=True)
     (2, 2)
     """
     dense = topology.dp * topology.cp

@@ -38,7 +38,7 @@ class Buffer:
     """Masters."""
     params: Mapping[nn.Parameter, FlatRange]
     """Parameters of the group, in the order of the buffer; some may have no elements on this rank."""
-    apart: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
+    separate: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
     """States that do not lie as the masters do."""
 
 
@@ -53,7 +53,7 @@ def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
         if optimizer.optimizer.param_groups[group].get("use_muon"):
             inside = optimizer.params_in_partition[group]
             separate = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
-        yield Buffer(group=group, tensor=tensor, params=shares, apart=separate)
+        yield Buffer(group=group, tensor=tensor, params=shares, separate=separate)
 
 
 def packed_buffers(

@@ -105,7 +105,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     base = TorchOptimizer(handle=optimizer, names=members, live=tensors, memory=tensors, forms=forms)
     slots = {
         names[param]: Slot(
-            key=key, flat_range=share, ranges_by_state={state: of[param] for state, of in buffer.apart.items()}
+            key=key, flat_range=share, ranges_by_state={state: of[param] for state, of in buffer.separate.items()}
         )
         for key, buffer in keyed_buffers
         for param, share in buffer.params.items()
@@ -113,7 +113,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     shapes = {
         (key, state): (sum(share.numel for share in of.values()),)
         for key, buffer in keyed_buffers
-        for state, of in buffer.apart.items()
+        for state, of in buffer.separate.items()
     }
     return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(keyed_buffers))
 

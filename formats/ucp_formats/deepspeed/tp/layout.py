@@ -201,15 +201,15 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
     """
     saved = mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
-    by_rank = {integer(int(str(key)), where): own for key, own in mapping(saved.get("ranks"), where).items()}
+    by_rank = {integer(int(str(key)), where): record for key, record in mapping(saved.get("ranks"), where).items()}
     if sorted(by_rank) != list(range(len(shapes))):
         raise MisfitError(f"expected pieces of ranks 0 to {len(shapes) - 1}; got those of {sorted(by_rank)}")
     regions = []
     for rank, shape in enumerate(shapes):
-        own = mapping(by_rank[rank], where)
-        if _sizes(own.get("shard_shape"), where) != shape:
-            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
-        pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
+        record = mapping(by_rank[rank], where)
+        if _sizes(record.get("shard_shape"), where) != shape:
+            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {record.get('shard_shape')}")
+        pieces = [mapping(piece, where) for piece in sequence(record.get("pieces"), where)]
         pairs: list[RegionPair] = []
         for piece in pieces:
             scale = piece.get("scale", 1.0)

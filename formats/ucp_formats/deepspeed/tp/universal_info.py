@@ -107,9 +107,9 @@ class UniversalCheckpointInfo:
         widths = info.get(_WIDTHS)
         self._widths = {
             text(pattern, _WIDTHS): [
-                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(own, _WIDTHS)
+                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(blocks, _WIDTHS)
             ]
-            for pattern, own in (widths.items() if isinstance(widths, dict) else ())
+            for pattern, blocks in (widths.items() if isinstance(widths, dict) else ())
         }
         affine = mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
         if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
@@ -156,10 +156,12 @@ class UniversalCheckpointInfo:
         rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
         recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in tensors.items()}
         known = {name: layout for name, layout in recorded.items() if layout is not None}
-        rest = {name: own for name, own in tensors.items() if name not in known}
+        rest = {name: entry for name, entry in tensors.items() if name not in known}
         dims = {name: (shape, self._cut_dim(name, declared=declared)) for name, (shape, declared) in rest.items()}
         local = even_parts(dims, parts)
-        shapes = {name: TensorShapes(local=own, declared=rest[name][1]) for name, own in local.items()}
+        shapes = {
+            name: TensorShapes(local=local_shapes, declared=rest[name][1]) for name, local_shapes in local.items()
+        }
         return {**known, **rules.layouts(shapes)}
 
     def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:

@@ -90,13 +90,15 @@ class UniversalRanks:
             return {}  # a problem that is told of already
         local = {mp: {**files[0].frozen, **files[0].trained} for mp, files in self.models.items()}
         if self.tp == 1 or sorted(local) != list(range(self.tp * self.pp)):
-            return {name: shape for own in local.values() for name, shape in own.items()}
+            return {name: shape for shapes in local.values() for name, shape in shapes.items()}
         by_name: dict[str, list[Shape]] = {}
         for mp in sorted(local):
             for name, shape in local[mp].items():
                 by_name.setdefault(name, []).append(shape)
         complete = {
-            name: TensorShapes(local=tuple(own[: self.tp])) for name, own in by_name.items() if len(own) >= self.tp
+            name: TensorShapes(local=tuple(shapes[: self.tp]))
+            for name, shapes in by_name.items()
+            if len(shapes) >= self.tp
         }
         return {name: layout.global_shape for name, layout in self.rules.layouts(complete).items()}
 
@@ -126,7 +128,7 @@ def universal_ranks(
     for model in parsed_models:
         by_role[model.name.role].setdefault(model.name.mp, {})[model.name.dp] = model
     models = by_role[Role.MODEL] or by_role[Role.SHARDED_MODEL]
-    model_files = [model for own in models.values() for model in own.values()]
+    model_files = [model for by_rank in models.values() for model in by_rank.values()]
     size = model_parallel_size(model_files, [model.name for model in model_files])
     prefix = "" if by_role[Role.MODEL] or not models else "zero_pp_rank_0_"
     lost = [mp for mp in range(size) if 0 not in models.get(mp, {})]
@@ -180,11 +182,12 @@ class SharedStates:
         paddings = root.get("param_alignment_paddings")
         return cls(
             file=file,
-            groups=tuple(SavedGroup.of(own, f"param_groups[{number}]") for number, own in enumerate(groups)),
+            groups=tuple(SavedGroup.of(group, f"param_groups[{number}]") for number, group in enumerate(groups)),
             state=state,
             stage=stage_of(root),
             ranks=next(iter(counts_of(root) or ()), 1),
-            is_aligned=isinstance(paddings, list) and any(any(own) for own in paddings if isinstance(own, list)),
+            is_aligned=isinstance(paddings, list)
+            and any(any(padding) for padding in paddings if isinstance(padding, list)),
         )
 
 
