@@ -44,14 +44,14 @@ class Failure(click.ClickException):
         click.echo(f"{head} {printable(self.message)}", file=file, err=file is None)
 
 
-def stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
+def make_stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
     """The failure that an interrupt or a termination is; `advice`: what is said after it."""
     if isinstance(by, Terminated):
         return Failure(f"terminated{advice}", HUNG_UP if by.args == (signal.SIGHUP,) else TERMINATED)
     return Failure(f"interrupted{advice}", INTERRUPTED)
 
 
-def explained(error: BaseException) -> Failure | None:
+def to_failure(error: BaseException) -> Failure | None:
     """The failure that `error` is to a user; None for a mistake of this program."""
     match error:
         case UsageError() | MemoryBudgetError():
@@ -59,7 +59,7 @@ def explained(error: BaseException) -> Failure | None:
         case UcpError():
             return Failure(str(error))
         case KeyboardInterrupt():
-            return stopped(error)
+            return make_stopped(error)
         case OSError(strerror=str(reason)):
             return Failure(f"{error.filename}: {reason}" if error.filename else reason)
     return None

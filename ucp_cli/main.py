@@ -29,9 +29,9 @@ def main() -> None:
                 stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale
         cli(prog_name="ucp")
     except KeyboardInterrupt as stop:  # before or after the verbs, which tell it themselves
-        from ucp_cli.failures import stopped
+        from ucp_cli.failures import make_stopped
 
-        failure = stopped(stop)
+        failure = make_stopped(stop)
         failure.show()
         sys.exit(failure.exit_code)
     finally:

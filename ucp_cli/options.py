@@ -39,7 +39,7 @@ PATH = _AnyPath(path_type=Path)
 """A path; whether a checkpoint is there is for `ucp` to say."""
 
 
-def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
+def _raise_bad_parameter(parse: Callable[[str], T]) -> Callable[[str], T]:
     """`parse`, with a usage error as click shows it: BadParameter."""
 
     def value(text: str) -> T:
@@ -51,11 +51,11 @@ def _parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
     return value
 
 
-memory_of = _parsed(parse_memory)
+parse_memory_option = _raise_bad_parameter(parse_memory)
 """Bytes of text like 512M, 1GiB or 2GB. Raises BadParameter."""
 
 
-def count_of(text: str) -> int:
+def parse_count(text: str) -> int:
     """A number of workers. Raises BadParameter for what is not a whole number above 0."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise click.BadParameter(f"expected a number of workers, 1 or more; got {text!r}")
@@ -87,7 +87,7 @@ def setting(text: str) -> tuple[str, str]:
     return name, value
 
 
-def completed(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+def make_completer(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """What a shell completes a value with: those of `names` that begin with what was typed."""
 
     def complete(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
@@ -102,12 +102,12 @@ class _EngineOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option, and its help with the engines in it."""
         engines = map(registry.engine, plugins.names("ucp.engines"))
-        told = ", ".join(f"{engine.name} ({engine.summary})" for engine in engines)
+        names = ", ".join(f"{engine.name} ({engine.summary})" for engine in engines)
         record = super().get_help_record(ctx)
-        return record and (record[0], record[1].format(engines=told))
+        return record and (record[0], record[1].format(engines=names))
 
 
-def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
+def _refuse_repeated(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
     names = [name for name, _ in value]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -116,15 +116,15 @@ def _once(ctx: click.Context, param: click.Parameter, value: tuple[tuple[str, st
 
 
 _DETAILS: dict[str, dict[str, Any]] = {
-    "to": {"shell_complete": completed(lambda: plugins.names("ucp.targets"))},
-    "topology": {"type": _parsed(Topology.parse)},
-    "layout": {"shell_complete": completed(lambda: ("packed", "per-parameter", "torch_dist", "torch"))},
-    "dtypes": {"type": state_and_dtype, "callback": _once},
-    "settings": {"type": setting, "callback": _once},
-    "family": {"shell_complete": completed(registry.families)},
-    "engine": {"cls": _EngineOption, "shell_complete": completed(lambda: plugins.names("ucp.engines"))},
-    "workers": {"type": count_of},
-    "memory": {"type": memory_of},
+    "to": {"shell_complete": make_completer(lambda: plugins.names("ucp.targets"))},
+    "topology": {"type": _raise_bad_parameter(Topology.parse)},
+    "layout": {"shell_complete": make_completer(lambda: ("packed", "per-parameter", "torch_dist", "torch"))},
+    "dtypes": {"type": state_and_dtype, "callback": _refuse_repeated},
+    "settings": {"type": setting, "callback": _refuse_repeated},
+    "family": {"shell_complete": make_completer(registry.families)},
+    "engine": {"cls": _EngineOption, "shell_complete": make_completer(lambda: plugins.names("ucp.engines"))},
+    "workers": {"type": parse_count},
+    "memory": {"type": parse_memory_option},
     "fsync": {"callback": lambda *call: not call[2]},
     **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},
 }

@@ -33,7 +33,7 @@ _PAUSE = 30.0
 """Seconds between two lines of a log, at most."""
 
 
-class _Shown:
+class _Display:
     """What is drawn of a stage: nothing."""
 
     _title = ""
@@ -52,17 +52,17 @@ class _Shown:
 class Watch:
     """Observer that counts, and draws what it counted at most ten times a second."""
 
-    def __init__(self, shown: _Shown, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shown: _Display, clock: Callable[[], float] = time.monotonic) -> None:
         self._shown = shown
         self._clock = clock
         self._lock = threading.Lock()
-        self._begun = self._drawn = 0.0
+        self._start = self._drawn = 0.0
         self._done = 0
 
     def begin(self, *, title: str, nbytes: int) -> None:
         """Start a stage of so many bytes."""
         with self._lock:
-            self._begun = self._drawn = self._clock()
+            self._start = self._drawn = self._clock()
             self._done = 0
             self._shown.start(title, nbytes)
 
@@ -73,15 +73,15 @@ class Watch:
             now = self._clock()
             if now - self._drawn >= _EVERY:
                 self._drawn = now
-                self._shown.update(self._done, now - self._begun)
+                self._shown.update(self._done, now - self._start)
 
     def end(self) -> None:
         """End the stage."""
         with self._lock:
-            self._shown.stop(self._done, self._clock() - self._begun)
+            self._shown.stop(self._done, self._clock() - self._start)
 
 
-class _Events(_Shown):
+class _Events(_Display):
     """One JSON object per line on stderr."""
 
     def start(self, title: str, total: int) -> None:
@@ -95,7 +95,7 @@ class _Events(_Shown):
         self._say("end", done, seconds)
 
     def _say(self, event: str, done: int, seconds: float) -> None:
-        said = {
+        event_fields = {
             "event": event,
             "title": self._title,
             "done_bytes": done,
@@ -103,14 +103,14 @@ class _Events(_Shown):
             "seconds": round(seconds, 3),
             "bytes_per_second": round(done / seconds) if seconds > 0 else None,
         }
-        click.echo(json.dumps(said), err=True)
+        click.echo(json.dumps(event_fields), err=True)
 
 
-class _Log(_Shown):
+class _Log(_Display):
     """A line on stderr at every tenth of a stage, and every half minute: for files, Slurm and `tee`."""
 
     _tenth = 0
-    _said = 0.0
+    _last_line = 0.0
 
     def start(self, title: str, total: int) -> None:
         super().start(title, total)
@@ -119,7 +119,7 @@ class _Log(_Shown):
 
     def update(self, done: int, seconds: float) -> None:
         tenth = _LINES * done // max(1, self._total)
-        if tenth > self._tenth or seconds - self._said >= _PAUSE:
+        if tenth > self._tenth or seconds - self._last_line >= _PAUSE:
             self._say(done, seconds)
         self._tenth = tenth
 
@@ -127,12 +127,12 @@ class _Log(_Shown):
         click.echo(f"{self._title}: done, {nbytes_text(done)} in {seconds_text(seconds)}", err=True)
 
     def _say(self, done: int, seconds: float) -> None:
-        self._said = seconds
+        self._last_line = seconds
         columns = ", ".join(map(str.strip, _columns(done, self._total, seconds))) if self._total else ""
         click.echo(f"{self._title}: {columns}" if columns else self._title, err=True)
 
 
-class _Bar(_Shown):
+class _Bar(_Display):
     """A bar with bytes, rate and time to go, on stderr; it goes away when the stage is over."""
 
     _progress: Progress | None = None
@@ -192,7 +192,7 @@ def _columns(done: int, total: int, seconds: float) -> list[str]:
     return texts
 
 
-_SHOWN: dict[str, Callable[[], _Shown]] = {"bar": _Bar, "log": _Log, "json": _Events, "none": _Shown}
+_SHOWN: dict[str, Callable[[], _Display]] = {"bar": _Bar, "log": _Log, "json": _Events, "none": _Display}
 
 
 def watch(progress: str, *, quiet: bool = False) -> Watch:

@@ -60,9 +60,9 @@ class Verbs(click.Group):
         try:
             return super().make_context(info_name, args, parent, **extra)
         except KeyboardInterrupt as stop:
-            from ucp_cli.failures import stopped
+            from ucp_cli.failures import make_stopped
 
-            raise stopped(stop) from None
+            raise make_stopped(stop) from None
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the verb; an expected failure becomes one message and its exit code."""
@@ -71,9 +71,9 @@ class Verbs(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except (KeyboardInterrupt, Exception) as error:
-            from ucp_cli.failures import explained
+            from ucp_cli.failures import to_failure
 
-            failure = explained(error)
+            failure = to_failure(error)
             if failure is None:
                 raise
             if ctx.params["debug"]:

@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 from ucp import api
 from ucp.conversion.options import OPTIONS
 from ucp_cli.commands import convert, verify
-from ucp_cli.options import memory_of
+from ucp_cli.options import parse_memory_option
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ from ucp_cli.options import memory_of
     ],
 )
 def test_memory(text: str, nbytes: int) -> None:
-    assert memory_of(text) == nbytes
+    assert parse_memory_option(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1X", "1GiBB", "1,5G", "nan"])
 def test_what_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(click.BadParameter, match="512M"):
-        memory_of(text)
+        parse_memory_option(text)
 
 
 @pytest.mark.parametrize(

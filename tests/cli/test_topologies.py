@@ -46,7 +46,7 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
         (
             ZERO3,
             ["deepspeed-universal", "tp=2"],
-            "expected a model family that says how 16 tensors are cut over 2 tensor-parallel ranks",
+            "expected a model family that says how 16 tensors are split over 2 tensor-parallel ranks",
         ),
         (ZERO3, ["deepspeed-universal", "pp=2"], "expected a source that was a pipeline of DeepSpeed for pp=2"),
         (

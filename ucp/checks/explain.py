@@ -71,7 +71,7 @@ class FamilyReport:
     @property
     def ok(self) -> bool:
         """Whether every parameter has one rule and fits it."""
-        return not any(own.problem for own in self.parameters)
+        return not any(parameter.problem for parameter in self.parameters)
 
 
 def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
@@ -116,7 +116,7 @@ def explain_index(index: Index, options: SourceOptions | None = None) -> FamilyR
     explained = tuple(
         _explain_parameter(atom, family, axes) for atom in index.atoms.values() if not family.ignores(atom.name)
     )
-    used = {own.rule.name for own in explained if own.rule is not None}
+    used = {parameter.rule.name for parameter in explained if parameter.rule is not None}
     return FamilyReport(
         path=index.path,
         format=index.format,
@@ -141,7 +141,7 @@ def _explain_parameter(atom: AtomIndex, family: Family, axes: Mapping[str, int])
                 rule = match.rule
                 shapes = named.global_shapes(atom.global_shape)
                 layouts = [match.layout(axes=axes, global_shape=shape) for shape in shapes]
-                patterns = tuple(f"{own.axis}: {own.pattern.name}" for layout in layouts for own in layout.axes)
+                patterns = tuple(f"{axis.axis}: {axis.pattern.name}" for layout in layouts for axis in layout.axes)
     except FamilyError as error:
         problem = str(error)
     template = "" if named is None else named.alias.names[named.part] if named.alias else named.rule.name.text

@@ -152,8 +152,8 @@ def verify_checkpoint(
     if against is None and names != _ALL:
         raise UsageError("--include, --exclude and --weights choose what is compared: say with what by --against")
     recognise(path)
-    told = _SourceReader(source)
-    other = None if against is None else told.read(against)
+    reader = _SourceReader(source)
+    other = None if against is None else reader.read(against)
     changes: list[Change] = []
     drift: list[str] = []
     casts: tuple[str, ...] = ()
@@ -161,8 +161,8 @@ def verify_checkpoint(
     checked = 0
     unnamed: tuple[str, ...] = ()
     try:
-        index = told.read(path)
-        told.check_used()
+        index = reader.read(path)
+        reader.check_used()
         problems = [*_list_oddities(index), *_find_changed_files(index), *find_corruption(index, observer, threads)]
         drift = find_drift(index, observer, threads)
         unnamed = _list_unnamed(index)
@@ -170,9 +170,12 @@ def verify_checkpoint(
         checked = count_checked_bytes(index)
         notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         if other is not None and len(problems) == len(unnamed):
-            kept = keeps_extras(other, index) and names == _ALL
+            compares_extras = keeps_extras(other, index) and names == _ALL
             a, b = _select_compared((_drop_optional(other, index), _drop_optional(index, index)), names)
-            changes = [change.swapped() for change in compare(a, b, observer, cast=True, extras=kept, threads=threads)]
+            changes = [
+                change.swapped()
+                for change in compare(a, b, observer, cast=True, extras=compares_extras, threads=threads)
+            ]
             casts, notes = describe_casts(a, b), (*notes, *_describe_no_overlap(other, index))
             check_unchanged(other.files)
         check_unchanged(index.files)
@@ -193,9 +196,9 @@ def verify_checkpoint(
 
 def _drop_optional(index: Index, store: Index) -> Index:
     """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
-    held = {extra.name for extra in store.extras}
-    extras = (own for own in index.extras if own.name in held or not own.is_sidecar)
-    return replace(index, extras=tuple(own for own in extras if own.name != TAG))
+    names = {extra.name for extra in store.extras}
+    extras = (stored for stored in index.extras if stored.name in names or not stored.is_sidecar)
+    return replace(index, extras=tuple(stored for stored in extras if stored.name != TAG))
 
 
 def _select_compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
@@ -211,13 +214,13 @@ def _select_compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Inde
 
 
 def _narrow(index: Index, names: NameFilter) -> Index:
-    kept = {
+    narrowed = {
         name: replace(atom, states={state: stored for state, stored in atom.states.items() if names.keeps(name, state)})
         for name, atom in index.atoms.items()
     }
-    atoms = {name: atom for name, atom in kept.items() if atom.states}
-    stepped = {name for name, atom in atoms.items() if atom.states.keys() - {WEIGHT}}
-    groups = [replace(group, params=tuple(p for p in group.params if p in stepped)) for group in index.groups]
+    atoms = {name: atom for name, atom in narrowed.items() if atom.states}
+    with_states = {name for name, atom in atoms.items() if atom.states.keys() - {WEIGHT}}
+    groups = [replace(group, params=tuple(p for p in group.params if p in with_states)) for group in index.groups]
     return replace(
         index,
         atoms=atoms,
@@ -240,39 +243,47 @@ def diff_checkpoints(
 
     `names`: which parameters and states are compared.
     """
-    told = _SourceReader(source)
-    left, right = told.read(a), told.read(b)
-    told.check_used()
-    left, right = _select_compared((left, right), names)
-    both = [pair.a for pair in pair_states(left, right) if pair.a.global_shape == pair.b.global_shape]
-    changes = compare(left, right, observer, extras=extras, threads=threads)
-    recast = _find_recast_counts(changes, left)
-    casts = find_equal_casts(left, right, (own for own in changes if own not in recast), observer, threads=threads)
-    check_unchanged((*left.files, *right.files))
+    reader = _SourceReader(source)
+    index_a, index_b = reader.read(a), reader.read(b)
+    reader.check_used()
+    index_a, index_b = _select_compared((index_a, index_b), names)
+    both = [pair.a for pair in pair_states(index_a, index_b) if pair.a.global_shape == pair.b.global_shape]
+    changes = compare(index_a, index_b, observer, extras=extras, threads=threads)
+    recast = _find_recast_counts(changes, index_a)
+    casts = find_equal_casts(
+        index_a, index_b, (change for change in changes if change not in recast), observer, threads=threads
+    )
+    check_unchanged((*index_a.files, *index_b.files))
     return DiffReport(
         a=str(a),
         b=str(b),
         compared=len(both),
-        nbytes=left.nbytes,
+        nbytes=index_a.nbytes,
         nbytes_compared=sum(state.nbytes for state in both),
-        changes=tuple(own for own in changes if own not in recast),
+        changes=tuple(change for change in changes if change not in recast),
         notes=(
-            *_describe_no_overlap(left, right),
+            *_describe_no_overlap(index_a, index_b),
             *casts,
             *(
                 f"{line}, of {counted(count, 'parameter')}: the numbers are equal, only their type is another"
-                for line, count in Counter(f"{own.state} is {own.a} in a, {own.b} in b" for own in recast).items()
+                for line, count in Counter(
+                    f"{change.state} is {change.a} in a, {change.b} in b" for change in recast
+                ).items()
             ),
-            *(f"{own.path}: {line}" for own in (left, right) for line in (*_list_oddities(own), *_list_unnamed(own))),
+            *(
+                f"{index.path}: {line}"
+                for index in (index_a, index_b)
+                for line in (*_list_oddities(index), *_list_unnamed(index))
+            ),
         ),
     )
 
 
 def _find_recast_counts(changes: Iterable[Change], index: Index) -> list[Change]:
     """Changes of dtype of counts, such as `step`, that kept every number: of no consequence."""
-    valued = {(own.param, own.state) for own in changes if own.what == "values"}
-    of_type = (own for own in changes if own.what == "dtype" and (own.param, own.state) not in valued)
-    return [own for own in of_type if index.atoms[own.param].is_count(own.state)]
+    valued = {(change.param, change.state) for change in changes if change.what == "values"}
+    of_type = (change for change in changes if change.what == "dtype" and (change.param, change.state) not in valued)
+    return [change for change in of_type if index.atoms[change.param].is_count(change.state)]
 
 
 def _describe_no_overlap(a: Index, b: Index) -> tuple[str, ...]:
@@ -330,7 +341,7 @@ def _find_changed_files(index: Index) -> list[str]:
 def _list_oddities(index: Index) -> list[str]:
     """A line for everything that speaks against the files, and one for states that were lost."""
     lost = find_state_gaps(index)
-    return [*(doubt.text for doubt in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
+    return [*(problem.text for problem in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
 
 
 def _list_unnamed(index: Index) -> tuple[str, ...]:

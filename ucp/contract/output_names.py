@@ -49,7 +49,7 @@ def check_named(
     for name, fault in (*faults, *_meeting([item for item in named if item[0] not in faults_by_name], reserved)):
         faults_by_name.setdefault(name, fault)
     if faults_by_name:
-        lines = listed(f"{_shown(name)}: {fault}" for name, fault in faults_by_name.items())
+        lines = listed(f"{_format_name(name)}: {fault}" for name, fault in faults_by_name.items())
         raise error(f"expected {expected}; got {len(faults_by_name):,} that cannot:\n{lines}\n{remedy}")
 
 
@@ -63,7 +63,7 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     if max(lengths_of_new, default=0) > most_component:
         raise DestinationError(
             f"expected a destination whose name takes at most {most_component} bytes with all that is put beside it; "
-            f"got {max(lengths_of_new)} bytes in {_shown(str(folder))}. Choose a shorter name"
+            f"got {max(lengths_of_new)} bytes in {_format_name(str(folder))}. Choose a shorter name"
         )
     room = most_path - len(os.fsencode(folder)) - 1
     lengths = ((path, len(os.fsencode(path)), _longest(path)) for path in paths)
@@ -71,8 +71,8 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     if long:
         raise DestinationError(
             f"expected paths of at most {most_path} bytes, and {most_component} for each part, below {folder}; got "
-            f"{counted(len(long), 'longer one')}:\n{listed(map(_shown, long))}\nchoose a shorter destination, or a "
-            "layout or target that makes no files of names"
+            f"{counted(len(long), 'longer one')}:\n{listed(map(_format_name, long))}\nchoose a shorter destination, or "
+            "a layout or target that makes no files of names"
         )
 
 
@@ -115,7 +115,7 @@ def _meeting(named: Iterable[tuple[str, str]], reserved: Iterable[str]) -> Itera
     for name, path in named:
         if path in owners:
             yield name, f"{path} would be a file of {owners[path]} too"
-        owners.setdefault(path, _shown(name))
+        owners.setdefault(path, _format_name(name))
     for name, path in named:
         for folder in PurePosixPath(path).parents:
             owner = owners.get(str(folder))
@@ -142,5 +142,5 @@ def shorter(name: str) -> str:
     return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
 
 
-def _shown(name: str) -> str:
+def _format_name(name: str) -> str:
     return repr(shorter(name))

@@ -84,13 +84,13 @@ class ConvertReport(ConversionReport):
 
 def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
-    nul = next((own for own in (src, dst) if "\0" in str(own)), None)
+    nul = next((path for path in (src, dst) if "\0" in str(path)), None)
     if nul is not None:
         raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
-    begun = time.monotonic()
+    start = time.monotonic()
     with _exclusive_stores(src, dst, observer):
         report = _carry_out(src, dst, options, observer)
-    return replace(report, seconds=time.monotonic() - begun)
+    return replace(report, seconds=time.monotonic() - start)
 
 
 @contextmanager
@@ -145,15 +145,15 @@ def _make_report(
     already_complete, written = written is None, written or Written()
     tracked = {record.path for record in index.records}
     read = {str(f.path) for _, _, state in index.states() for f in state.fragments if f.path}
-    said = collect_common(prepared, options)
+    common = collect_common(prepared, options)
     if options.part is not None:
         numbers = {s.placement for task in prepared.job.tasks for fill in task.fills for s in fill.sections}
-        said["atoms"] = len({plan.placements[n].slice.param for n in numbers if n < len(plan.placements)})
+        common["atoms"] = len({plan.placements[n].slice.param for n in numbers if n < len(plan.placements)})
     checked = {(p.param, p.state) for n in prepared.job.checking for p in (plan.placements[n].slice,)}
     states = (index.atoms[param].states[state] for param, state in checked)
     copies = sum(any(fragment.replica for fragment in state.fragments) for state in states)
     return ConvertReport(
-        **said,
+        **common,
         dst=str(dst),
         nbytes_written=written.nbytes,
         nbytes_out=sum(written.files),
@@ -235,9 +235,9 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
     before, index = job.index, read_with_options(written, source=source, unfinished=True)
     before = _match_ties(index, before)
     if job.target.regrouped:
-        before, index = (replace(own, groups=()) for own in (before, index))
+        before, index = (replace(side, groups=()) for side in (before, index))
     if not keeps_extras(before, index):
-        before, index = (_keep_companions(own, job) for own in (before, index))
+        before, index = (_keep_companions(side, job) for side in (before, index))
     before = _match_groups(index, before, job)
     changes = compare(before, index, observer, cast=True, extras=True, threads=threads)
     lines = [
@@ -255,10 +255,10 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
 
 def _keep_companions(index: Index, job: Job) -> Index:
     """`index` without extras, but for the companion files that were carried along."""
-    carried = {own.name for own in list_sidecars(job.index)}
+    carried = {extra.name for extra in list_sidecars(job.index)}
     names = {file.path for file in job.target.files if file.path in carried}
-    kept = tuple(own for own in index.extras if own.is_sidecar and own.name.partition("/")[2] in names)
-    return replace(index, extras=kept)
+    companions = tuple(extra for extra in index.extras if extra.is_sidecar and extra.name.partition("/")[2] in names)
+    return replace(index, extras=companions)
 
 
 def _match_ties(written: Index, source: Index) -> Index:
@@ -266,18 +266,18 @@ def _match_ties(written: Index, source: Index) -> Index:
 
     A second name that it reads as a tensor of its own is one to compare with the first.
     """
-    untied = {alias: name for alias, name in source.aliases.items() if alias in written.atoms}
+    separate = {alias: name for alias, name in source.aliases.items() if alias in written.atoms}
     copies = {
         alias: replace(source.atoms[name], name=alias, states={WEIGHT: source.atoms[name].states[WEIGHT]})
-        for alias, name in untied.items()
+        for alias, name in separate.items()
     }
-    aliases = {alias: name for alias, name in source.aliases.items() if alias not in untied}
+    aliases = {alias: name for alias, name in source.aliases.items() if alias not in separate}
     return replace(source, atoms={**source.atoms, **copies}, aliases={**written.aliases, **aliases})
 
 
 def _match_groups(written: Index, source: Index, job: Job) -> Index:
     """`source` without the places in groups that go with optimizer states which the target does not hold."""
-    kept = {name for group in written.groups for name in group.params}
+    grouped = {name for group in written.groups for name in group.params}
     bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
-    groups = (replace(g, params=tuple(p for p in g.params if p in kept or p not in bare)) for g in source.groups)
+    groups = (replace(g, params=tuple(p for p in g.params if p in grouped or p not in bare)) for g in source.groups)
     return replace(source, groups=tuple(groups))

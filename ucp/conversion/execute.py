@@ -153,7 +153,7 @@ def _make_mark(
     `sizes`: bytes of each planned file. `sealed`: files that are written after this one.
     """
     index, plan = prepared.job.index, prepared.job.target
-    made = {
+    provenance = {
         "fingerprint": prepared.fingerprint,
         "made": dict(prepared.facts),
         "producer": producer(),
@@ -165,7 +165,7 @@ def _make_mark(
         "dropped": index.dropped,
     }
     text = dump_mark(
-        made,
+        provenance,
         {**sizes, **{file.path: None if file.is_pointer else file.nbytes for file in sealed}},
         {
             **{path: receipts.files[path] for path in plan.last},

@@ -41,12 +41,12 @@ def check_noted(
     if not reports:
         return {}
 
-    found: dict[int, Done] = {}
+    confirmed: dict[int, Done] = {}
 
     def look(number: int, _gatherer: Gatherer) -> None:
-        done = next((own for own in reports[number] if _holds_bytes(root, tasks[number], own)), None)
+        done = next((report for report in reports[number] if _holds_bytes(root, tasks[number], report)), None)
         if done is not None:
-            found[number] = done
+            confirmed[number] = done
         if observer is not None:
             observer.advance(tasks[number].nbytes)
 
@@ -55,14 +55,14 @@ def check_noted(
     try:
         with Reader(threads) as reader:
             reader.run_all(reports, look)
-        return {number: found[number] for number in reports if number in found}
+        return {number: confirmed[number] for number in reports if number in confirmed}
     finally:
         if observer is not None:
             observer.end()
 
 
 def parse_done(line: Line) -> Done | None:
-    """The report that `line_of` was given; None when the line says something else."""
+    """The report that `to_line` was given; None when the line says something else."""
     try:
         return msgspec.convert(line, Done)
     except ValueError:
@@ -71,8 +71,8 @@ def parse_done(line: Line) -> Done | None:
 
 def is_report_of(task: Task, done: Done) -> bool:
     """Whether a report is of what a task writes."""
-    wanted = [(own.placement, own.start, own.nbytes) for fill in task.fills for own in fill.sections]
-    return wanted == [(own.placement, own.start, own.nbytes) for own in done.sums]
+    wanted = [(section.placement, section.start, section.nbytes) for fill in task.fills for section in fill.sections]
+    return wanted == [(section.placement, section.start, section.nbytes) for section in done.sums]
 
 
 def _holds_bytes(root: Path, task: Task, done: Done) -> bool:
@@ -80,14 +80,14 @@ def _holds_bytes(root: Path, task: Task, done: Done) -> bool:
         return False
     sections = [(fill.path, section) for fill in task.fills for section in fill.sections]
     try:
-        for (path, section), own in zip(sections, done.sums, strict=True):
-            offset, nbytes = own.block or (section.offset, section.nbytes)
+        for (path, section), section_sum in zip(sections, done.sums, strict=True):
+            offset, nbytes = section_sum.block or (section.offset, section.nbytes)
             with (root / path).open("rb") as file:
                 file.seek(offset)
                 data = memoryview(file.read(nbytes))
-            if own.block:
+            if section_sum.block:
                 data = decode_block(data, codec_name(section.nbytes // (section.stop - section.start)))
-            if xxhash.xxh3_64_hexdigest(data) != own.digest:
+            if xxhash.xxh3_64_hexdigest(data) != section_sum.digest:
                 return False
     except (OSError, CorruptError):
         return False

@@ -319,13 +319,13 @@ class ConvertOptions:
 
 def _declare_options() -> dict[str, Option]:
     options: dict[str, Option] = {}
-    for own in fields(ConvertOptions):
-        option: Option = own.metadata["option"]
-        default = None if own.default is MISSING else own.default
-        options[own.name] = replace(
+    for declared in fields(ConvertOptions):
+        option: Option = declared.metadata["option"]
+        default = None if declared.default is MISSING else declared.default
+        options[declared.name] = replace(
             option,
-            name=own.name,
-            flag=option.flag or f"--{own.name.replace('_', '-')}",
+            name=declared.name,
+            flag=option.flag or f"--{declared.name.replace('_', '-')}",
             default=default.value if isinstance(default, StrEnum) else () if default == frozenset() else default,
             shown=default.value if isinstance(default, StrEnum) else option.shown,
             choices=type(default) if isinstance(default, StrEnum) else option.choices,

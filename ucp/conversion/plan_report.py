@@ -158,8 +158,8 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
         projected_bytes=prepared.projected_bytes,
         memory=options.memory,
         index_bytes=prepared.index_bytes,
-        source_layout=layout_lines(own for atom in index.atoms.values() for own in atom.layouts()),
-        target_layout=layout_lines((param, state, own) for (param, state), own in target.layouts.items()),
+        source_layout=layout_lines(layout for atom in index.atoms.values() for layout in atom.layouts()),
+        target_layout=layout_lines((param, state, layout) for (param, state), layout in target.layouts.items()),
         scratch=str(destination.root) if destination is not None and destination.upload_memory else "",
         scratch_bytes=scratch_bytes,
     )

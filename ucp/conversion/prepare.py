@@ -89,8 +89,8 @@ class Prepared:
     @property
     def references(self) -> int:
         """Pieces in files of the source that a virtual destination refers to; 0 for any other."""
-        held = () if self.job.target.placements else self.job.index.states()
-        return sum(len(state.fragments) for _, _, state in held)
+        states = () if self.job.target.placements else self.job.index.states()
+        return sum(len(state.fragments) for _, _, state in states)
 
     @property
     def index_bytes(self) -> int:
@@ -139,7 +139,7 @@ def _describe_gaps(full: Index, index: Index) -> Iterator[str]:
 def prepare(
     src: Path, options: ConvertOptions, observer: Observer | None = None, *, reserved_bytes: int = 0
 ) -> Prepared:
-    """Decide everything: writes nothing. `beside_bytes`: memory that the destination takes beside the workers.
+    """Decide everything: writes nothing. `reserved_bytes`: memory that the destination needs besides the workers.
 
     Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
     """
@@ -147,17 +147,17 @@ def prepare(
     _check_target(chosen, options)
     by_name = bool(options.naming.style or chosen.names)
     read = read_with_options if by_name or chosen.takes_family(options.topology) else index_of
-    whole = detect_first_step(read(src, source=options.source))
-    index = select(whole, options.selection)
+    full = detect_first_step(read(src, source=options.source))
+    index = select(full, options.selection)
     check_doubts(index, options.accept)
     warnings = (
-        *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts),
-        *_describe_gaps(whole, index),
-        *(() if chosen.takes_parts else describe_part(whole, index)),
+        *(f"--accept {problem.kind}: {problem.text}" for problem in index.doubts),
+        *_describe_gaps(full, index),
+        *(() if chosen.takes_parts else describe_part(full, index)),
     )
     if index.unnamed is not None and chosen.takes_optimizer:
         raise MissingStateError(index.unnamed.reason)
-    check_moments(whole, options.zero_moments, selection=index)
+    check_moments(full, options.zero_moments, selection=index)
     index = resolve_drift(index, options.drift, observer or SilentObserver(), memory=options.memory)
     index, settings = set_frozen(index, options.target.settings)
     if options.optimizer is not None:
@@ -170,17 +170,19 @@ def prepare(
     index, settings = place_run_state(index, chosen, settings)
     index = add_call_notes(index)
     known = [*chosen.settings, *chosen.source_settings(index)]
-    made = HYPER if options.optimizer is not None else ()
-    if made:
+    optimizer_settings = HYPER if options.optimizer is not None else ()
+    if optimizer_settings:
         settings = drop_hyper(settings, known)
-    _check_settings(chosen, known, settings, by_family=by_name, also=made, engine=options.engine)
+    _check_settings(chosen, known, settings, by_family=by_name, also=optimizer_settings, engine=options.engine)
     index, settings, family = _rename_source(index, chosen, options, settings)
-    _check_settings(chosen, known, settings, also=made, engine=options.engine)  # sizes that are none of this family's
+    _check_settings(
+        chosen, known, settings, also=optimizer_settings, engine=options.engine
+    )  # sizes that are none of this family's
     if options.target.tag:
         others = (extra for extra in index.extras if extra.name != TAG)
         index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
     index = select_sidecars(index, options.companions)
-    own = replace(
+    target_options = replace(
         options.target,
         settings=settings,
         family=family or options.source.family or "",
@@ -188,7 +190,7 @@ def prepare(
         keeps_zeros=options.zero_moments is ZeroMoments.KEEP,
     )
     with _raise_misfits():
-        plan = chosen.plan(index, options.topology, own)
+        plan = chosen.plan(index, options.topology, target_options)
     index = _drop_lost(plan.written or index, plan)
     job = replace(make_job(index, replace(plan, written=None), options.part), fsync=options.fsync)
     workers, threads = choose_workers(options, index, reserved_bytes)
@@ -206,15 +208,19 @@ def prepare(
 
 
 def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 0) -> tuple[int, int]:
-    """Workers, and threads in each, that read what `index` refers to. `beside_bytes`: memory that others take.
+    """Workers, and threads in each, that read what `index` refers to. `reserved_bytes`: memory for others.
 
     Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
     """
-    most, lane = count_cores(), BLOCK + SCRATCH + count_ahead_bytes(index)
+    most, thread_bytes = count_cores(), BLOCK + SCRATCH + count_ahead_bytes(index)
     if options.engine is not None and options.engine.spans_machines:
-        most = max(1, options.memory // (_THREADS * lane))
+        most = max(1, options.memory // (_THREADS * thread_bytes))
     return fit_workers(
-        options.memory, workers=options.workers or most, threads=_THREADS, thread_bytes=lane, reserved=reserved_bytes
+        options.memory,
+        workers=options.workers or most,
+        threads=_THREADS,
+        thread_bytes=thread_bytes,
+        reserved=reserved_bytes,
     )
 
 
@@ -227,8 +233,8 @@ def _rename_source(
     from ucp.source.naming import rename_source  # families are read only where they are needed
 
     with _raise_misfits():
-        found = rename_source(index, chosen, options.naming, options.source, settings)
-    return found.index, {name: own for name, own in settings.items() if name not in found.used}, found.family
+        renamed = rename_source(index, chosen, options.naming, options.source, settings)
+    return renamed.index, {name: value for name, value in settings.items() if name not in renamed.used}, renamed.family
 
 
 @contextmanager
@@ -264,7 +270,7 @@ def _drop_lost(index: Index, plan: TargetPlan) -> Index:
     atoms: dict[str, AtomIndex] = {}
     for name, atom in index.atoms.items():
         lost = plan.lost.get(name, frozenset())
-        states = {state: own for state, own in atom.states.items() if state not in lost}
+        states = {state: stored for state, stored in atom.states.items() if state not in lost}
         if states:
             atoms[name] = replace(atom, states=states)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
@@ -296,7 +302,7 @@ def _check_settings(
     common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP, FROZEN)
     working = () if engine is None else engine.settings
     near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
-    lines = listed(f"{name}{_suggest(name, own)}" for name, own in near.items())
+    lines = listed(f"{name}{_suggest(name, similar)}" for name, similar in near.items())
     takes = ", ".join([*chosen.settings, *also, *common])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""
@@ -344,7 +350,7 @@ def _compute_fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions
         literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())
         for part in file.literals:
             literals.update(part.data)
-    asked = [
+    inputs = [
         producer(),
         index.format,
         sorted((file.path, file.nbytes, file.mtime_ns, *filter(None, (file.version,))) for file in index.files),
@@ -356,4 +362,4 @@ def _compute_fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions
         literals.hexdigest(),
         BLOCK,
     ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True, default=str).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())

@@ -1,6 +1,6 @@
-"""Atoms: parameters as wholes, and the index of a checkpoint that says where every piece of them lies.
+"""The index of a checkpoint: every parameter as one *atom*, and the fragments in which files store it.
 
-An `Index` is what a format gives for a path: names, shapes and places, no tensor bytes.
+A format reads an `Index` from a path: names, shapes and references, no tensor bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ucp.core.topology import Topology
 from ucp.errors import UsageError, counted, listed
 
 WEIGHT = "weight"
-"""The parameter itself, in the best precision that the checkpoint holds (the fp32 master where there is one)."""
+"""State of the parameter itself, in the best precision of the checkpoint (the fp32 master if there is one)."""
 
 STEP = "step"
-"""How often the optimizer has stepped; 0-d."""
+"""State with the number of optimizer steps; 0-d."""
 
 SIDECAR = "companion/"
 """Prefix of extras whose value refers to all bytes of a sidecar file; the name of the file follows."""
 
 TAG = "tag"
-"""Name of the extra with the name that a checkpoint was saved under, where its framework leaves that to the script."""
+"""Extra with the tag of the checkpoint, for frameworks that let the script choose it."""
 
 
 class Kind(StrEnum):
@@ -43,18 +43,18 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """A piece of a source: a box of the whole, and where its elements lie."""
+    """A piece of a source: a box of the global tensor and where its elements are stored."""
 
     box: Box
-    """Elements of the global tensor."""
+    """Box of the global tensor."""
     ref: Tensor
-    """Where they are stored; its shape is the size of the box."""
+    """Stored elements; its shape is the size of the box."""
     replica: int = 0
-    """0: the bytes to take. Above: a copy that must be equal (after a cast, where its dtype is narrower)."""
+    """0 for the bytes to use; above, a copy that must be equal (after a cast, if its dtype is narrower)."""
     term: int = 0
-    """Which summand of a mean it is, where the state combines by MEAN."""
+    """Number of the summand, if the state is a mean (MEAN)."""
     derived: bool = False
-    """Whether a rank computed it from another piece (the model's weight beside its master): compared, never taken."""
+    """Whether a rank computed it from another fragment (the model's weight from its master): compared, never used."""
 
     def __post_init__(self) -> None:
         if self.ref.shape != self.box.sizes:
@@ -62,49 +62,49 @@ class Fragment:
 
     @property
     def path(self) -> str | None:
-        """File of the bytes, or None when they stand in the index itself."""
+        """File of the bytes; None if the index itself has them."""
         return self.ref.path if isinstance(self.ref, TensorRef) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateIndex:
-    """One state of an atom: its type and the pieces it is stored in."""
+    """One state of an atom: its dtype and its fragments."""
 
     dtype: DType
-    """Type the atom has: that of the pieces taken, before any cast asked for."""
+    """Dtype of the fragments with replica 0, before any requested cast."""
     global_shape: tuple[int, ...]
-    """Elements per dim: the atom's shape, or that of a count such as `step`: () or 1 in each dim."""
+    """The atom's shape; of a count such as `step`, () or 1 in each dim."""
     fragments: tuple[Fragment, ...]
-    """Pieces; those with replica 0 tile the whole (once per term, when `overlap` is MEAN)."""
+    """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN)."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """What pieces of several terms mean."""
+    """MEAN if the terms are to be averaged."""
     layout: Layout | None = None
-    """How ranks stored it, where that is not how its atom lies: FSDP1 saves by rows some of what it keeps flat."""
+    """Layout in which ranks stored it, if not the atom's: FSDP1 saves by rows some of what it keeps flat."""
     digests: tuple[str, ...] = ()
-    """xxh3-64 of every `digest_nbytes` bytes of the row-major elements, where the source recorded them."""
+    """Recorded xxh3-64 of every `digest_nbytes` bytes of the row-major elements."""
     digest_nbytes: int = 0
-    """Bytes under one digest; the last may be under fewer."""
+    """Bytes per digest; the last one may cover fewer."""
 
     @classmethod
     def from_tensor(cls, ref: Tensor) -> StateIndex:
-        """A tensor as a state of one piece."""
-        piece = Fragment(box=Box.full(ref.shape), ref=ref)
-        return cls(dtype=ref.dtype, global_shape=ref.shape, fragments=(piece,))
+        """The state with this tensor as its only fragment."""
+        fragment = Fragment(box=Box.full(ref.shape), ref=ref)
+        return cls(dtype=ref.dtype, global_shape=ref.shape, fragments=(fragment,))
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the global tensor."""
         return prod(self.global_shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the global tensor."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtomIndex:
-    """One parameter (or buffer) as a whole."""
+    """One parameter or buffer as a global tensor, with all its states."""
 
     name: str
     """Name in the model."""
@@ -113,33 +113,33 @@ class AtomIndex:
     kind: Kind
     """Parameter, frozen parameter or buffer."""
     states: Mapping[str, StateIndex]
-    """State name to its pieces; always has `weight`."""
+    """State name to state; always has `weight`."""
     model_dtype: DType | None = None
-    """Type in which the model computes with it, where that differs from the weight kept (mixed precision)."""
+    """Dtype in which the model computes, if not the weight's (mixed precision)."""
     layout: Layout = field(default_factory=Layout)
-    """How it lies over the mesh of the run that saved it; no axis where it is whole, or made of others."""
+    """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
-    """Tensors of that run which it was joined, split or turned from, to how each of them lies; none where it is one."""
+    """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
 
     @property
     def patterns(self) -> Mapping[str, str]:
-        """Mesh axis to the name of its pattern, or of the first tensor that it is made of."""
+        """Mesh axis to the name of its pattern, or that of the first tensor it is made of."""
         return next((layout.patterns for layout in (self.layout, *self.made_of.values()) if layout.all_axes), {})
 
     def layouts(self) -> Iterator[tuple[str, str, Layout]]:
-        """Its name, a state of its shape, and how that lies over the run that saved it; each tensor it is made of."""
+        """(parameter, state, layout over the run that saved it) for every state of its shape."""
         for name, state in self.states.items():
             if state.global_shape == self.global_shape and not self.is_count(name):
                 layout_of_state = self.layout if state.layout is None else state.layout
                 yield from ((self.name, name, layout) for layout in (layout_of_state, *self.made_of.values()))
 
     def is_count(self, state: str) -> bool:
-        """Whether a state is one number for the whole parameter, such as `step`: 0-d, or a tensor of one element."""
+        """Whether a state is a single number for the parameter, such as `step`: 0-d, or a tensor of one element."""
         state_index = self.states[state]
         return state == STEP or (state_index.numel == 1 and state_index.global_shape != self.global_shape)
 
     def dtype_of(self, state: str, requested: Mapping[str, str]) -> DType:
-        """Type to write a state in: the one `asked` for by its name; its own in buffers and for whole numbers."""
+        """Dtype to write a state in: the one `requested` for its name; buffers and integers keep their own."""
         dtype = self.states[state].dtype
         is_cast = state in requested and self.kind is not Kind.BUFFER and dtype.is_floating
         return DType(requested[state]) if is_cast else dtype
@@ -195,28 +195,28 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostStates:
-    """Why a parameter lacks optimizer states, or a place in a group, that it had."""
+    """Why a parameter lost optimizer states, or its place in a parameter group."""
 
     reason: str
-    """The reason and what to do, for people; it goes before a list of such parameters."""
+    """Reason and remedy, for people; printed before a list of such parameters."""
     detail: str = ""
-    """What is told beside the name of the parameter."""
+    """Text to print after the name of the parameter."""
     is_chosen: bool = False
-    """Whether the user left them out; else the source does not have them, or not as they were."""
+    """Whether the user left them out; else the source lacks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnnamedStates:
-    """States of an optimizer that could not be given to parameters: nothing but the weights is known of these."""
+    """States of an optimizer that could not be matched to parameters."""
 
     states: tuple[str, ...]
-    """Names of the states; none, where the optimizer had not stepped."""
+    """Names of the states; empty if the optimizer had not stepped."""
     reason: str
     """What was expected, what is there, and what to do."""
 
 
 class DoubtKind(StrEnum):
-    """Why the files of a checkpoint may not be those that were saved, although they can be read."""
+    """Why readable files of a checkpoint may not be those that were saved."""
 
     EQUAL_RANKS = "equal-ranks"
     """Files of two ranks, which hold other parts of the model, have the same bytes."""
@@ -240,7 +240,7 @@ class DoubtKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """What speaks against a checkpoint: it is converted and loaded only if the user accepts that."""
+    """A suspicion about a checkpoint, which is converted or loaded only if the user accepts it."""
 
     kind: DoubtKind
     """Kind, by which it is accepted."""

@@ -1,7 +1,6 @@
-"""A name that fell under a rule, and the layout that the rule gives it.
+"""A name that matches a rule, and the layout that the rule gives it.
 
-The patterns of a rule are made here, once the degrees of the mesh and the shape of the whole, or of all its parts, are
-known: from the whole inward, or from the parts outward.
+The patterns are made from the degrees of the mesh and either the global shape or the shapes of all parts.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _MOST_PIECES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A name, and the rule it falls under."""
+    """A name and the rule that it matches."""
 
     name: str
     """Canonical name."""
     rules: tuple[Rule, ...]
-    """The rule; several when it takes a size or flag that is not known to choose."""
+    """The rule; several if an unknown size or flag decides between them."""
     fields: Mapping[str, int]
     """Field to number, e.g. {"layer": 7, "expert": 3}."""
     values: Mapping[str, int] = field(repr=False)
-    """Sizes and flags that are known."""
+    """Known sizes and flags."""
 
     @property
     def rule(self) -> Rule:
-        """The one rule. Raises FamilyError when the model is not known well enough to choose."""
+        """The only rule. Raises FamilyError if unknown sizes decide between several layouts."""
         if any(rule.axes != self.rules[0].axes for rule in self.rules):
             wanted = sorted({name for rule in self.rules if rule.when for name in rule.when.names} - set(self.values))
             raise FamilyError(
@@ -49,20 +48,20 @@ class Match:
 
     @property
     def template(self) -> str:
-        """The template that stands for the name."""
+        """The template that matches the name."""
         return self.rules[0].name.text
 
     @property
     def buffer(self) -> bool:
-        """Whether it is no trained parameter."""
+        """Whether it is a buffer."""
         return self.rules[0].buffer
 
     def renamed(self, **fields: int) -> str:
-        """The canonical name with other numbers: `match.renamed(layer=12)`."""
+        """The canonical name with other numbers, e.g. `match.renamed(layer=12)`."""
         return self.rules[0].name.filled({**self.fields, **fields})
 
     def axes(self, axes: Mapping[str, int]) -> tuple[str, ...]:
-        """Axes of `axes` that matter to it, outermost first: what `local_shapes` of `layout` run over."""
+        """Those of `axes` that the rule names, outermost first: `local_shapes` of `layout` iterate over them."""
         return tuple(rule.axis for rule in self.rule.axes if rule.axis in axes)
 
     def layout(
@@ -71,16 +70,14 @@ class Match:
         axes: Mapping[str, int],
         local_shapes: Sequence[tuple[int, ...]] = (),
         global_shape: tuple[int, ...] | None = None,
-        sizes: Mapping[str, int] | None = None,
     ) -> Layout:
-        """How the tensor lies over those of `axes` that the rule names (see `axes`).
+        """Layout of the tensor over those of `axes` that the rule names (see `axes`).
 
-        `axes`: degree of every axis of the mesh. Give the shape of the whole, or those of all parts: one per rank of
-        the rule's axes, the first axis slowest. `sizes`: values for names in expressions, before those found by
-        `Family.bind`. Raises FamilyError when a size is not known or the shapes do not fit the rule.
+        `axes`: degree of every mesh axis. Pass either the global shape, or the shapes of all parts: one per rank of the
+        rule's axes, the first axis slowest. Raises FamilyError if a size is unknown or the shapes do not fit the rule.
         """
         axis_rules = [axis for axis in self.rule.axes if axis.axis in axes]
-        values: dict[str, object] = {**axes, **self.values, **(sizes or {})}
+        values: dict[str, object] = {**axes, **self.values}
         try:
             if global_shape is not None:
                 return _from_whole(axis_rules, values, axes, global_shape)
@@ -89,7 +86,7 @@ class Match:
             raise FamilyError(self._misfit(error, global_shape, local_shapes)) from error
 
     def global_shape(self, layout: Layout, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Shape of the whole under `layout`. Raises FamilyError when the parts do not fit together."""
+        """Global shape under `layout`. Raises FamilyError if the parts do not fit together."""
         try:
             return infer_global_shape(layout, local_shapes)
         except ValueError as error:
@@ -110,7 +107,7 @@ class Match:
 def _from_whole(
     axis_rules: Sequence[AxisRule], values: Mapping[str, object], degrees: Mapping[str, int], shape: tuple[int, ...]
 ) -> Layout:
-    """Patterns from the shape of the whole, outermost first."""
+    """Patterns from the global shape, outermost first."""
     layouts = []
     global_shape = shape
     for axis in axis_rules:
@@ -145,7 +142,7 @@ def _from_parts(
 
 
 def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """`layout`, of a tensor of this shape, when its axes together do not make too many pieces. Raises ValueError."""
+    """`layout`, unless its axes cut a tensor of this shape into too many pieces: ValueError."""
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))
@@ -156,7 +153,7 @@ def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def find_cut_dim(family: Family, name: str) -> int | None:
-    """Dim of a stored tensor that its rule cuts; None where it is whole on all ranks, in a view, or has no rule."""
+    """Dim of a stored tensor that tensor parallelism shards; None if it is replicated, a view, or has no rule."""
     named = family.read(name)
     if named is None or named.stacked or (named.alias is not None and named.alias.view):
         return None

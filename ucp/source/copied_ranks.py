@@ -48,9 +48,9 @@ def find_copied_ranks(index: Index) -> tuple[Doubt, ...]:
     twins = list(_find_equal_files(index.records))
     if not twins:
         return ()
-    pieces = _list_fragments(index, {path for own in twins for path in own})
+    pieces = _list_fragments(index, {path for group in twins for path in group})
     root = index.path
-    found = []
+    copies = []
     with Prober() as prober:
         for paths in twins:
             first = pieces.get(paths[0], {})
@@ -63,8 +63,8 @@ def find_copied_ranks(index: Index) -> tuple[Doubt, ...]:
                         f"one and {pair[1]} in the other. One is a copy of the other: copy both again from where they "
                         "were saved"
                     )
-                    found.append(Doubt(kind=DoubtKind.EQUAL_RANKS, text=text))
-    return tuple(found)
+                    copies.append(Doubt(kind=DoubtKind.EQUAL_RANKS, text=text))
+    return tuple(copies)
 
 
 def _find_equal_files(records: Iterable[Record]) -> Iterator[list[str]]:
@@ -73,46 +73,50 @@ def _find_equal_files(records: Iterable[Record]) -> Iterator[list[str]]:
     for record in records:
         files.setdefault(record.path, []).append(record)
     similar: dict[tuple[int, int, int], list[str]] = {}
-    for path, own in files.items():
-        if len(own) > 1:
-            similar.setdefault((len(own), own[-1].offset, own[-1].crc32), []).append(path)
+    for path, path_records in files.items():
+        if len(path_records) > 1:
+            similar.setdefault((len(path_records), path_records[-1].offset, path_records[-1].crc32), []).append(path)
     for paths in similar.values():
         if len(paths) > 1:
             alike: dict[tuple[tuple[int, int, int], ...], list[str]] = {}
             for path in paths:
                 places = tuple((record.offset, record.nbytes, record.crc32) for record in files[path])
                 alike.setdefault(places, []).append(path)
-            yield from (own for own in alike.values() if len(own) > 1)
+            yield from (path_records for path_records in alike.values() if len(path_records) > 1)
 
 
 def _list_fragments(index: Index, paths: set[str]) -> dict[str, dict[int, list[_StoredFragment]]]:
     """What lies in some files: path to offset to the fragments there."""
-    found: dict[str, dict[int, list[_StoredFragment]]] = {}
+    by_path: dict[str, dict[int, list[_StoredFragment]]] = {}
     for atom, name, state in index.states():
         for fragment in state.fragments:
             ref = fragment.ref
             if isinstance(ref, TensorRef) and ref.path in paths and ref.numel:
-                found.setdefault(ref.path, {}).setdefault(ref.offset, []).append(_StoredFragment(atom, name, fragment))
-    return found
+                by_path.setdefault(ref.path, {}).setdefault(ref.offset, []).append(
+                    _StoredFragment(atom, name, fragment)
+                )
+    return by_path
 
 
 def _find_contradiction(
     a: dict[int, list[_StoredFragment]], b: dict[int, list[_StoredFragment]], prober: Prober
 ) -> tuple[_StoredFragment, _StoredFragment] | None:
     """Two pieces of the same bytes that should differ; None where there are none."""
-    for offset, own in a.items():
-        for mine in own:
+    for offset, pieces in a.items():
+        for piece_a in pieces:
             others = b.get(offset, ())
             is_copy = any(  # of one region, or of no one region: the same number is counted for each
-                mine.atom is other.atom and mine.state == other.state and mine.fragment.box == other.fragment.box
-                for other in others
+                piece_a.atom is piece_b.atom
+                and piece_a.state == piece_b.state
+                and piece_a.fragment.box == piece_b.fragment.box
+                for piece_b in others
             )
-            if is_copy or not _varies(mine.fragment.ref, prober):
+            if is_copy or not _varies(piece_a.fragment.ref, prober):
                 continue
-            for other in others:
-                trained = (piece.ref for _, state in iter_moments(mine.atom) for piece in state.fragments)
-                if mine.atom is other.atom or any(_varies(ref, prober) for ref in trained):
-                    return mine, other
+            for piece_b in others:
+                trained = (piece.ref for _, state in iter_moments(piece_a.atom) for piece in state.fragments)
+                if piece_a.atom is piece_b.atom or any(_varies(ref, prober) for ref in trained):
+                    return piece_a, piece_b
     return None
 
 

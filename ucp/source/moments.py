@@ -127,7 +127,7 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
     if STEP in atom.states:
         ref = atom.states[STEP].fragments[0].ref
         return _is_zero(ref, prober, read_all=True) is not True
-    group = next((own for own in index.groups if atom.name in own.params), None)
+    group = next((candidate for candidate in index.groups if atom.name in candidate.params), None)
     step = None if group is None else group.hyper.get(STEP)
     if step is None:
         step = index.step

@@ -68,12 +68,14 @@ def translate_names(index: Index, family: Family, style: str, source: str = "") 
     `source`: style of its own; empty for the one that has its names and shapes. Raises FamilyError, UnsupportedError.
     """
     shown = None if source else find_source_style(family, index.shapes)
-    index, made = restyle(index, family, style, source or shown)
+    index, tensors = restyle(index, family, style, source or shown)
     shapes = index.shapes
-    if made.keys() == shapes.keys() and all(own.is_rename and own.sources == (name,) for name, own in made.items()):
+    if tensors.keys() == shapes.keys() and all(
+        tensor.is_rename and tensor.sources == (name,) for name, tensor in tensors.items()
+    ):
         return index
-    _check_counts(index, made)
-    index = _apply_translation(index, made, family, style)
+    _check_counts(index, tensors)
+    index = _apply_translation(index, tensors, family, style)
     note = f"the source is read under the naming style {shown}, whose shapes it has; --names SOURCE:STYLE overrides"
     return replace(index, notes=(*index.notes, note)) if shown else index
 
@@ -93,7 +95,7 @@ def list_size_names() -> set[str]:
 
 
 def _size_names(family: Family) -> set[str]:
-    return {name for ways in family.sizes.values() for way in ways for name in way.names}
+    return {name for sources in family.sizes.values() for source in sources for name in source.names}
 
 
 def _find_family(
@@ -110,7 +112,7 @@ def _find_family(
     try:
         family, _ = choose_family(names=shapes, shapes=shapes, arguments=arguments, options=options)
     except UnknownFamilyError as error:
-        unread = min((_find_unknown(own, shapes) for own in library().concrete()), key=len)
+        unread = min((_find_unknown(candidate, shapes) for candidate in library().concrete()), key=len)
         has_names = not naming.style and naming_style_of(index) == target.names
         if not unread and not has_names:  # the question is which of those that know them all
             raise
@@ -147,7 +149,7 @@ def _find_unknown(family: Family, names: Iterable[str]) -> list[str]:
 
 
 def _describe_unknown(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
-    families = ", ".join(own.name for own in library().concrete())
+    families = ", ".join(family.name for family in library().concrete())
     style = naming.style or target.names
     who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
     as_they_are = f"If all names are already those of {style}, say so, and they stay: --names {style}:{style}. "
@@ -171,63 +173,65 @@ def _drop_copies(index: Index, family: Family, style: str | None) -> Index:
     copies: dict[str, str] = {}
     for name, named in read.items():
         if named is not None and not named.stacked and (named.alias is None or named.alias.is_plain):
-            kept = first.setdefault(named.canonical, name)
-            if kept != name:
-                copies[name] = kept
+            original = first.setdefault(named.canonical, name)
+            if original != name:
+                copies[name] = original
     if not copies:
         return index
     atoms = {name: atom for name, atom in index.atoms.items() if name not in copies}
-    for name, kept in copies.items():
-        atoms[kept] = add_copy(atoms[kept], index.atoms[name])
-    groups = tuple(replace(own, params=tuple(p for p in own.params if p not in copies)) for own in index.groups)
+    for name, original in copies.items():
+        atoms[original] = add_copy(atoms[original], index.atoms[name])
+    groups = tuple(replace(group, params=tuple(p for p in group.params if p not in copies)) for group in index.groups)
     return replace(index, atoms=atoms, groups=groups, aliases={**index.aliases, **copies})
 
 
-def _apply_translation(index: Index, made: Mapping[str, TensorRecipe], family: Family, style: str) -> Index:
-    found = apply_recipes(index, made)
-    used = {source for own in made.values() for source in own.sources}
-    left = [name for name in index.atoms if name not in used]
+def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family: Family, style: str) -> Index:
+    renamed = apply_recipes(index, tensors)
+    used = {source for item in tensors.values() for source in item.sources}
+    unused = [name for name in index.atoms if name not in used]
     dropped = (
-        [f"no parameters, and without a name in {style} by the family {family.name}:\n{listed(left)}"] if left else []
+        [f"no parameters, and without a name in {style} by the family {family.name}:\n{listed(unused)}"]
+        if unused
+        else []
     )
-    names = {own.sources[0]: name for name, own in made.items() if own.is_rename}
+    names = {item.sources[0]: name for name, item in tensors.items() if item.is_rename}
     second = {old: _translate_alias(old, family, style) for old, to in index.aliases.items() if to in names}
     aliases = {new: names[index.aliases[old]] for old, new in second.items() if new}
     dropped += _list_lost_aliases(index, {old for old, new in second.items() if new})
-    order = family.sort_names(found.atoms, style)
-    places = {name: place for place, name in enumerate(order or found.atoms)}
-    groups = (replace(own, params=tuple(sorted(own.params, key=places.__getitem__))) for own in found.groups)
+    order = family.sort_names(renamed.atoms, style)
+    places = {name: place for place, name in enumerate(order or renamed.atoms)}
+    groups = (replace(item, params=tuple(sorted(item.params, key=places.__getitem__))) for item in renamed.groups)
     return replace(
-        found,
-        atoms={name: found.atoms[name] for name in places},
+        renamed,
+        atoms={name: renamed.atoms[name] for name in places},
         groups=tuple(groups),
         unordered=order is None,
-        aliases={new: to for new, to in aliases.items() if new not in found.atoms},
-        notes=(*found.notes, f"under names of {style}, by the family {family.name}"),
-        dropped=(*found.dropped, *dropped),
+        aliases={new: to for new, to in aliases.items() if new not in renamed.atoms},
+        notes=(*renamed.notes, f"under names of {style}, by the family {family.name}"),
+        dropped=(*renamed.dropped, *dropped),
     )
 
 
 def _translate_alias(name: str, family: Family, style: str) -> str:
     """The second name of a tied tensor in another style; empty where it has none."""
     canonical = family.canonical(name)
-    ways = family.find_spellings(canonical, style) if canonical is not None else ()
-    return ways[0][1][0] if ways and ways[0][0].is_plain else ""
+    spellings = family.find_spellings(canonical, style) if canonical is not None else ()
+    return spellings[0][1][0] if spellings and spellings[0][0].is_plain else ""
 
 
 def apply_rules(index: Index, path: Path) -> Index:
     """The source under the names that the user's own rules give; names without a rule stay."""
-    made, kept = read_renames(read_rules_text(path), str(path), index.shapes)
-    _check_counts(index, made)
-    names = {own.sources[0]: name for name, own in made.items() if own.is_rename}
-    found = apply_recipes(index, made)
-    note = f"no rule in {path} for, and so left under their names:\n{listed(kept)}"
-    aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in made}
+    tensors, unmatched = read_renames(read_rules_text(path), str(path), index.shapes)
+    _check_counts(index, tensors)
+    names = {tensor.sources[0]: name for name, tensor in tensors.items() if tensor.is_rename}
+    renamed = apply_recipes(index, tensors)
+    note = f"no rule in {path} for, and so left under their names:\n{listed(unmatched)}"
+    aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in tensors}
     return replace(
-        found,
+        renamed,
         aliases=aliases,
-        notes=(*found.notes, *([note] if kept else [])),
-        dropped=(*found.dropped, *_list_lost_aliases(index, aliases)),
+        notes=(*renamed.notes, *([note] if unmatched else [])),
+        dropped=(*renamed.dropped, *_list_lost_aliases(index, aliases)),
     )
 
 
@@ -237,17 +241,17 @@ def _list_lost_aliases(index: Index, known: Collection[str]) -> list[str]:
     return [f"second names of tied tensors, which have none under other names:\n{listed(lost)}"] if lost else []
 
 
-def _check_counts(index: Index, made: Mapping[str, TensorRecipe]) -> None:
+def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
     """Raise UnsupportedError for tensors that are to join and have counted different steps."""
     problems = []
     with Prober() as prober:
-        for name, own in made.items():
-            atoms = [index.atoms[source] for source in own.sources]
+        for name, tensor in tensors.items():
+            atoms = [index.atoms[source] for source in tensor.sources]
             for state in (state for state in atoms[0].states if len(atoms) > 1 and atoms[0].is_count(state)):
                 states = [atom.states[state] for atom in atoms if state in atom.states]
                 values = {prober.window(each.fragments[0].ref, 0, 1, dtype=DType.FLOAT64) for each in states}
                 if len(values) > 1:
-                    problems.append(f"{name}: {state} of {', '.join(own.sources)}")
+                    problems.append(f"{name}: {state} of {', '.join(tensor.sources)}")
     if problems:
         raise UnsupportedError(
             "expected one count of steps for all tensors that join to one, as an optimizer keeps it; these differ:\n"

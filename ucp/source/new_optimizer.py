@@ -37,11 +37,11 @@ def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
 
     `settings`: as the user wrote them; those of `HYPER` are for the group.
     """
-    held = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
-    if held:
+    existing = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
+    if existing:
         raise UsageError(
-            f"expected a source without optimizer states (--optimizer zero); {index.path} has {', '.join(held)}: drop "
-            "--optimizer, or leave them out to start anew (--include '*/weight')"
+            f"expected a source without optimizer states (--optimizer zero); {index.path} has {', '.join(existing)}: "
+            "drop --optimizer, or leave them out to start from zero (--include '*/weight')"
         )
     atoms = dict(index.atoms)
     for name, atom in index.atoms.items():
@@ -49,33 +49,35 @@ def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
             atoms[name] = _add_zero_moments(atom)
     params = tuple(name for name, atom in atoms.items() if STEP in atom.states)
     if index.groups:  # of a source whose states were left out
-        said = [name for name in HYPER if name in settings]
-        if said:
+        ignored = [name for name in HYPER if name in settings]
+        if ignored:
             raise UsageError(
-                f"{index.path} has optimizer groups with hyper-parameters of their own: drop --set {said[0]}"
+                f"{index.path} has optimizer groups with hyper-parameters of their own: drop --set {ignored[0]}"
             )
         stepless = ({key: value for key, value in group.hyper.items() if key != STEP} for group in index.groups)
         groups = tuple(replace(group, hyper=hyper) for group, hyper in zip(index.groups, stepless, strict=True))
-        told = "the groups of the source"
+        description = "the groups of the source"
     else:
-        groups, told = _make_group(params, settings)
+        groups, description = _make_group(params, settings)
     note = (
         f"an optimizer was made (--optimizer zero): moments of zero and a step of 0 for "
-        f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {told}"
+        f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {description}"
     )
     return replace(index, atoms=atoms, groups=groups, notes=(*index.notes, note))
 
 
 def _make_group(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
     """One group, and what to tell of it."""
-    hyper = {name: _parse_hyper(name, settings[name]) if name in settings else own for name, own in HYPER.items()}
-    said = ", ".join(f"{name}={value:g}" for name, value in hyper.items())
+    hyper = {
+        name: _parse_hyper(name, settings[name]) if name in settings else default for name, default in HYPER.items()
+    }
+    values = ", ".join(f"{name}={value:g}" for name, value in hyper.items())
     betas = hyper.pop("beta1"), hyper.pop("beta2")
-    told = (
-        f"one group with {said}. A run that loads it takes these from the checkpoint where it has no schedule of its "
+    description = (
+        f"one group with {values}. A run that loads it takes these from the checkpoint where it has no schedule of its "
         "own; --set says others"
     )
-    return (ParamGroup(params=params, hyper={**hyper, "betas": betas}),), told
+    return (ParamGroup(params=params, hyper={**hyper, "betas": betas}),), description
 
 
 def drop_hyper(settings: Mapping[str, str], known: Collection[str]) -> dict[str, str]:

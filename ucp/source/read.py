@@ -56,7 +56,7 @@ def pause_gc() -> Iterator[None]:
 
     What is not in a cycle is freed as ever.
 
-    >>> with no_cycle_collection():
+    >>> with pause_gc():
     ...     gc.isenabled()
     False
     """

@@ -52,7 +52,7 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
         if drift is Drift.MEAN:
             state = _take_mean(state, f"{param}/{name}")
         else:
-            state = replace(state, fragments=tuple(own for own in state.fragments if own.replica == 0))
+            state = replace(state, fragments=tuple(fragment for fragment in state.fragments if fragment.replica == 0))
         atoms[param] = replace(atom, states={**atom.states, name: state})
     action = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
     lines = [line for _, differences in sorted(lines_by_state.items()) for line in sorted(differences)]
@@ -64,9 +64,9 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
 def _take_mean(state: StateIndex, label: str) -> StateIndex:
     """All whole copies of the state's own type as the terms of a mean, but those that a rank computed from others."""
     terms: dict[int, list[Fragment]] = {}
-    for own in state.fragments:
-        if own.ref.dtype is state.dtype and not own.derived:
-            terms.setdefault(own.replica, []).append(own)
+    for fragment in state.fragments:
+        if fragment.ref.dtype is state.dtype and not fragment.derived:
+            terms.setdefault(fragment.replica, []).append(fragment)
     if len(terms) < 2 or state.overlap is Overlap.MEAN or not state.dtype.is_floating:
         raise ReplicaError(
             f"{label}: expected several whole copies in {state.dtype} to take the mean of; got {len(terms)}. What "
@@ -74,13 +74,15 @@ def _take_mean(state: StateIndex, label: str) -> StateIndex:
             "first"
         )
     for replica, pieces in terms.items():
-        gaps = find_gaps(state.global_shape, [own.box for own in pieces], most=1)
+        gaps = find_gaps(state.global_shape, [fragment.box for fragment in pieces], most=1)
         if gaps:
             raise ReplicaError(
                 f"{label}: copy {replica} does not hold {gaps[0].box} of {list(state.global_shape)}, so there is no "
                 "mean of whole copies; take the first with --drift first"
             )
     fragments = (
-        replace(own, replica=0, term=n) for n, (_, pieces) in enumerate(sorted(terms.items())) for own in pieces
+        replace(fragment, replica=0, term=n)
+        for n, (_, pieces) in enumerate(sorted(terms.items()))
+        for fragment in pieces
     )
     return replace(state, fragments=tuple(fragments), overlap=Overlap.MEAN)

@@ -71,7 +71,7 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
         return index
     if chosen.scheduler is None:
         raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={key}")
-    known = {own.key: own for own in find_schedulers(index)}
+    known = {scheduler.key: scheduler for scheduler in find_schedulers(index)}
     if key is not None and key.replace("/", ".") not in known:
         raise UsageError(
             f"expected the key of a scheduler's state in {index.path} (--set {SCHEDULER}=KEY); got {key}. It has "
@@ -79,9 +79,9 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
         )
     wanted = known.values() if key is None else [known[key.replace("/", ".")]]
     different: list[SchedulerState] = []
-    for own in wanted:
-        if all(any(True for _ in differing_values(own.state, other.state)) for other in different):
-            different.append(own)
+    for scheduler in wanted:
+        if all(any(True for _ in differing_values(scheduler.state, other.state)) for other in different):
+            different.append(scheduler)
     if len(different) > 1:
         line = (
             f"schedulers {', '.join(known)}: none is written as {chosen.scheduler}, as nothing says which the run goes "

@@ -57,7 +57,11 @@ def select(index: Index, names: NameFilter) -> Index:
     if names == NameFilter():
         return index
     states_of = [(atom.name, state) for atom, state, _ in index.states()]
-    unnamed = [] if index.unnamed is None else [(name, own) for name in index.atoms for own in index.unnamed.states]
+    unnamed = (
+        []
+        if index.unnamed is None
+        else [(name, unnamed_state) for name in index.atoms for unnamed_state in index.unnamed.states]
+    )
     names.check_used([*states_of, *unnamed])
     atoms: dict[str, AtomIndex] = {}
     for atom in index.atoms.values():
@@ -69,34 +73,36 @@ def select(index: Index, names: NameFilter) -> Index:
     groups = tuple(replace(g, params=tuple(p for p in g.params if p in atoms)) for g in index.groups)
     aliases = {alias: name for alias, name in index.aliases.items() if name in atoms}
     states_left = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in atoms.items())
-    whole = len(index.atoms) - len(atoms)
-    left = [
-        f"{counted(whole, 'parameter')} of {len(index.atoms):,}" if whole else "",
-        f"{counted(states_left, 'state')} of {'the others' if whole else 'parameters'}" if states_left else "",
+    params_left = len(index.atoms) - len(atoms)
+    losses = [
+        f"{counted(params_left, 'parameter')} of {len(index.atoms):,}" if params_left else "",
+        f"{counted(states_left, 'state')} of {'the others' if params_left else 'parameters'}" if states_left else "",
     ]
-    dropped = (*index.dropped, f"{', '.join(filter(None, left))}: {_SELECTION}") if any(left) else index.dropped
-    doubts = tuple(doubt for doubt in index.doubts if doubt.kind is not DoubtKind.MOMENT_SHAPES)
-    if len(doubts) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
-        doubts += tuple(find_odd_moments(replace(index, atoms=atoms)))
+    dropped = (*index.dropped, f"{', '.join(filter(None, losses))}: {_SELECTION}") if any(losses) else index.dropped
+    problems = tuple(problem for problem in index.doubts if problem.kind is not DoubtKind.MOMENT_SHAPES)
+    if len(problems) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
+        problems += tuple(find_odd_moments(replace(index, atoms=atoms)))
     return replace(
         index,
         atoms=atoms,
         groups=groups,
         aliases=aliases,
         dropped=dropped,
-        doubts=doubts,
+        doubts=problems,
         lost=_find_lost(index, atoms),
-        unnamed=index.unnamed if any(names.keeps(*own) for own in unnamed) else None,
-        unselected=index.unselected + whole,
+        unnamed=index.unnamed if any(names.keeps(*unnamed_state) for unnamed_state in unnamed) else None,
+        unselected=index.unselected + params_left,
     )
 
 
 def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostStates]:
     """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
     lost = {name: loss for name, loss in index.lost.items() if name in atoms}
-    held = {state for atom in atoms.values() for state in atom.states}
+    kept_states = {state for atom in atoms.values() for state in atom.states}
     for name, atom in atoms.items():
-        states = [own for own in index.atoms[name].states if own in held and own not in atom.states]
+        states = [
+            missing for missing in index.atoms[name].states if missing in kept_states and missing not in atom.states
+        ]
         if states and name not in lost:
             why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
             lost[name] = LostStates(reason=why, is_chosen=True)
@@ -129,20 +135,20 @@ def drop_extras(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappi
     """The index without the extras that --set drop=NAME,... names, and the other settings. Raises UsageError."""
     if DROP not in settings:
         return index, settings
-    asked = settings[DROP].split(",")
+    requested = settings[DROP].split(",")
     names = {extra.name: {extra.name, extra.name.partition("/")[0]} for extra in index.extras}
     known = sorted(set().union(*names.values()))
-    unknown = [name for name in asked if name not in known]
+    unknown = [name for name in requested if name not in known]
     if unknown:
         raise UsageError(
             f"expected extras of {index.path} to leave out (--set drop); it has no {', '.join(unknown)}, only "
             f"{', '.join(known) or 'none'}"
         )
-    left = [name for name, own in names.items() if own.intersection(asked)]
-    kept = tuple(extra for extra in index.extras if extra.name not in left)
-    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in left]
+    matching = [name for name, spellings in names.items() if spellings.intersection(requested)]
+    extras = tuple(extra for extra in index.extras if extra.name not in matching)
+    lines = [f"{name}: not taken from the source, as asked (--set drop)" for name in matching]
     others = {name: text for name, text in settings.items() if name != DROP}
-    return replace(index, extras=kept, dropped=(*index.dropped, *lines)), others
+    return replace(index, extras=extras, dropped=(*index.dropped, *lines)), others
 
 
 FROZEN = "frozen"
@@ -162,10 +168,10 @@ def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappin
         for name, atom in index.atoms.items()
         if name in globs or (atom.kind is not Kind.BUFFER and any(fnmatchcase(name, glob) for glob in globs))
     }
-    stepped = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
-    if stepped:
+    with_states = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
+    if with_states:
         raise UsageError(
-            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(stepped)}"
+            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(with_states)}"
         )
     grouped = {name for group in index.groups for name in group.params}
     atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob
@@ -186,9 +192,9 @@ def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
     """What to write instead: a glob is of the whole name."""
     for glob in globs:
         wider = f"*{glob}*"
-        found = dict.fromkeys(param for param, state in pairs if _matches(wider, param, state))
-        if found:
-            first, more = next(iter(found)), len(found) - 1
+        matching = dict.fromkeys(param for param, state in pairs if _matches(wider, param, state))
+        if matching:
+            first, more = next(iter(matching)), len(matching) - 1
             return f"globs are of the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
     known = dict.fromkeys(name for param, state in pairs for name in (param, f"{param}/{state}"))
     near = [name for glob in globs for name in get_close_matches(glob, known, 2)]

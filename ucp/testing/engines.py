@@ -104,12 +104,12 @@ class EngineContract:
         with pytest.raises((UcpError, IndexError)):
             self._run(job, tmp_path / "out", tasks=tasks)
 
-    @pytest.mark.parametrize("taken", [0, 1, 5])
-    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, taken: int) -> None:
+    @pytest.mark.parametrize("reports_read", [0, 1, 5])
+    def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, reports_read: int) -> None:
         """Closing the stream of reports stops the work, also before the first."""
         root = _created(job, tmp_path / "out")
         stream = self.make().run(job, root, job.tasks, workers=2, threads=1)
-        for _ in range(taken):
+        for _ in range(reports_read):
             next(stream)
         stream.close()
         assert list(stream) == []

@@ -23,7 +23,7 @@ def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
     """CRC-32 of the concatenation of parts given as (CRC-32, bytes).
 
     >>> import zlib
-    >>> combine([(zlib.crc32(b"ab"), 2), (zlib.crc32(b"c"), 1)]) == zlib.crc32(b"abc")
+    >>> combine_crcs([(zlib.crc32(b"ab"), 2), (zlib.crc32(b"c"), 1)]) == zlib.crc32(b"abc")
     True
     """
     crc = 0
@@ -70,15 +70,15 @@ def find_mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Re
 def _match_spans(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple[Record, list[Span]]]:
     """Every record that was read from, with the spans that start in it, in order."""
     ordered = sorted(spans, key=lambda span: (span.path, span.offset, -span.nbytes))
-    by_path = {path: list(own) for path, own in groupby(ordered, key=lambda span: span.path)}
+    by_path = {path: list(group) for path, group in groupby(ordered, key=lambda span: span.path)}
     cursors = dict.fromkeys(by_path, 0)
     for record in sorted(records, key=lambda record: (record.path, record.offset)):
-        own = by_path.get(record.path, [])
+        group = by_path.get(record.path, [])
         at = cursors.get(record.path, 0)
         inside = []
-        while at < len(own) and own[at].offset < record.offset + record.nbytes:
-            if own[at].offset >= record.offset:
-                inside.append(own[at])
+        while at < len(group) and group[at].offset < record.offset + record.nbytes:
+            if group[at].offset >= record.offset:
+                inside.append(group[at])
             at += 1
         cursors[record.path] = at
         if inside:

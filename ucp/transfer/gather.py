@@ -1,8 +1,7 @@
-"""Bring the pieces of a slice together in a buffer: the only place where tensor bytes are read.
+"""Gather the pieces of a slice in a buffer: the only place where tensor bytes are read.
 
-Pieces that lie one after another in a file are read by one call, straight to their places (`preadv`). Strided
-pieces are read in stretches of bounded size, in the order of the file and without long gaps, and scattered; casts and
-means are done on the way.
+Adjacent pieces of a file are read by one call, straight into place (`preadv`). Strided pieces are read in ranges of
+bounded size, in file order and without long gaps, and then scattered. Casts and means happen on the way.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ T = TypeVar("T")
 J = TypeVar("J")
 
 MAX_READ = 8 << 20
-"""Most bytes read at once for a strided or cast piece."""
+"""Most bytes to read at once for a strided or cast piece."""
 
 RUN_OVERHEAD = 128
-"""Bytes that the place of a run takes while it is read."""
+"""Bytes of memory for the offset of a run while it is read."""
 
 
 _MAX_SPARSITY = 4
-"""Bytes of a file for each that is used, above which they are not read as one stretch."""
+"""Bytes of a file per byte that is used, above which they are not read as one range."""
 
 
 class Span(NamedTuple):
@@ -58,7 +57,7 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive bytes of a source file that are wanted as they are."""
+    """Consecutive bytes of a source file that are copied unchanged."""
 
     path: str
     """Source file."""
@@ -88,14 +87,14 @@ class Gatherer:
     nbytes_read: int = 0
     """Bytes read, of all files."""
     _block: tuple[tuple[str, int], memoryview] | None = None
-    """The block decoded last: it is several pieces where it does not end with a row."""
+    """The block decoded last; its other pieces follow."""
 
     def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
         """Put `pieces` into `buffer`, elements of `dtype`."""
         self.fill_many([(buffer, dtype, pieces)])
 
     def read(self, requests: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
-        """So many elements of each kind, filled from pieces: views of one buffer, in order."""
+        """Read several requests (elements, dtype, pieces) into one buffer: a view of it for each."""
         data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in requests)))
         stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in requests))
         views = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
@@ -208,7 +207,7 @@ class Gatherer:
         self.spans = joined
 
     def read_values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """The elements of a piece, in stretches of bounded size: (the part of the piece, its values)."""
+        """The elements of a piece, in parts of bounded size: (part, values)."""
         if isinstance(piece.ref, InlineTensor):
             yield piece, view_piece(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
@@ -219,7 +218,7 @@ class Gatherer:
                 yield part, self._read_part(part)
 
     def _read_part(self, part: Piece) -> NDArray[Any]:
-        """The elements of a part that is read at once: as it lies, or run after run without the gaps between them."""
+        """The elements of a part, read by one call: run after run, without the gaps between them."""
         ref = part.ref
         assert isinstance(ref, TensorRef)
         lead, nbytes = runs_of(part)
@@ -268,7 +267,7 @@ class Reader:
         return self._pool.submit(lambda: work(self._gatherer()))
 
     def run_all(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:
-        """`work` for every job, never more in flight than there are threads. Raises what fails first."""
+        """Run `work` for every job, one per thread at a time. Raises the first failure."""
         queue = iter(jobs)
         running: set[Future[object]] = set()
         while True:
@@ -318,7 +317,6 @@ class Reader:
         self.close()
 
     def _gatherer(self) -> Gatherer:
-        """That of this thread."""
         gatherer: Gatherer | None = getattr(self._local, "gatherer", None)
         if gatherer is None:
             gatherer = self._local.gatherer = Gatherer(sources=Sources(), tracked=self._tracked)
@@ -372,7 +370,7 @@ def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
 
 
 def _split_reads(piece: Piece) -> Iterator[Piece]:
-    """Parts of a piece, in file order, each of at most `STRETCH` bytes to read."""
+    """Parts of a piece, in file order, each of at most `MAX_READ` bytes to read."""
     lead, nbytes = runs_of(piece)
     total = prod(piece.sizes[:lead]) * (nbytes + RUN_OVERHEAD) if lead else nbytes
     if total <= MAX_READ or piece.sizes == (1,):

@@ -97,8 +97,8 @@ def make_receipts(job: Job, sums: Iterable[Sum]) -> Receipts:
 def _group_by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
     """Sums by placement, in the order of their elements."""
     blocks: dict[int, list[Sum]] = defaultdict(list)
-    for own in sorted(sums, key=lambda own: own.start):
-        blocks[own.placement].append(own)
+    for section_sum in sorted(sums, key=lambda section_sum: section_sum.start):
+        blocks[section_sum.placement].append(section_sum)
     return blocks
 
 
@@ -110,4 +110,4 @@ def _ranges_by_file(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, 
         for section_sum in placement_sums:
             offset = output.offset + (section_sum.start - output.start) * output.itemsize
             written[output.path].append((offset, section_sum.nbytes, section_sum.crc32))
-    return {path: sorted(own) for path, own in written.items()}
+    return {path: sorted(ranges) for path, ranges in written.items()}

@@ -165,7 +165,7 @@ class Worker:
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
             self._sources.prefetch(
-                (own for piece in self._list_pieces(task) if (own := to_extent(piece))), batch=number
+                (extent for piece in self._list_pieces(task) if (extent := to_extent(piece))), batch=number
             )
 
     def _list_pieces(self, task: Task) -> Iterator[Piece]:
@@ -175,9 +175,9 @@ class Worker:
             parts = self._needed_tiles(sections)
         else:
             parts = (
-                (replace(own, start=section.start, stop=section.stop), locator)
+                (replace(target_slice, start=section.start, stop=section.stop), locator)
                 for section in sections
-                for own, locator in (self._find_slice(section),)
+                for target_slice, locator in (self._find_slice(section),)
             )
         is_checked = any(section.placement in self._job.checking for section in sections)
         for tensor_slice, locator in parts:
@@ -287,7 +287,7 @@ class Worker:
         first_slice, locator = self._find_slice(outputs[0].section)
         state = locator.state
         slices = [self._find_slice(output.section)[0] for output in outputs]
-        is_checked = any(spot.section.placement in self._job.checking for spot in outputs)
+        is_checked = any(output.section.placement in self._job.checking for output in outputs)
         boundaries = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
         span_count = 0
         nbytes = MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK if locator.replicas else TILE
@@ -303,8 +303,8 @@ class Worker:
             gatherer.fill(data, tile.dtype, resolve(tile, locator, 0, tile.stop))
             if is_checked:
                 drift_lines.extend(describe_drift(tile, locator, data, gatherer))
-            for spot, piece in copies:
-                _scatter_piece(spot, piece, data)
+            for output, piece in copies:
+                _scatter_piece(output, piece, data)
             if len(gatherer.spans) > 2 * span_count + MIN_JOINED:
                 gatherer.join_spans(boundaries)
                 span_count = len(gatherer.spans)

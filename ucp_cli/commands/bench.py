@@ -11,7 +11,7 @@ from ucp.conversion.options import count_cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import counted
 from ucp.transfer.floor import measure_floor
-from ucp_cli.options import PATH, as_json, count_of, example, memory_of
+from ucp_cli.options import PATH, as_json, example, parse_count, parse_memory_option
 from ucp_cli.pages.render import table, write, write_json
 
 
@@ -19,14 +19,14 @@ from ucp_cli.pages.render import table, write, write_json
 @click.argument("folder", metavar="DIR", type=PATH)
 @click.option(
     "--size",
-    type=memory_of,
+    type=parse_memory_option,
     default="1GiB",
     show_default=True,
     metavar="N",
     help="Size of the file to measure with; twice as much space is needed.",
 )
 @click.option(
-    "--workers", type=count_of, metavar="N", help="Threads, measured beside a single one.  [default: one per core]"
+    "--workers", type=parse_count, metavar="N", help="Threads, measured beside a single one.  [default: one per core]"
 )
 @as_json
 def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> None:
@@ -38,8 +38,8 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
     """
     rates = list(measure_floor(folder, size, workers or count_cores()))
     if as_json:
-        found = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
-        write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": found})
+        records = [{**asdict(rate), "bytes_per_second": round(rate.bytes_per_second)} for rate in rates]
+        write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": records})
         return
     rows = [
         (rate.what, counted(rate.threads, "thread"), rate_text(rate.nbytes, rate.seconds), seconds_text(rate.seconds))

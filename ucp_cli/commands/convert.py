@@ -9,7 +9,7 @@ import click
 
 from ucp import api
 from ucp.conversion.arguments import ConvertArguments
-from ucp_cli.failures import stopped
+from ucp_cli.failures import make_stopped
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.progress import watch
 
@@ -52,7 +52,7 @@ def command(
             **options,
         )
     except KeyboardInterrupt as stop:
-        raise stopped(stop, _advice(dst, is_part=options.get("part") is not None)) from None
+        raise make_stopped(stop, _advice(dst, is_part=options.get("part") is not None)) from None
     if not as_json and quiet:
         return
     from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: only for who looks

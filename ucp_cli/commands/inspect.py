@@ -14,7 +14,7 @@ from ucp.errors import CorruptError, FamilyError, SourceError
 from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_json, example, takes_options
 from ucp_cli.pages.documents import index_document, survey_document
-from ucp_cli.pages.inspect import detail, file_rows, inspect_page, remains
+from ucp_cli.pages.inspect import file_rows, inspect_page, param_page, survey_page
 from ucp_cli.pages.render import table, write, write_json
 
 __all__ = ["command"]
@@ -59,7 +59,7 @@ def command(
         if as_json:
             write_json(survey_document(survey, str(error)))
         else:
-            write(*remains(survey, str(error), each=files))
+            write(*survey_page(survey, str(error), each=files))
         raise
     wanted = []
     if params:
@@ -73,4 +73,4 @@ def command(
         write(*inspect_page(index))
         return
     listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
-    write(*(detail(index, index.atoms[name]) for name in wanted), listing)
+    write(*(param_page(index, index.atoms[name]) for name in wanted), listing)

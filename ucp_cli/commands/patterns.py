@@ -14,7 +14,7 @@ from ucp.conversion.options import make_options
 from ucp.core.text.page import lines
 from ucp.errors import UnknownFamilyError
 from ucp_cli.failures import DIFFERENT, Failure
-from ucp_cli.options import PATH, as_json, completed, example, takes_options
+from ucp_cli.options import PATH, as_json, example, make_completer, takes_options
 from ucp_cli.pages.families import (
     families_document,
     family_document,
@@ -63,7 +63,7 @@ def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]
     "show",
     epilog=example("ucp patterns show llama", "ucp patterns show llama --style huggingface"),
 )
-@click.argument("family", shell_complete=completed(registry.families))
+@click.argument("family", shell_complete=make_completer(registry.families))
 @click.option(
     "--style",
     metavar="STYLE",
@@ -76,13 +76,13 @@ def show_command(*, family: str, style: str | None, as_json: bool) -> None:
 
     They say how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
     """
-    found = registry.library().family(family)
-    if style is not None and found.rules:
-        found.written_names(found.rules[0], style)  # raises for a style that there is not, with --json too
+    shown = registry.library().family(family)
+    if style is not None and shown.rules:
+        shown.written_names(shown.rules[0], style)  # raises for a style that there is not, with --json too
     if as_json:
-        write_json(family_document(found))
+        write_json(family_document(shown))
     else:
-        write(*family_page(found, style))
+        write(*family_page(shown, style))
 
 
 @command.command(

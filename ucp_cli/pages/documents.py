@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ucp.core.index import AtomIndex, Fragment, Index, SourceFile
 from ucp.core.tensor import TensorRef
 from ucp.core.text.overview import count_kinds, count_patterns, count_states
-from ucp_cli.pages.values import json_value, what_is_held
+from ucp_cli.pages.values import describe_extra, json_value
 
 if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
@@ -40,12 +40,12 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         ],
         "aliases": dict(index.aliases),
         "extras": [
-            {"name": extra.name, "rank": extra.rank, "what": what_is_held(extra), "value": json_value(extra.value)}
+            {"name": extra.name, "rank": extra.rank, "what": describe_extra(extra), "value": json_value(extra.value)}
             for extra in index.extras
         ],
         "files": [_file(file) for file in index.files],
         "missing": list(missing),
-        "doubts": [asdict(doubt) for doubt in index.doubts],
+        "doubts": [asdict(problem) for problem in index.doubts],
         "notes": list(index.notes),
         "dropped": list(index.dropped),
     }
@@ -59,8 +59,8 @@ def survey_document(survey: Survey, problem: str) -> dict[str, object]:
 
 def _file(file: SourceFile) -> dict[str, object]:
     """A file; a version is told of objects in a store alone."""
-    own = asdict(file)
-    return own if file.version else {key: value for key, value in own.items() if key != "version"}
+    values = asdict(file)
+    return values if file.version else {key: value for key, value in values.items() if key != "version"}
 
 
 def plan_document(report: PlanReport) -> dict[str, object]:
@@ -82,10 +82,10 @@ def plan_document(report: PlanReport) -> dict[str, object]:
 
 def convert_document(report: ConvertReport) -> dict[str, object]:
     """What `ucp convert` did."""
-    told = asdict(report)
-    scratch = told.pop("scratch_bytes")
-    beside = {"scratch_bytes": scratch} if scratch else {}
-    return {"schema": "ucp.convert/1", **told, **beside, "seconds": round(report.seconds, 3)}
+    values = asdict(report)
+    scratch = values.pop("scratch_bytes")
+    optional = {"scratch_bytes": scratch} if scratch else {}
+    return {"schema": "ucp.convert/1", **values, **optional, "seconds": round(report.seconds, 3)}
 
 
 def verify_document(report: VerifyReport) -> dict[str, object]:

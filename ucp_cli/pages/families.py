@@ -21,14 +21,14 @@ _MOST_PROBLEMS = 20
 
 def family_table(families: Iterable[Family]) -> RenderableType | None:
     """A row per family."""
-    rows = [(own.name, own.title, str(len(own.rules)), own.source) for own in families]
+    rows = [(family.name, family.title, str(len(family.rules)), family.source) for family in families]
     return table("Families", ("name", "what it is", ">rules", "file"), rows)
 
 
 def family_page(family: Family, style: str | None) -> list[Section | RenderableType | None]:
     """Everything that a family says. `style`: naming style to show the names in, beside the canonical ones."""
     evidence = family.evidence
-    found = [f"{name} = {' or else '.join(map(str, ways))}" for name, ways in family.sizes.items()]
+    sizes = [f"{name} = {' or else '.join(map(str, sources))}" for name, sources in family.sizes.items()]
     columns = ("name", *([style] if style else []), "lies", "when", "meaning")
     rows = [
         (
@@ -54,7 +54,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
             ]
         ),
         table("Rules", columns, rows),
-        lines("Sizes and flags, and where they are found", found),
+        lines("Sizes and flags, and where they are found", sizes),
         lines("Tied", [f"{tie.name} = {tie.to}{f' when {tie.when}' if tie.when else ''}" for tie in family.tied]),
     ]
 
@@ -64,9 +64,9 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
     if report.family is None:
         yield from _recorded_page(report)
         return
-    wrong = [own for own in report.parameters if own.problem]
-    without = [own for own in wrong if own.problem == NO_RULE]
-    undecided = [own for own in wrong if own.rule is None and own.problem != NO_RULE]
+    wrong = [parameter for parameter in report.parameters if parameter.problem]
+    without = [parameter for parameter in wrong if parameter.problem == NO_RULE]
+    undecided = [parameter for parameter in wrong if parameter.rule is None and parameter.problem != NO_RULE]
     verdict = "every parameter has a rule and fits it" if report.ok else f"{len(wrong)} do not fit"
     yield Text(f"{report.path}: {counted(len(report.parameters), 'parameter')}, {verdict}")
     yield facts(
@@ -77,11 +77,13 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
             ("sizes", ", ".join(f"{name}={value}" for name, value in report.family.values.items())),
         ]
     )
-    ruled = list(_rows(own for own in report.parameters if own.rule is not None))
-    yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), ruled)
-    yield lines("Without a rule", _some(f"{own.name} {shape_text(own.global_shape)}" for own in without))
-    yield lines("Of several rules", _some(own.problem for own in undecided))
-    yield lines("Not as their rule says", _some(own.problem for own in wrong if own.rule is not None))
+    rows = list(_rows(parameter for parameter in report.parameters if parameter.rule is not None))
+    yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), rows)
+    yield lines(
+        "Without a rule", _some(f"{parameter.name} {shape_text(parameter.global_shape)}" for parameter in without)
+    )
+    yield lines("Of several rules", _some(parameter.problem for parameter in undecided))
+    yield lines("Not as their rule says", _some(parameter.problem for parameter in wrong if parameter.rule is not None))
     yield lines("Rules that matched nothing", list(dict.fromkeys(str(rule.name) for rule in report.unused)))
 
 
@@ -98,23 +100,23 @@ def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | 
 def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]:
     """A row per rule, style and layout; names of other layers and experts are the same row."""
     rows: dict[tuple[str, ...], list[ExplainedParameter]] = {}
-    for own in parameters:
-        rows.setdefault((own.template, str(own.rule), *own.patterns), []).append(own)
+    for parameter in parameters:
+        rows.setdefault((parameter.template, str(parameter.rule), *parameter.patterns), []).append(parameter)
     for members in rows.values():
         first = members[0]
-        shapes = list(dict.fromkeys(shape_text(own.global_shape) for own in members))
+        shapes = list(dict.fromkeys(shape_text(parameter.global_shape) for parameter in members))
         shown = ", ".join(shapes[:2]) + (", ..." if len(shapes) > 2 else "")
-        lies = "; ".join(first.patterns) or ("whole" if first.rule is None else "one owner")
-        yield first.template, str(len(members)), shown, lies, _meaning(first)
+        layout = "; ".join(first.patterns) or ("whole" if first.rule is None else "one owner")
+        yield first.template, str(len(members)), shown, layout, _meaning(first)
 
 
-def _meaning(own: ExplainedParameter) -> str:
+def _meaning(parameter: ExplainedParameter) -> str:
     """What a parameter is, and what it is called by the family where that is something else."""
-    if own.rule is None or own.style == CANONICAL:
-        return own.rule.meaning if own.rule else ""
-    part = "" if own.part is None else f" (part {own.part + 1})"
-    turned = f" (dims in the order {list(own.order)})" if own.order else ""
-    return f"{own.rule.name}{part}{turned}: {own.rule.meaning}"
+    if parameter.rule is None or parameter.style == CANONICAL:
+        return parameter.rule.meaning if parameter.rule else ""
+    part = "" if parameter.part is None else f" (part {parameter.part + 1})"
+    turned = f" (dims in the order {list(parameter.order)})" if parameter.order else ""
+    return f"{parameter.rule.name}{part}{turned}: {parameter.rule.meaning}"
 
 
 def _some(texts: Iterable[str]) -> Sequence[str]:
@@ -128,7 +130,8 @@ def families_document(families: Sequence[Family], patterns: Sequence[str]) -> di
     return {
         "schema": "ucp.patterns-list/1",
         "families": [
-            {"name": own.name, "title": own.title, "rules": len(own.rules), "source": own.source} for own in families
+            {"name": family.name, "title": family.title, "rules": len(family.rules), "source": family.source}
+            for family in families
         ],
         "patterns": list(patterns),
     }
@@ -148,9 +151,9 @@ def family_document(family: Family) -> dict[str, object]:
             "arguments": dict(family.evidence.arguments),
         },
         "given": dict(family.constants),
-        "sizes": {name: [str(way) for way in ways] for name, ways in family.sizes.items()},
+        "sizes": {name: [str(way) for way in sources] for name, sources in family.sizes.items()},
         "styles": list(family.styles),
-        "rules": [_rule(rule) for rule in family.rules],
+        "rules": [_rule_document(rule) for rule in family.rules],
         "tied": [{"name": tie.name, "to": tie.to, "when": str(tie.when or "") or None} for tie in family.tied],
     }
 
@@ -166,27 +169,27 @@ def report_document(report: FamilyReport) -> dict[str, object]:
         "reasons": list(report.reasons),
         "sizes": {} if report.family is None else dict(report.family.values),
         "recorded_in": dict(report.recorded_in),
-        "parameters": {own.name: _explained(own) for own in report.parameters},
+        "parameters": {parameter.name: _parameter_document(parameter) for parameter in report.parameters},
         "unused": list(dict.fromkeys(str(rule.name) for rule in report.unused)),
     }
 
 
-def _explained(own: ExplainedParameter) -> dict[str, object]:
+def _parameter_document(parameter: ExplainedParameter) -> dict[str, object]:
     return {
-        "shape": list(own.global_shape),
-        "canonical": own.canonical or None,
-        "style": own.style or None,
-        "template": own.template or None,
-        "part": own.part,
-        "order": list(own.order),
-        "rule": None if own.rule is None else str(own.rule.name),
-        "meaning": None if own.rule is None else own.rule.meaning,
-        "patterns": list(own.patterns),
-        "problem": own.problem or None,
+        "shape": list(parameter.global_shape),
+        "canonical": parameter.canonical or None,
+        "style": parameter.style or None,
+        "template": parameter.template or None,
+        "part": parameter.part,
+        "order": list(parameter.order),
+        "rule": None if parameter.rule is None else str(parameter.rule.name),
+        "meaning": None if parameter.rule is None else parameter.rule.meaning,
+        "patterns": list(parameter.patterns),
+        "problem": parameter.problem or None,
     }
 
 
-def _rule(rule: Rule) -> dict[str, object]:
+def _rule_document(rule: Rule) -> dict[str, object]:
     return {
         "name": str(rule.name),
         "when": None if rule.when is None else str(rule.when),
@@ -197,12 +200,14 @@ def _rule(rule: Rule) -> dict[str, object]:
             {"axis": axis.axis, "pattern": axis.pattern, "options": {k: _plain(v) for k, v in axis.options.items()}}
             for axis in rule.axes
         ],
-        "aliases": {style: [_alias(alias) for alias in ways] for style, ways in rule.aliases.items()},
+        "aliases": {
+            style: [_alias_document(alias) for alias in spellings] for style, spellings in rule.aliases.items()
+        },
         "source": rule.source,
     }
 
 
-def _alias(alias: Alias) -> dict[str, object]:
+def _alias_document(alias: Alias) -> dict[str, object]:
     return {
         "names": list(alias.names),
         "dim": alias.dim,
@@ -218,5 +223,5 @@ def _alias(alias: Alias) -> dict[str, object]:
 def _plain(option: object) -> object:
     """A number as it is, an expression as text."""
     if isinstance(option, tuple):
-        return [_plain(own) for own in option]
+        return [_plain(member) for member in option]
     return option if isinstance(option, int) else str(option)

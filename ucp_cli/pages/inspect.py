@@ -19,9 +19,9 @@ from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, printable, ranges_text, shape_text
 from ucp.io.folder import path_of
 from ucp.source.read import Survey
-from ucp_cli.pages.render import heading, stacked, table
-from ucp_cli.pages.tree import Line, collapsed
-from ucp_cli.pages.values import brief, what_is_held
+from ucp_cli.pages.render import heading, stack, table
+from ucp_cli.pages.tree import Line, collapse
+from ucp_cli.pages.values import describe_extra, describe_value
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 """Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
@@ -72,7 +72,7 @@ def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
     common = Counter(look.others for look in looks.values() if look.kind is Kind.PARAMETER).most_common(1)
     usual = common[0][0] if common else ""
     title = f"Parameters (optimizer state: {usual.replace(' ', ', ')}, unless noted)" if usual else "Parameters"
-    rows = list(collapsed(looks))
+    rows = list(collapse(looks))
     yield table(title, ("name", ">", "shape", "dtype", ""), [_tree_row(line, usual) for line in rows])
     folded = next((line for line in rows if line.ranges), None)
     if folded is not None:
@@ -92,13 +92,13 @@ def _tree_row(line: Line[_Look], usual: str) -> tuple[str | Text, ...]:
 
 def _stage_rows(index: Index) -> list[tuple[str, ...]]:
     """A row per pipeline stage: the layers that it holds by their numbers, and the modules beside them."""
-    held: dict[int, list[str]] = {}
+    names_by_stage: dict[int, list[str]] = {}
     for atom in index.atoms.values():
         for stage in _stages(atom):
-            held.setdefault(stage, []).append(atom.name)
+            names_by_stage.setdefault(stage, []).append(atom.name)
     rows: list[tuple[str, ...]] = []
-    for stage, names in sorted(held.items()):
-        layers = {int(found[1]) for name in names if (found := _LAYER.search(name))}
+    for stage, names in sorted(names_by_stage.items()):
+        layers = {int(match[1]) for name in names if (match := _LAYER.search(name))}
         others = dict.fromkeys(name.rpartition(".")[0] or name for name in names if not _LAYER.search(name))
         rows.append((str(stage), count_text(len(names)), ranges_text(sorted(layers)), ", ".join(others)))
     return rows
@@ -106,17 +106,21 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
 
 def _stages(atom: AtomIndex) -> list[int]:
     """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
-    own = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
-    return own.holders(atom.global_shape) if own else []
+    pipeline = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
+    return pipeline.holders(atom.global_shape) if pipeline else []
 
 
 def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
     """A row per group with what sets it apart, and one with what all of them share."""
-    said = [[f"{key}={brief(value)}" for key, value in group.hyper.items()] for group in groups]
-    shared = [text for text in said[0] if all(text in own for own in said)] if len(groups) > 1 else []
+    texts_by_group = [[f"{key}={describe_value(value)}" for key, value in group.hyper.items()] for group in groups]
+    shared = (
+        [text for text in texts_by_group[0] if all(text in texts for texts in texts_by_group)]
+        if len(groups) > 1
+        else []
+    )
     rows = [
-        (str(number), count_text(len(group.params)), "  ".join(text for text in own if text not in shared))
-        for number, (group, own) in enumerate(zip(groups, said, strict=True))
+        (str(number), count_text(len(group.params)), "  ".join(text for text in texts if text not in shared))
+        for number, (group, texts) in enumerate(zip(groups, texts_by_group, strict=True))
     ]
     return [*rows, ("all", count_text(sum(len(group.params) for group in groups)), "  ".join(shared))][
         : len(rows) + bool(shared)
@@ -126,11 +130,12 @@ def _group_rows(groups: Sequence[ParamGroup]) -> list[tuple[str, str, str]]:
 def _extra_rows(index: Index) -> list[tuple[str, ...]]:
     ranks: dict[tuple[str, str], list[int]] = {}
     for extra in index.extras:
-        own = ranks.setdefault((extra.name, what_is_held(extra)), [])
+        extra_ranks = ranks.setdefault((extra.name, describe_extra(extra)), [])
         if extra.rank is not None:
-            own.append(extra.rank)
+            extra_ranks.append(extra.rank)
     return [
-        (f"{name} (ranks {ranges_text(sorted(own))})" if own else name, what) for (name, what), own in ranks.items()
+        (f"{name} (ranks {ranges_text(sorted(extra_ranks))})" if extra_ranks else name, what)
+        for (name, what), extra_ranks in ranks.items()
     ]
 
 
@@ -148,17 +153,17 @@ def _shown_path(index: Index, path: str) -> str:
 _COLUMNS = ("state", ">at byte", ">bytes", "of file")
 
 
-def detail(index: Index, atom: AtomIndex) -> RenderableType:
+def param_page(index: Index, atom: AtomIndex) -> RenderableType:
     """Facts of one parameter, and a row per piece of each of its states."""
     group = next((str(n) for n, group in enumerate(index.groups) if atom.name in group.params), "")
     tied = ", ".join(alias for alias, name in index.aliases.items() if name == atom.name)
-    own = facts(
+    summary = facts(
         [
             ("shape", shape_text(atom.global_shape)),
             ("kind", atom.kind.value),
             ("computes in", atom.model_dtype.value if atom.model_dtype else ""),
             ("laid out", "; ".join(atom.layout.lines)),
-            ("made of", "; ".join(f"{name} ({', '.join(own.lines)})" for name, own in atom.made_of.items())),
+            ("made of", "; ".join(f"{name} ({', '.join(summary.lines)})" for name, summary in atom.made_of.items())),
             ("stage", ", ".join(map(str, _stages(atom)))),
             ("group", group),
             ("tied", tied),
@@ -166,7 +171,7 @@ def detail(index: Index, atom: AtomIndex) -> RenderableType:
         ]
     )
     rows = [row for name, state in atom.states.items() for row in _state_rows(index, atom, name, state)]
-    return stacked(heading(atom.name), own, table("", _COLUMNS, rows))
+    return stack(heading(atom.name), summary, table("", _COLUMNS, rows))
 
 
 def _state_rows(index: Index, atom: AtomIndex, name: str, state: StateIndex) -> Iterator[tuple[str, ...]]:
@@ -190,15 +195,15 @@ def _place(index: Index, state: StateIndex, fragment: Fragment) -> tuple[str, st
     if not isinstance(ref, TensorRef):
         return "", count_text(ref.nbytes), " ".join(("(in the index)", *filter(None, words)))
     words += ["" if ref.is_contiguous else "strided", ref.codec]
-    said = ", ".join(filter(None, words))
-    path = _shown_path(index, ref.path) + (f" ({said})" if said else "")
+    remarks = ", ".join(filter(None, words))
+    path = _shown_path(index, ref.path) + (f" ({remarks})" if remarks else "")
     return count_text(ref.offset), count_text(ref.codec_nbytes if ref.codec else ref.nbytes), path
 
 
 _NUMBER = re.compile(r"\d+", re.ASCII)
 
 
-def remains(survey: Survey, problem: str, *, each: bool) -> list[Section | RenderableType | None]:
+def survey_page(survey: Survey, problem: str, *, each: bool) -> list[Section | RenderableType | None]:
     """The parts of the page. `problem`: why it cannot be read; `each`: a line for every file."""
     root = survey.path if path_of(survey.path).is_dir() else os.path.dirname(survey.path)
     sizes = {os.path.relpath(file.path, root): file.nbytes for file in survey.files}
@@ -227,21 +232,25 @@ def _name_rows(sizes: Mapping[str, int]) -> Iterator[tuple[str | Text, ...]]:
     for name in sizes:
         alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     for names in alike.values():
-        label, numbers = _joined(names)
-        own = sorted(sizes[name] for name in names)
-        spread = nbytes_text(own[0]) + (f" to {nbytes_text(own[-1])}" if own[-1] != own[0] else "")
-        yield printable(label), numbers, count_text(len(names)), spread, nbytes_text(sum(own))
+        label, numbers = _join_names(names)
+        file_sizes = sorted(sizes[name] for name in names)
+        spread = nbytes_text(file_sizes[0]) + (
+            f" to {nbytes_text(file_sizes[-1])}" if file_sizes[-1] != file_sizes[0] else ""
+        )
+        yield printable(label), numbers, count_text(len(names)), spread, nbytes_text(sum(file_sizes))
 
 
-def _joined(names: list[str]) -> tuple[str, Text]:
+def _join_names(names: list[str]) -> tuple[str, Text]:
     """One name for several, with "#" for numbers that are not the same in all; and those numbers."""
     columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
     varied = [len(set(column)) > 1 for column in columns]
     place = iter(zip(varied, columns, strict=True))
 
-    def written(match: re.Match[str]) -> str:
+    def replace_number(match: re.Match[str]) -> str:
         is_varied, _ = next(place)
         return "#" if is_varied else match.group()
 
-    ranges = [sorted(set(map(int, own))) for is_varied, own in zip(varied, columns, strict=True) if is_varied]
-    return _NUMBER.sub(written, names[0]), Text(" ".join(f"[{ranges_text(own)}]" for own in ranges), style="cyan")
+    ranges = [sorted(set(map(int, numbers))) for is_varied, numbers in zip(varied, columns, strict=True) if is_varied]
+    return _NUMBER.sub(replace_number, names[0]), Text(
+        " ".join(f"[{ranges_text(numbers)}]" for numbers in ranges), style="cyan"
+    )

@@ -48,7 +48,7 @@ def write(*parts: Section | RenderableType | None) -> None:
         highlight=False,
         emoji=False,
     )
-    console.print(stacked(*parts))
+    console.print(stack(*parts))
     page = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
     if page:
         click.echo(page, color=terminal)
@@ -59,7 +59,7 @@ def write_json(document: object) -> None:
     click.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
-def stacked(*parts: Section | RenderableType | None) -> RenderableType:
+def stack(*parts: Section | RenderableType | None) -> RenderableType:
     """Parts below one another, leaving out those that are None."""
     drawn = (_draw(part) if isinstance(part, Section) else part for part in parts)
     return Group(*(Text(printable(part)) if isinstance(part, str) else part for part in drawn if part is not None))
@@ -70,13 +70,13 @@ def _draw(section: Section) -> RenderableType | None:
         return None
     if section.columns:
         more = Text(f"  {section.more}") if section.more else None
-        return stacked(table(section.title, section.columns, section.rows), more)
+        return stack(table(section.title, section.columns, section.rows), more)
     if section.is_list:
         items = [("-", item) for (item,) in section.rows]
         body: RenderableType = Padding(_grid(items, gap=1, text=_STYLES.get(section.title, "")), (0, 0, 0, 2))
     else:
         body = _grid(section.rows, gap=2, label="cyan")
-    return stacked(heading(section.title) if section.title else None, body)
+    return stack(heading(section.title) if section.title else None, body)
 
 
 def _grid(rows: Sequence[Sequence[str]], *, gap: int, label: str = "", text: str = "") -> RenderableType:
@@ -104,4 +104,4 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | T
         drawn.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
     for row in rows:
         drawn.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
-    return stacked(heading(title) if title else None, Padding(drawn, (0, 0, 0, 2)))
+    return stack(heading(title) if title else None, Padding(drawn, (0, 0, 0, 2)))

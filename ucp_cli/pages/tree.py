@@ -3,7 +3,7 @@
 A name is cut at its dots. Children of a node that are numbers and have the same things below them are one child, `#`.
 
 >>> names = {f"layers.{n}.mlp.{p}.weight": "4x4" for n in range(3) for p in ("up", "down")}
->>> for line in collapsed({"emb.weight": "8x4", **names}):
+>>> for line in collapse({"emb.weight": "8x4", **names}):
 ...     print("  " * line.depth + line.label, line.ranges, line.leaf or "", line.count)
 emb.weight  8x4 1
 layers.#.mlp 0-2  6
@@ -46,7 +46,7 @@ class _Node(Generic[Leaf]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Folded(Generic[Leaf]):
+class _FoldedNode(Generic[Leaf]):
     """A node whose equal numbered children are joined. One object stands for all that read the same."""
 
     leaf: Leaf | None
@@ -56,11 +56,11 @@ class _Folded(Generic[Leaf]):
     """Names in it."""
 
 
-_Step: TypeAlias = tuple[str, tuple[int, ...], _Folded[Leaf]]
+_Step: TypeAlias = tuple[str, tuple[int, ...], _FoldedNode[Leaf]]
 """Part of the name, numbers that "#" stands for (none without), node."""
 
 
-def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
+def collapse(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
     """Lines of the tree of `leaves` (name to a hashable value), in order of first appearance."""
     root: _Node[Leaf] = _Node()
     for name, leaf in leaves.items():
@@ -71,18 +71,18 @@ def collapsed(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
                 below = node.below[part] = _Node()
             node = below
         node.leaf = leaf
-    yield from _below(_folded(root, {}), 0, 1)
+    yield from _below(_fold(root, {}), 0, 1)
 
 
-def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Leaf]:
+def _fold(node: _Node[Leaf], known: dict[object, _FoldedNode[Leaf]]) -> _FoldedNode[Leaf]:
     """`node` folded. `known`: every different folded node so far, so that equal ones are identical."""
     if not node.below:
         leaf_contents = (node.leaf, ())
-        return known.get(leaf_contents) or known.setdefault(leaf_contents, _Folded(node.leaf, (), 1))
-    groups: dict[tuple[str, int], tuple[list[int], _Folded[Leaf]]] = {}
+        return known.get(leaf_contents) or known.setdefault(leaf_contents, _FoldedNode(node.leaf, (), 1))
+    groups: dict[tuple[str, int], tuple[list[int], _FoldedNode[Leaf]]] = {}
     for part, child in node.below.items():
         numbered = part.isascii() and part.isdigit() and (part == "0" or part[0] != "0")
-        below = _folded(child, known)
+        below = _fold(child, known)
         group = groups.get(key := ("#" if numbered else part, id(below))) or groups.setdefault(key, ([], below))
         if numbered:
             group[0].append(int(part))
@@ -92,22 +92,22 @@ def _folded(node: _Node[Leaf], known: dict[object, _Folded[Leaf]]) -> _Folded[Le
     )
     contents = (node.leaf, tuple((part, numbers, id(below)) for part, numbers, below in joined))
     count = (node.leaf is not None) + sum(max(1, len(numbers)) * below.count for _, numbers, below in joined)
-    return known.setdefault(contents, _Folded(node.leaf, joined, count))
+    return known.setdefault(contents, _FoldedNode(node.leaf, joined, count))
 
 
-def _below(node: _Folded[Leaf], depth: int, times: int) -> Iterator[Line[Leaf]]:
+def _below(node: _FoldedNode[Leaf], depth: int, times: int) -> Iterator[Line[Leaf]]:
     for path in (path for step in node.below for path in _paths(step)):
         last = path[-1][2]
         ranges = [numbers for _, numbers, _ in path if numbers]
-        own = times * prod(map(len, ranges))
+        count = times * prod(map(len, ranges))
         yield Line(
             depth=depth,
             label=".".join(part for part, _, _ in path),
             ranges=" ".join(map(ranges_text, ranges)),
             leaf=last.leaf,
-            count=own * last.count,
+            count=count * last.count,
         )
-        yield from _below(last, depth + 1, own)
+        yield from _below(last, depth + 1, count)
 
 
 def _paths(step: _Step[Leaf]) -> Iterator[tuple[_Step[Leaf], ...]]:

@@ -36,29 +36,29 @@ def json_value(value: object) -> object:
     def other(value: object) -> object:
         if isinstance(value, Stub):
             return {"!object": str(value.made_by), "state": shown.of(value.state)}
-        return f"<{brief(value)}>"
+        return f"<{describe_value(value)}>"
 
     shown = PlainJson(other, lambda _: "<...>")
     return shown.of(value)
 
 
-def what_is_held(extra: Extra) -> str:
+def describe_extra(extra: Extra) -> str:
     """What an extra holds, in a few words; of a companion file how long it is.
 
     >>> from ucp.contract.sidecars import sidecar_extra
-    >>> what_is_held(Extra(name="tag", value="best")), what_is_held(sidecar_extra("config.json", "", 714))
+    >>> describe_extra(Extra(name="tag", value="best")), describe_extra(sidecar_extra("config.json", "", 714))
     ("'best'", 'file of 714 B')
     """
     if extra.is_sidecar and isinstance(extra.value, TensorRef):
         return f"file of {nbytes_text(extra.value.nbytes)}"
-    return brief(extra.value)
+    return describe_value(extra.value)
 
 
-def brief(value: object) -> str:
+def describe_value(value: object) -> str:
     """What `value` is, in a few words.
 
-    >>> brief({"last_epoch": 3, "base_lrs": [0.1]}), brief((0.9, 0.95)), brief(b"abcd"), brief([[]] * 9)
-    ('last_epoch=3, base_lrs=...', '(0.9, 0.95)', '4 bytes', 'list of 9')
+    >>> [describe_value(value) for value in ({"last_epoch": 3, "base_lrs": [0.1]}, (0.9, 0.95), b"abcd", [[]] * 9)]
+    ['last_epoch=3, base_lrs=...', '(0.9, 0.95)', '4 bytes', 'list of 9']
     """
     match value:
         case TensorRef() | InlineTensor():
@@ -83,4 +83,4 @@ def brief(value: object) -> str:
 
 
 def _key(key: object) -> str:
-    return key if isinstance(key, str) and 0 < len(key) <= _LONGEST else brief(key)
+    return key if isinstance(key, str) and 0 < len(key) <= _LONGEST else describe_value(key)

@@ -1,8 +1,8 @@
-"""What a DeepSpeed configuration says about the layout of its checkpoints, and the loss scale of an fp16 run.
+"""The DeepSpeed configuration of a run, as far as it decides the layout of checkpoints, and the fp16 loss scale.
 
-DeepSpeed counts the scale by iterations (runtime/fp16/loss_scaler.py and fused_optimizer.py, 0.19.8). Stages 1 to 3
-pickle the scaler object itself; stage 0 writes its numbers beside the optimizer. Both are read and made here, so that a
-run keeps its scale, and its count of steps without overflow, across stages.
+DeepSpeed counts the loss scale by iterations (runtime/fp16/loss_scaler.py and fused_optimizer.py, 0.19.8). Stages 1 to
+3 pickle the scaler object; stage 0 writes its numbers beside the optimizer. Both are read and written here, so that a
+run keeps its loss scale, and its count of steps without overflow, across stages.
 
 >>> config = RunConfig(raw={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "sub_group_size": 1e6}})
 >>> config.precision(()), config.sub_group_size
@@ -24,7 +24,7 @@ SUB_GROUP_SIZE = 1_000_000_000
 """Elements; default of `zero_optimization.sub_group_size` (runtime/zero/config.py, 0.19.8)."""
 
 _FUSED_TYPES = ("adam", "adamw")
-"""Optimizer types that the engine answers with FusedAdam unless told otherwise (`_configure_basic_optimizer`)."""
+"""Optimizer types for which the engine builds FusedAdam by default (`_configure_basic_optimizer`)."""
 
 
 class Precision(StrEnum):
@@ -37,43 +37,43 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Answers from a configuration as the user wrote it; every key may be missing."""
+    """Values of a configuration as the user wrote it; every key may be missing."""
 
     raw: Mapping[str, object]
-    """The configuration; empty for a source that has none."""
+    """The configuration; empty for a source without one."""
 
     def precision(self, model_dtypes: Iterable[DType | None]) -> Precision:
-        """Precision of the run; where the configuration is silent, what the types of the parameters show."""
+        """Precision of the run; where the configuration does not say it, that of the parameters."""
         if self._section("bf16").get("enabled") is True or self._section("bfloat16").get("enabled") is True:
             return Precision.BF16
         if self._section("fp16").get("enabled") is True:
             return Precision.FP16
-        seen = set(model_dtypes)
-        if DType.BFLOAT16 in seen:
+        dtypes = set(model_dtypes)
+        if DType.BFLOAT16 in dtypes:
             return Precision.BF16
-        return Precision.FP16 if DType.FLOAT16 in seen else Precision.FP32
+        return Precision.FP16 if DType.FLOAT16 in dtypes else Precision.FP32
 
     @property
     def zero_stage(self) -> int | None:
-        """ZeRO stage that is asked for."""
-        found = self._section("zero_optimization").get("stage")
-        return found if isinstance(found, int) else None
+        """Configured ZeRO stage."""
+        stage = self._zero.get("stage")
+        return stage if isinstance(stage, int) else None
 
     @property
     def sub_group_size(self) -> int:
         """Elements of a rank's chunks at which stage 3 closes a sub-group."""
-        found = self._section("zero_optimization").get("sub_group_size")
-        return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else SUB_GROUP_SIZE
+        size = self._zero.get("sub_group_size")
+        return int(size) if isinstance(size, int | float) and not isinstance(size, bool) else SUB_GROUP_SIZE
 
     @property
     def round_robin(self) -> bool:
-        """Whether stages 1 and 2 deal the parameters out to the ranks."""
-        return self._section("zero_optimization").get("round_robin_gradients") is True
+        """Whether stages 1 and 2 assign the parameters to the ranks in turn."""
+        return self._zero.get("round_robin_gradients") is True
 
     @property
     def parameter_alignment(self) -> bool:
         """Whether stages 1 and 2 align each parameter to 16 bytes."""
-        return self._section("zero_optimization").get("parameter_alignment") is True
+        return self._zero.get("parameter_alignment") is True
 
     @property
     def groups_experts(self) -> bool:
@@ -83,8 +83,8 @@ class RunConfig:
     @property
     def gradient_clipping(self) -> float | None:
         """Norm at which gradients are clipped, 0.0 for never; None without a configuration."""
-        found = self.raw.get("gradient_clipping", 0.0)
-        return float(found) if self.raw and isinstance(found, int | float) else None
+        norm = self.raw.get("gradient_clipping", 0.0)
+        return float(norm) if self.raw and isinstance(norm, int | float) else None
 
     @property
     def names_fused_adam(self) -> bool:
@@ -96,35 +96,37 @@ class RunConfig:
 
     @property
     def names_optimizer(self) -> bool:
-        """Whether the configuration, and not the training script, says which optimizer to build."""
+        """Whether the configuration, and not the training script, chooses the optimizer."""
         return bool(self._section("optimizer").get("type"))
 
     def uses_bf16_optimizer(self, precision: Precision) -> bool:
-        """Whether stage 1 is BF16_Optimizer (`_do_optimizer_sanity_check`): it knows no reordering or alignment."""
-        kept = str(self._section("data_types").get("grad_accum_dtype", "")).removeprefix("torch.")
-        return precision is Precision.BF16 and kept in ("fp32", "float32") and not self.offloaded
+        """Whether stage 1 is BF16_Optimizer (`_do_optimizer_sanity_check`), which neither reorders nor aligns."""
+        dtype = str(self._section("data_types").get("grad_accum_dtype", "")).removeprefix("torch.")
+        return precision is Precision.BF16 and dtype in ("fp32", "float32") and not self.offloaded
 
     def fp16(self, name: str, default: float) -> float:
         """Number `name` of the `fp16` section."""
-        found = self._section("fp16").get(name)
-        return found if isinstance(found, int | float) else default
+        number = self._section("fp16").get(name)
+        return number if isinstance(number, int | float) else default
 
-    def staged(self, stage: int) -> dict[str, object]:
-        """The configuration with another ZeRO stage and all else kept."""
-        section = {**self._section("zero_optimization"), "stage": stage}
-        return {**self.raw, "zero_optimization": section}
+    def with_stage(self, stage: int) -> dict[str, object]:
+        """The configuration with another ZeRO stage."""
+        return {**self.raw, "zero_optimization": {**self._zero, "stage": stage}}
 
     @property
     def offloaded(self) -> bool:
         """Whether the optimizer runs on the CPU or its states lie on NVMe."""
-        zero = self._section("zero_optimization")
-        offload = zero.get("offload_optimizer")
+        offload = self._zero.get("offload_optimizer")
         device = offload.get("device") if isinstance(offload, Mapping) else None
-        return device in ("cpu", "nvme") or zero.get("cpu_offload") is True
+        return device in ("cpu", "nvme") or self._zero.get("cpu_offload") is True
+
+    @property
+    def _zero(self) -> Mapping[str, object]:
+        return self._section("zero_optimization")
 
     def _section(self, name: str) -> Mapping[str, object]:
-        found = self.raw.get(name)
-        return found if isinstance(found, Mapping) else {}
+        section = self.raw.get(name)
+        return section if isinstance(section, Mapping) else {}
 
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
@@ -133,9 +135,9 @@ _COUNTS = {"cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_
 
 
 def read_loss_scale(saved: object, config: RunConfig) -> dict[str, object]:
-    """Numbers of a scaler by DeepSpeed's names, with `dynamic`.
+    """Numbers of the loss scaler by DeepSpeed's names, with `dynamic`.
 
-    They are those of a scaler object, those that stage 0 keeps, or those of the configuration if `saved` is neither.
+    `saved` is a scaler object or the numbers of stage 0; otherwise they come from the configuration.
     """
     state = saved.state if isinstance(saved, Stub) else saved
     if isinstance(state, Mapping) and (isinstance(saved, Stub) or "cur_scale" in state):
@@ -155,13 +157,13 @@ def read_loss_scale(saved: object, config: RunConfig) -> dict[str, object]:
 
 
 def scale_numbers(scale: Mapping[str, object]) -> dict[str, object]:
-    """The numbers that stage 0 keeps (`FP16_Optimizer.state_dict`, 0.19.8)."""
+    """The numbers that stage 0 saves (`FP16_Optimizer.state_dict`, 0.19.8)."""
     names = ("cur_scale", *_COUNTS) if scale["dynamic"] else ("cur_scale", "cur_iter")
     return {"dynamic_loss_scale": scale["dynamic"], **{name: scale[name] for name in names}}
 
 
 def scaler_object(saved: object, config: RunConfig) -> Stub:
-    """The scaler object of an fp16 run (`CreateLossScaler`, 0.19.8); the source's own where it kept one."""
+    """The scaler object of an fp16 run (`CreateLossScaler`, 0.19.8): the source's, if it saved one."""
     if isinstance(saved, Stub) and isinstance(saved.state, dict):
         return saved
     scale = read_loss_scale(saved, config)
@@ -183,12 +185,12 @@ def scaler_object(saved: object, config: RunConfig) -> Stub:
 
 
 def plain_scaler(scale: object = 1.0) -> Stub:
-    """The scaler object of a run that does not adapt its scale; for bf16 and fp32 the scale is 1."""
+    """The scaler object of a run with a static loss scale; 1 for bf16 and fp32."""
     return Stub(GlobalName(_MODULE, "LossScaler"), state={"cur_scale": scale, "dynamic": False}, has_state=True)
 
 
 def deepspeed_scale(index: Index) -> LossScale | None:
-    """The scale as `torch.amp.GradScaler` counts it, where it adapts itself."""
+    """A dynamic loss scale, as `torch.amp.GradScaler` counts it."""
     for extra in index.extras:
         if extra.name == "loss_scaler" and extra.rank is None:
             state = extra.value.state if isinstance(extra.value, Stub) else extra.value
@@ -196,7 +198,7 @@ def deepspeed_scale(index: Index) -> LossScale | None:
                 current, last, window = (state.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window"))
                 steps = None
                 if isinstance(current, int) and isinstance(last, int) and isinstance(window, int):
-                    # without ZeRO it grows for the first time a step later
+                    # without ZeRO its first growth is a step later
                     steps = max(current - last - 1 - (not isinstance(extra.value, Stub)), 0) % window
                 factor = state.get("scale_factor")
                 return LossScale(

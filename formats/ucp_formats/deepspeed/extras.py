@@ -1,8 +1,8 @@
-"""Everything in a DeepSpeed checkpoint that is no tensor of a parameter: the table of its extras, read and written.
+"""Reads and writes the extras of a DeepSpeed checkpoint: all values that are no tensors of parameters.
 
-Beside these a reader makes `optimizer_ds_config` and `optimizer_file`, where an optimizer file says something else or
-more than the model states; `optimizer_state/GROUP/NAME`, states that cannot be given to single parameters; and
-`universal_parameters`, what a universal checkpoint says of single parameters beside the tensor.
+Beside those of the table, readers make `optimizer_ds_config` and `optimizer_file`, for what an optimizer file has that
+the model states do not; `optimizer_state/GROUP/NAME`, for states that cannot be assigned to single parameters; and
+`universal_parameters`, for what a universal checkpoint records of a parameter beside the tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp_formats.deepspeed.read.run import SavedRun
 ENGINE = "engine"
 """Steps, samples, world sizes, version, parallel dimensions."""
 UNSTEPPED = "param_groups"
-"""Groups of a torch optimizer without states, where it is not known which parameters their numbers are."""
+"""Groups of a torch optimizer without states, whose numbers cannot be matched with parameters."""
 
 _SPARSE = ("sparse_tensor_module_names", "csr_tensor_module_names")  # the second before 0.5.9
 AS_FOUND: ExtraTable = {
@@ -32,7 +32,7 @@ AS_FOUND: ExtraTable = {
     "universal_checkpoint_info": ExtraRow(keys=("universal_checkpoint_info",), rank_stage=3),
     "num_experts": ExtraRow(keys=("num_experts",), rank_stage=3),
 }
-"""Values of model-states files that are kept as they are."""
+"""Values of model-states files that are kept unchanged."""
 
 EXTRAS: ExtraTable = {
     **AS_FOUND,
@@ -48,7 +48,7 @@ EXTRAS: ExtraTable = {
     "client_state/": ExtraRow(rank_stage=3),
     # the scaler object, or without ZeRO its numbers
     "loss_scaler": ExtraRow(keys=("loss_scaler",), rank_stage=1),
-    # what else the optimizer file says, with `class`, `zero_stage` and `file_prefix`
+    # other values of the optimizer file, with `class`, `zero_stage` and `file_prefix`
     "optimizer": ExtraRow(rank_stage=1),
     UNSTEPPED: ExtraRow(rank_stage=3),
     # of each layer the start of names, of each stage the trained parameters; of universal checkpoints, True
@@ -63,27 +63,24 @@ EXTRAS: ExtraTable = {
 
 
 class CarriedExtras(ExtraValues):
-    """Extras of any source by the names that DeepSpeed's files give them; where it lacks some, defaults stand.
-
-    `ranks`, `stage`: of the target.
-    """
+    """Extras of any source by their names in DeepSpeed's files. `ranks`, `stage`: of the target."""
 
     def __init__(self, index: Index, *, ranks: int, stage: int) -> None:
         super().__init__(index, EXTRAS, same_ranks=ranks == index.topology.dp)
         self._stage = stage
 
     def client_state(self, rank: int = 0) -> dict[str, object]:
-        """What the training script saved of its own, by key."""
+        """Values that the training script saved, by key."""
         return {**self.mapping("client_state", rank), **dict(self.with_prefix("client_state/", rank))}
 
     def left_behind(self) -> tuple[str, ...]:
-        """What of the extras does not go into the target, one line per reason."""
+        """Extras that are not written, one line per reason."""
         lines = []
-        if lost := self.without_rank(self._stage):
+        if names := self.without_rank(self._stage):
             why = "one file holds them for all" if self._same_ranks else "the number of ranks changes"
-            lines.append(f"values of single ranks are left out, as {why} (rank 0's are kept): {', '.join(lost)}")
-        if foreign := self.without_place():
-            lines.append(f"DeepSpeed's files have no place for these extras: {', '.join(foreign)}")
+            lines.append(f"values of single ranks are left out, as {why} (rank 0's are kept): {', '.join(names)}")
+        if names := self.without_place():
+            lines.append(f"DeepSpeed's files have no place for these extras: {', '.join(names)}")
         return tuple(lines)
 
 
@@ -102,7 +99,7 @@ _SCALE_NUMBERS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_
 
 
 def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> list[Extra]:
-    """Extras out of model-states files (rank to file)."""
+    """Extras of model-states files (rank to file)."""
     roots = {rank: model.file.root for rank, model in models.items()}
     counts = EXTRAS[ENGINE].keys
     engine = {rank: {key: root[key] for key in counts if key in root} for rank, root in roots.items()}
@@ -118,7 +115,7 @@ def model_extras(models: Mapping[int, ModelStates], checksums: Checksums) -> lis
 
 
 def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
-    """Extras out of optimizer files."""
+    """Extras of optimizer files."""
     files = run.optimizers
     scalers = {rank: file.saved.get("loss_scaler") for rank, file in files.items()}
     extras = make_rank_extras("loss_scaler", scalers, checksums) if any(v is not None for v in scalers.values()) else []
@@ -126,55 +123,59 @@ def optimizer_extras(run: SavedRun, checksums: Checksums) -> list[Extra]:
         "class": "BF16_Optimizer" if run.is_bf16_optimizer else "ZeRO-3" if run.stage == 3 else "ZeRO-1/2",
         "zero_stage": run.stage,
     }
-    left = {
-        rank: {**facts, "file_prefix": file.name.prefix, **_left(file.saved, ("loss_scaler",))}
+    optimizers = {
+        rank: {**facts, "file_prefix": file.name.prefix, **_other_values(file.saved, ("loss_scaler",))}
         for rank, file in files.items()
     }
-    extras += make_rank_extras("optimizer", left, checksums)
+    extras += make_rank_extras("optimizer", optimizers, checksums)
     config = run.model.file.root.get("ds_config")
     roots = {rank: file.file.root for rank, file in files.items()}
     configs = {rank: root["ds_config"] for rank, root in roots.items() if "ds_config" in root}
     if config is None and configs:
         extras += make_rank_extras("ds_config", configs, checksums)
     else:
-        own = {rank: value for rank, value in configs.items() if not checksums.is_same(value, config)}
-        extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in own.items()]
-    # keys beside optimizer_state_dict that no version known here writes
+        differing = {rank: value for rank, value in configs.items() if not checksums.is_same(value, config)}
+        extras += [Extra(name="optimizer_ds_config", value=value, rank=rank) for rank, value in differing.items()]
+    # keys beside optimizer_state_dict that no known version writes
     known = ("optimizer_state_dict", "ds_config", "ds_version")
     unknown = {rank: {k: v for k, v in root.items() if k not in known} for rank, root in roots.items()}
     return extras + (make_rank_extras("optimizer_file", unknown, checksums) if any(unknown.values()) else [])
 
 
 def unsharded_extras(optimizer: UnshardedOptimizer) -> list[Extra]:
-    """Extras out of an optimizer without ZeRO."""
+    """Extras of an optimizer without ZeRO."""
     saved, facts = optimizer.saved, {"class": optimizer.kind, "zero_stage": 0}
-    of_torch = saved if optimizer.kind == "torch" else saved.get("optimizer_state_dict")
-    inner = of_torch.items() if isinstance(of_torch, dict) else ()
-    left = {str(key): value for key, value in inner if key not in ("state", "param_groups")}
+    inner = saved if optimizer.kind == "torch" else saved.get("optimizer_state_dict")
+    items = inner.items() if isinstance(inner, dict) else ()
+    values = {str(key): value for key, value in items if key not in ("state", "param_groups")}
     if optimizer.kind == "torch":
-        return [Extra(name="optimizer", value={**facts, **left})]
+        return [Extra(name="optimizer", value={**facts, **values})]
     numbers = {key: saved[key] for key in _SCALE_NUMBERS if key in saved}
     scaler = [Extra(name="loss_scaler", value=numbers)] if "cur_scale" in numbers else []
-    return [*scaler, Extra(name="optimizer", value={**facts, **_left(saved, tuple(numbers) if scaler else ()), **left})]
+    outer = _other_values(saved, tuple(numbers) if scaler else ())
+    return [*scaler, Extra(name="optimizer", value={**facts, **outer, **values})]
 
 
 def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[str, object]]) -> list[Extra]:
-    """Extras out of `zero/optimizer_state.pt`, and what files of parameters say beside the tensor."""
+    """Extras of `zero/optimizer_state.pt`, and `info`: what the files of parameters record beside the tensor."""
     scaler = saved.get("loss_scaler")
     extras = [Extra(name="loss_scaler", value=scaler)] if scaler is not None else []
-    left = _left(saved, ("loss_scaler", "param_groups", "pipeline"))
-    extras.append(Extra(name="optimizer", value={"class": "universal", **left}))
-    special = {name: dict(own) for name, own in info.items() if own != {"cat_dim": 0}}
-    return extras + ([Extra(name="universal_parameters", value=special)] if special else [])
+    values = _other_values(saved, ("loss_scaler", "param_groups", "pipeline"))
+    extras.append(Extra(name="optimizer", value={"class": "universal", **values}))
+    params = {name: dict(keys) for name, keys in info.items() if keys != {"cat_dim": 0}}
+    return extras + ([Extra(name="universal_parameters", value=params)] if params else [])
 
 
-def _left(saved: Mapping[object, object], taken: tuple[str, ...]) -> dict[str, object]:
-    known = {*_OPTIMIZER_IN_ATOMS, *taken}
+def _other_values(saved: Mapping[object, object], keys: tuple[str, ...]) -> dict[str, object]:
+    """Values of an optimizer file that are not in atoms and not among `keys`."""
+    known = {*_OPTIMIZER_IN_ATOMS, *keys}
     return {str(key): value for key, value in saved.items() if key not in known}
 
 
-def joined(saved: Sequence[Extra], made: Sequence[Extra]) -> tuple[Extra, ...]:
-    """Extras of the files, and those made of what the user said, which hold where both have one of a name."""
-    names = {extra.name for extra in made}
-    kept = (replace(own, name=f"{own.name}.overruled") if own.name in names else own for own in saved)
-    return (*kept, *made)
+def join_extras(saved: Sequence[Extra], stated: Sequence[Extra]) -> tuple[Extra, ...]:
+    """Extras of the files, and those that follow from what the user stated, which overrule extras of the same name."""
+    names = {extra.name for extra in stated}
+    return (
+        *(replace(extra, name=f"{extra.name}.overruled") if extra.name in names else extra for extra in saved),
+        *stated,
+    )

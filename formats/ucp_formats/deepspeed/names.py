@@ -1,9 +1,8 @@
-"""What names alone say: which file of a tag folder is what, and which folder holds the checkpoint.
+"""File names of a checkpoint: the role of each file of a tag folder, and the folder of the checkpoint.
 
-DeepSpeed names the files so in runtime/engine.py and pipe/module.py (0.19.8).
-
-`dp` is the rank in the group over which ZeRO partitions (the "pp" in a file name means partition-parallel), `mp` the
-model-parallel rank. Numbers have a minimum width only, so they are parsed and never compared as text.
+The names are those of runtime/engine.py and pipe/module.py (0.19.8). `dp` is the rank in the group over which ZeRO
+partitions (the "pp" in a file name means partition-parallel), `mp` the model-parallel rank. Numbers have a minimum
+width only, so they are parsed and never compared as text.
 
 | role | example |
 |---|---|
@@ -17,8 +16,8 @@ model-parallel rank. Numbers have a minimum width only, so they are parsed and n
 FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/model_checkpointing/writer_factory.py).
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
-which is a save folder too. A tag folder is native when it has files of the grammar, and universal when it has a folder
-`zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
+which is a save folder too. A tag folder is native when it has files with these names, and universal when it has a
+folder `zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
 the only one.
 
 >>> name = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
@@ -51,7 +50,7 @@ OFFLOADED = "offloaded_tensors"
 
 
 class Role(StrEnum):
-    """What a file holds."""
+    """Contents of a file."""
 
     MODEL = "model states"
     SHARDED_MODEL = "model states of one rank"
@@ -63,10 +62,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileName:
-    """A file name, understood."""
+    """A parsed file name."""
 
     role: Role
-    """What the file holds."""
+    """Contents of the file."""
     name: str
     """The name without the suffix of a part."""
     dp: int = 0
@@ -80,7 +79,7 @@ class FileName:
     expert: int = 0
     """Global number of an expert; for optimizer states of experts, the expert-parallel rank."""
     axes: tuple[tuple[str, int], ...] = ()
-    """Axes that the file of a pipeline layer is cut over, with the rank along each."""
+    """Axes that a pipeline layer is split over, with the rank on each."""
 
     @property
     def tp(self) -> int:
@@ -89,18 +88,18 @@ class FileName:
 
     @property
     def label(self) -> str:
-        """What the file is to a reader of messages, e.g. "optimizer states of rank 3"."""
+        """Description of the file for messages, such as "optimizer states of rank 3"."""
         ranked = self.role in (Role.SHARDED_MODEL, Role.OPTIMIZER)
-        whose = f", model-parallel rank {self.mp}" if self.mp else ""
+        suffix = f", model-parallel rank {self.mp}" if self.mp else ""
         match self.role:
             case Role.LAYER:
                 return f"{self.role.value} {self.layer}{f', tensor-parallel rank {self.tp}' if self.tp else ''}"
             case Role.EXPERT:
-                return f"{self.role.value} {self.expert} of layer {max(self.layer, 0)}{whose}"
+                return f"{self.role.value} {self.expert} of layer {max(self.layer, 0)}{suffix}"
             case Role.EXPERT_OPTIMIZER:
-                return f"{self.role.value}, expert-parallel rank {self.expert}{whose}"
-        named = self.role.value.removesuffix(" of one rank")
-        return f"{named} of rank {self.dp}{whose}" if ranked else f"{named}{whose}"
+                return f"{self.role.value}, expert-parallel rank {self.expert}{suffix}"
+        contents = self.role.value.removesuffix(" of one rank")
+        return f"{contents} of rank {self.dp}{suffix}" if ranked else f"{contents}{suffix}"
 
 
 _AXIS = re.compile(r"-([a-z]+)_(\d+)")
@@ -122,21 +121,21 @@ _FORMS = (
 
 
 def parse_name(name: str) -> FileName | None:
-    """The name understood, or None when it is not part of the grammar. A part of a split file is named as the whole."""
-    whole = _PART.sub("", name)
+    """The parsed name, that of the split file for a part; None for a name that DeepSpeed does not use."""
+    full_name = _PART.sub("", name)
     for role, form in _FORMS:
-        match = form.fullmatch(whole)
+        match = form.fullmatch(full_name)
         if match:
-            found = match.groupdict()
+            fields = match.groupdict()
             return FileName(
                 role=role,
-                name=whole,
-                dp=int(found.get("dp") or 0),
-                mp=int(found.get("mp") or 0),
-                prefix=found.get("prefix") or "",
-                layer=int(found.get("layer") or -1),
-                expert=int(found.get("expert") or 0),
-                axes=tuple((axis, int(rank)) for axis, rank in _AXIS.findall(found.get("axes") or "")),
+                name=full_name,
+                dp=int(fields.get("dp") or 0),
+                mp=int(fields.get("mp") or 0),
+                prefix=fields.get("prefix") or "",
+                layer=int(fields.get("layer") or -1),
+                expert=int(fields.get("expert") or 0),
+                axes=tuple((axis, int(rank)) for axis, rank in _AXIS.findall(fields.get("axes") or "")),
             )
     return None
 
@@ -151,23 +150,23 @@ class TagFolder:
     path: Path
     """The folder, absolute."""
     files: tuple[FileName, ...]
-    """Files of the grammar, by name; a split file once."""
+    """Files with known names; a split file once."""
     entries: frozenset[str]
     """Names of everything in it."""
     strays: tuple[str, ...]
-    """Names that are not part of the grammar, sorted."""
+    """Unknown names, sorted."""
 
 
 def locate_tag(path: Path, *, universal: bool) -> Located[bool] | None:
     """The native or `universal` tag folder that `path` is or leads to; None if there is none, or one of the other kind.
 
-    Where both are there, the one that a pointer names is meant, and the native one before the universal one.
+    Of two folders the one that a pointer names is used, and a native one before a universal one.
     """
     if not path.is_dir():
         return None
     kinds = ((_look_native, (_LATEST,)), (_look_universal, (_LATEST_UNIVERSAL, _LATEST)))
-    found = (look_at(path, *kind) or follow_pointers(path, *kind) for kind in kinds)
-    located = next(filter(None, found), None)
+    candidates = (look_at(path, *kind) or follow_pointers(path, *kind) for kind in kinds)
+    located = next(filter(None, candidates), None)
     located = located or find_only(path, (_look_native, _look_universal), (_LATEST, _LATEST_UNIVERSAL))
     return located if located is not None and located.content is universal else None
 
@@ -180,8 +179,8 @@ def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
     return require_checkpoint(located, path, "a DeepSpeed checkpoint", example, f"file {LATEST!r}")
 
 
-def saved_as(index: Index, located: Located[bool]) -> Index:
-    """`index` of the tag folder found, with its tag and with what lies beside it as extras."""
+def with_save_folder(index: Index, located: Located[bool]) -> Index:
+    """`index` of the tag folder, with its tag and other files of the save folder as extras."""
     root = path_of(to_absolute(located.root))
     folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))
     name = root.relative_to(folder)
@@ -195,7 +194,7 @@ def saved_as(index: Index, located: Located[bool]) -> Index:
 
 
 def list_folder(path: Path) -> TagFolder:
-    """What lies in a tag folder. Raises SourceError when it cannot be listed."""
+    """Entries of a tag folder. Raises SourceError when it cannot be listed."""
     try:
         entries = sorted(names_of_folder(path))
     except OSError as error:

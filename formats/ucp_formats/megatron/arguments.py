@@ -1,21 +1,21 @@
-"""The arguments of a run, which Megatron saves whole: an argparse.Namespace of some 600 values.
+"""The arguments of a run, which Megatron saves: an argparse.Namespace of some 600 values.
 
-What later steps need stands in typed fields, None where the file does not say. All of it is kept in `raw`, which is
-what the expressions of a model family are evaluated over.
+Those that later steps need are typed fields, None where they were not saved. `raw` has all of them; the expressions of
+a model family are evaluated over it.
 
 >>> arguments = read_arguments(Stub(GlobalName("argparse", "Namespace"), state={"model_parallel_size": 2}), "a.pt")
 >>> arguments.tp, arguments.pp, arguments.topology()
 (2, None, Topology(dp=1, tp=2, pp=1, ep=1, cp=1, zero=None, vpp=1, etp=None, dp_replicate=None, dp_shard=None))
 
-What a family's sizes are found from, arguments and shapes of tensors, must give one value: where they differ, the
-arguments were edited, are of another run, or the rules joined the wrong rows. Which sizes these are is data of the
-family (its [sizes]), so rules of the user's own are held against what the run recorded, too.
+A family computes its sizes both from arguments and from shapes of tensors. If the two differ, the arguments were edited
+or belong to another run, or the rules fused the wrong rows. The sizes are data of the family (its [sizes]), so rules of
+a user are compared with the recorded arguments, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ucp.core.gaps import find_lacking_states
 from ucp.core.index import STEP, WEIGHT
@@ -26,7 +26,7 @@ from ucp.families.library import find_contradictions
 from ucp.io.pickle.fields import described
 from ucp.io.pickle.values import GlobalName, Stub
 
-_NUMBERS: Mapping[str, tuple[str, ...]] = {
+_NAMES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),
     "pp": ("pipeline_model_parallel_size",),
     "vpp": ("virtual_pipeline_model_parallel_size",),
@@ -35,50 +35,42 @@ _NUMBERS: Mapping[str, tuple[str, ...]] = {
     "cp": ("context_parallel_size",),
     "dp": ("data_parallel_size",),
     "world": ("world_size",),
-    "bucket_size": ("ddp_bucket_size",),
-    "num_buckets": ("ddp_num_buckets",),
-    "iteration": ("iteration",),
-    "consumed_train_samples": ("consumed_train_samples",),
-}
-"""What is a number to the names it had over the years, newest first (megatron/training/arguments.py)."""
-_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_layers", "encoder_num_layers"),
-    "hidden": ("hidden_size",),
-    "heads": ("num_attention_heads",),
-    "query_groups": ("num_query_groups",),
-    "head_dim": ("kv_channels",),
-    "ffn": ("ffn_hidden_size",),
     "num_experts": ("num_experts", "num_moe_experts"),
-    "padded_vocab_size": ("padded_vocab_size",),
-    "vocab_size": ("vocab_size",),
-    "first_stage_layers": ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
-    "last_stage_layers": ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
-}
-"""The same of sizes of the model, which are never below 0."""
-_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "gated": ("swiglu", "gated_linear_unit"),
-    "grouped_queries": ("group_query_attention",),
-    "distributed_optimizer": ("use_distributed_optimizer",),
-    "overlap_grad_reduce": ("overlap_grad_reduce",),
     "pads_buckets": ("ddp_pad_buckets_for_high_nccl_busbw",),
-    "fully_parallel_save": ("ckpt_fully_parallel_save",),
-    "untied": ("untie_embeddings_and_output_weights",),
-    "bf16": ("bf16",),
-    "fp16": ("fp16",),
+    "has_output_weight": ("untie_embeddings_and_output_weights",),
+    "iteration": ("iteration",),
 }
-"""The same of what is true or false."""
-_KEYS = {**_NUMBERS, **_SIZES, **_FLAGS}
-READ_ARGUMENTS = frozenset(key for keys in _KEYS.values() for key in keys) | {"transformer_impl", "moe_grouped_gemm"}
+"""Field of `Arguments` to the names of its argument over the years, newest first (megatron/training/arguments.py)."""
+_FLAGS = frozenset[str]().union(
+    ("swiglu", "gated_linear_unit", "group_query_attention", "use_distributed_optimizer", "overlap_grad_reduce"),
+    ("ckpt_fully_parallel_save", "bf16", "fp16"),
+    _NAMES["pads_buckets"],
+    _NAMES["has_output_weight"],
+)
+"""Arguments that are true or false."""
+_SIZES = frozenset[str]().union(
+    ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
+    ("padded_vocab_size", "vocab_size"),
+    ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
+    ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+    _NAMES["num_layers"],
+    _NAMES["num_experts"],
+)
+"""Sizes of the model, which are never below 0."""
+_COUNTS = frozenset({"ddp_bucket_size", "ddp_num_buckets", "consumed_train_samples"})
+_CHECKED = (_COUNTS | _SIZES | _FLAGS).union(*_NAMES.values())
+READ_ARGUMENTS = _CHECKED | {"transformer_impl", "moe_grouped_gemm"}
 """Names of all arguments that are read; the last two say how a target names what it writes."""
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Ranks that a tensor-parallel part of a weight is cut over once more."""
+"""Ranks that a tensor-parallel shard of a weight is cut over once more."""
 _MOST_LAYERS = 999_999
-"""Layers of a model, at most: names count no further."""
+"""Layers of a model, at most: more digits are not read in names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Arguments of a run; None where they do not say."""
+    """Arguments of a run; None where they were not saved."""
 
     raw: Mapping[str, object]
     """All of them, by name."""
@@ -100,16 +92,14 @@ class Arguments:
     """All ranks."""
     num_layers: int | None = None
     """Transformer layers (of the decoder)."""
-    heads: int | None = None
-    """Attention heads."""
     num_experts: int | None = None
     """Experts of a layer."""
     pads_buckets: bool | None = None
     """Whether the end of a bucket is padded to a multiple of 65536 elements."""
-    untied: bool | None = None
-    """Whether the output layer has a weight of its own."""
+    has_output_weight: bool | None = None
+    """Whether the output layer has its own weight."""
     iteration: int | None = None
-    """Steps done."""
+    """Training steps."""
 
     def topology(self) -> Topology:
         """Degrees of parallelism. Raises MalformedError when one is impossible."""
@@ -126,7 +116,7 @@ class Arguments:
 
 
 def read_arguments(value: object, where: str) -> Arguments:
-    """Arguments out of what a file has under `args`: a namespace, a dict, or None where they were not saved.
+    """Arguments from the entry `args` of a file: a namespace, a dict, or None where they were not saved.
 
     Raises MalformedError; all sizes that no model has are named together. Raises UnsupportedError for a run whose
     weights are cut over more than tensor-parallel ranks.
@@ -140,8 +130,8 @@ def read_arguments(value: object, where: str) -> Arguments:
             value = {}
     if not isinstance(value, dict):
         raise MalformedError(f"expected a namespace for the arguments of {where}; got {described(value)}")
-    raw = {key: own for key, own in value.items() if isinstance(key, str)}
-    shards = [f"{name}={own}" for name in _WEIGHT_SHARDS if isinstance(own := raw.get(name), int) and own > 1]
+    raw = {name: argument for name, argument in value.items() if isinstance(name, str)}
+    shards = [f"{name}={ranks}" for name in _WEIGHT_SHARDS if isinstance(ranks := raw.get(name), int) and ranks > 1]
     if shards:  # megatron-core 0.20
         raise UnsupportedError(
             f"{where} is of a run with Generalized Tensor Parallelism ({', '.join(shards)}), which is not read: its "
@@ -150,32 +140,28 @@ def read_arguments(value: object, where: str) -> Arguments:
             "tensor-parallel ranks, --expert-tensor-parallel-num-weight-shards as many as those of experts), save it "
             "with --ckpt-format torch_dist, and convert that"
         )
-    typed: dict[str, int | bool] = {}
     wrong = []
-    for name, keys in _KEYS.items():
-        key = next((key for key in keys if raw.get(key) is not None), None)
-        if key is not None:
-            number, is_flag = raw[key], name in _FLAGS
-            if not isinstance(number, int) or (isinstance(number, bool) and not is_flag):
-                wanted = "true or false" if is_flag else "a whole number"
-                raise MalformedError(
-                    f"expected {wanted} for {key} in the arguments of {where}; got {described(number)}"
-                )
-            typed[name] = bool(number) if is_flag else number
-            is_too_many = name == "num_layers" and typed[name] > _MOST_LAYERS
-            if is_too_many or (name in _SIZES and typed[name] < 0):
-                wrong.append(f"{key}: {raw[key]}")
+    for name in sorted(_CHECKED & {name for name, argument in raw.items() if argument is not None}):
+        number, is_flag = raw[name], name in _FLAGS
+        if not isinstance(number, int) or (isinstance(number, bool) and not is_flag):
+            kind = "true or false" if is_flag else "a whole number"
+            raise MalformedError(f"expected {kind} for {name} in the arguments of {where}; got {described(number)}")
+        if (name in _SIZES and number < 0) or (name in _NAMES["num_layers"] and number > _MOST_LAYERS):
+            wrong.append(f"{name}: {number}")
     if wrong:
         raise MalformedError(
             f"expected sizes of a model in the arguments of {where}; got\n{listed(wrong)}\n"
             "They are damaged or were edited: use another copy"
         )
-    fitting = {field.name: typed[field.name] for field in fields(Arguments) if field.name in typed}
-    return Arguments(raw=raw, **fitting)  # type: ignore[arg-type]  # bool for flags and int for the rest
+    typed: dict[str, int | bool | None] = {}
+    for field, names in _NAMES.items():
+        argument = next((raw[name] for name in names if raw.get(name) is not None), None)
+        typed[field] = bool(argument) if names[0] in _FLAGS and argument is not None else argument
+    return Arguments(raw=raw, **typed)  # type: ignore[arg-type]  # bool for flags and int for the rest
 
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-"""Arguments of a model whose layers each have sizes of their own, which no other argument tells."""
+"""Arguments of a model whose layers differ in size; no other argument tells these sizes."""
 _PADDING = "padded_vocab_size"
 """Rows that a run pads its embedding to; torch_dist adds and drops padding at loading, so files may have others."""
 
@@ -183,14 +169,14 @@ _PADDING = "padded_vocab_size"
 def compare_sizes(
     family: Family, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], *, pads_on_load: bool
 ) -> tuple[str, ...]:
-    """What arguments and whole tensors say differently, a line each.
+    """Sizes for which arguments and global tensors give different values, a line each.
 
     `shapes`: canonical name to global shape. `pads_on_load`: whether the run may pad the vocabulary otherwise.
     """
-    if any(arguments.get(key) for key in _HETEROGENEOUS):
+    if any(arguments.get(name) for name in _HETEROGENEOUS):
         return ()
-    said = {key: own for key, own in arguments.items() if not pads_on_load or key != _PADDING}
-    return find_contradictions(family, arguments=said, shapes=shapes)
+    known = {name: argument for name, argument in arguments.items() if not pads_on_load or name != _PADDING}
+    return find_contradictions(family, arguments=known, shapes=shapes)
 
 
 def check_recorded(
@@ -201,9 +187,9 @@ def check_recorded(
     *,
     pads_on_load: bool,
 ) -> None:
-    """Raise MalformedError naming every recorded size that is not that of the tensors put together.
+    """Raise MalformedError naming every recorded size that differs from that of the global tensors.
 
-    `where`: the checkpoint, for the message; the rest as for `sizes_in_doubt`.
+    `where`: the checkpoint, for the message; the rest as for `compare_sizes`.
     """
     lines = compare_sizes(family, arguments, shapes, pads_on_load=pads_on_load)
     if lines:
@@ -225,16 +211,18 @@ def check_gaps(
 ) -> None:
     """Raise MalformedError naming every parameter that lacks states, with these.
 
-    `states`: parameter to its states with a value per element. `optimizers`: which of several it belongs to,
-    where that is known. `without_master`: parameters that need none.
+    `states`: parameter to its states with a value per element. `optimizers`: parameter to its optimizer, where there
+    are several and that is known. `without_master`: parameters that need none.
     """
     lacking: dict[str, list[str]] = {}
-    for name, own in find_lacking_states({name: own - {STEP} for name, own in states.items()}, optimizers).items():
-        for state in own:
+    for name, missing in find_lacking_states(
+        {name: names - {STEP} for name, names in states.items()}, optimizers
+    ).items():
+        for state in missing:
             if state != WEIGHT or name not in without_master:
                 lacking.setdefault(name, []).append("master" if state == WEIGHT else state)
     if lacking:
-        lines = (f"{name}: {', '.join(own)}" for name, own in lacking.items())
+        lines = (f"{name}: {', '.join(missing)}" for name, missing in lacking.items())
         raise MalformedError(
             f"expected of every trained parameter the states that others have; in {where} "
             f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} some:\n{listed(lines)}\n"

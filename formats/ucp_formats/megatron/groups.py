@@ -1,25 +1,24 @@
-"""Which parameters are in which optimizer group: names are not recorded, what sets groups apart is.
+"""Assigns parameters to optimizer groups by Megatron's rule, because their names are not recorded.
 
-What the arguments of a run say of the group that a parameter is in (weight decay, learning rate, optimizer) is compared
-with the groups that were saved. Learning rates decide only where flags leave several groups: a run resumed with other
-rates keeps those of its first groups.
+The arguments of a run determine weight decay, learning rate and optimizer of a parameter, which are compared with the
+saved groups. Learning rates decide only where flags leave several groups: a run resumed with other rates keeps those of
+its first groups.
 
 Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__.py, and in megatron/training:
 
 * Biases and tensors of one dim are not decayed (`wd_mult` 0), in all versions (_get_param_groups; since 0.16
   get_standard_config_overrides).
-* `apply_wd_to_qk_layernorm` (0.16 and later): those of `q_layernorm.` and `k_layernorm.` are; before, some
-  training scripts asked for it by `no_weight_decay_cond_type`. Of multi-latent attention under Transformer Engine not:
-  there the norm is called `linear_q_up_proj.layer_norm_weight`.
-* `embedding_init_method_std` (0.14 and 0.15): what has "embedding" in its name is not decayed
-  (default_skip_embedding_weight_decay, which training.py passes; it stopped with 0.16).
-* `decoupled_lr`: embedding and output layer have a group of their own: `is_decoupled_lr` up to 0.15, since then another
+* `apply_wd_to_qk_layernorm` (0.16 and later): `q_layernorm.` and `k_layernorm.` are decayed; before, some training
+  scripts asked for it by `no_weight_decay_cond_type`. Not with multi-latent attention under Transformer Engine, where
+  the norm is called `linear_q_up_proj.layer_norm_weight`.
+* `embedding_init_method_std` (0.14 and 0.15): names with "embedding" are not decayed
+  (default_skip_embedding_weight_decay, which training.py passes; not since 0.16).
+* `decoupled_lr`: embedding and output layer have their own group: `is_decoupled_lr` up to 0.15, since then another
   `max_lr` (and `min_lr`) with `default_config` false.
-* `use_mup` (0.17 and later): hidden matrices have `max_lr` and `min_lr` divided by the width, vectors keep theirs; the
-  other way round for SGD (get_mup_config_overrides).
-* `muon` (0.17 and later), `lion` (0.19 and later): what is not a matrix, and embedding and output layer, name another
-  `optimizer`.
-* Experts have groups of their own where they are parallel (`is_expert_parallel`).
+* `use_mup` (0.17 and later): `max_lr` and `min_lr` of hidden matrices are divided by the width, not those of vectors;
+  the other way round for SGD (get_mup_config_overrides).
+* `muon` (0.17 and later), `lion` (0.19 and later): vectors, embedding and output layer have another `optimizer`.
+* Experts have their own groups where they are parallel (`is_expert_parallel`).
 """
 
 from __future__ import annotations
@@ -37,16 +36,19 @@ _ENDS = (EMBEDDING, OUTPUT)
 _ADAM_OR_SGD = ("adam", "sgd")
 """Optimizers that train all parameters of a run alike."""
 _QK = ("q_layernorm.", "k_layernorm.")
-_ASKS_FOR_QK = ("apply_wd_to_qk_layernorm", "qwen3_next")
+_DECAYS_QK = ("apply_wd_to_qk_layernorm", "qwen3_next")
 """Values of `no_weight_decay_cond_type`: of Megatron-LM, and of Megatron-Bridge."""
 _EXPERT = re.compile(r"(?P<layer>.+\.local_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
 
+_Rate = tuple[float | None, float | None]
+"""Bounds of a learning rate: `max_lr` and `min_lr`."""
+
 
 def is_by_named_optimizer(arguments: Mapping[str, object], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the optimizer that a run names trains a parameter, where Adam (or Lion) trains vectors and both ends.
+    """Whether the optimizer that a run names trains a parameter; else Adam (or Lion) does.
 
-    So it is with Muon and Lion (0.19 core/optimizer/emerging_optimizers.py: default_param_overrides); they keep one
-    moment, Adam two.
+    Muon and Lion train matrices only, and neither embedding nor output layer (0.19
+    core/optimizer/emerging_optimizers.py: default_param_overrides). They keep one moment, Adam two.
 
     >>> is_by_named_optimizer({"optimizer": "lion"}, "decoder.layers.0.mlp.linear_fc2.weight", (8, 12))
     True
@@ -55,8 +57,8 @@ def is_by_named_optimizer(arguments: Mapping[str, object], name: str, shape: tup
 
 
 def _optimizer(arguments: Mapping[str, object]) -> str:
-    named = arguments.get("optimizer")
-    return named.lower() if isinstance(named, str) else "adam"
+    name = arguments.get("optimizer")
+    return name.lower() if isinstance(name, str) else "adam"
 
 
 def is_expert(name: str) -> bool:
@@ -73,26 +75,22 @@ class SavedGroup:
     """A parameter group as it was saved: without the names of its parameters."""
 
     chain: int | None
-    """Which of several optimizers it belongs to."""
+    """Number of its optimizer in a chain."""
     hyper: Mapping[str, object]
     """Its hyper-parameters."""
 
     @property
     def decays(self) -> bool | None:
-        """Whether its parameters are decayed; None when it does not say."""
+        """Whether its parameters are decayed; None where that is not recorded."""
         scale = self.hyper.get("wd_mult")
         if not isinstance(scale, int | float):
             scale = self.hyper.get("weight_decay")
         return bool(scale) if isinstance(scale, int | float) else None
 
-    def flag(self, name: str) -> bool:
-        """One of its flags; false when it does not say."""
-        return bool(self.hyper.get(name, False))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRule:
-    """How a run puts its parameters into groups."""
+    """How a run assigns parameters to groups."""
 
     decays_qk: bool | None = False
     """Whether norms of queries and keys are decayed; None where that is not recorded."""
@@ -102,67 +100,71 @@ class GroupRule:
     """Whether arguments were saved."""
     known: bool = True
     """False for a condition on decay that Megatron does not have."""
-    rate: tuple[float | None, float | None] = (None, None)
-    """Bounds of the learning rate: `lr` and `min_lr`."""
-    ends_rate: tuple[float | None, float | None] | None = None
-    """Those of embedding and output layer, where they have their own."""
+    rate: _Rate = (None, None)
+    """Learning rate of the run."""
+    ends_rate: _Rate | None = None
+    """Learning rate of embedding and output layer, if they have their own."""
     width: float = 1.0
-    """Factor of the width over that of the base model (MuP)."""
+    """Width of the model over that of the base model (MuP)."""
     optimizer: str = "adam"
     """Name of the optimizer."""
 
     def find_groups(self, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> Sequence[int]:
-        """Numbers of the groups that a parameter may be in. `shape`: of the whole parameter."""
-        fits = [number for number, group in enumerate(groups) if self._allows(group, groups, name, shape)]
-        for key, value in zip(("max_lr", "min_lr"), self._own_rate(name, shape) or self.rate, strict=True):
-            if value is not None and self._explains_rates:
-                fits = [number for number in fits if groups[number].hyper.get(key) == value] or fits
-        return fits
+        """Numbers of the groups that a parameter may be in. `shape`: of the global tensor."""
+        numbers = [number for number, group in enumerate(groups) if self._allows(group, groups, name, shape)]
+        for key, bound in zip(("max_lr", "min_lr"), self._special_rate(name, shape) or self.rate, strict=True):
+            if bound is not None and self._has_special_rates:
+                numbers = [number for number in numbers if groups[number].hyper.get(key) == bound] or numbers
+        return numbers
 
     @property
-    def _explains_rates(self) -> bool:
+    def _has_special_rates(self) -> bool:
         return self.ends_rate is not None or self.width != 1.0
 
     def _allows(self, group: SavedGroup, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter may be in one of `groups`, its learning rate apart."""
+        """Whether a parameter may be in one of `groups`, its learning rate aside."""
         decays = self.decays(name, shape)
-        told = {other.decays for other in groups} if None not in (decays, group.decays) else {decays}
-        if len(told) > 1 and decays != group.decays:
+        if (
+            None not in (decays, group.decays)
+            and decays != group.decays
+            and len({other.decays for other in groups}) > 1
+        ):
             return False
         flags = {"is_expert_parallel": is_expert(name), "is_decoupled_lr": name in _ENDS}
         if self.optimizer not in _ADAM_OR_SGD:
             flags["optimizer"] = name in _ENDS or len(shape) != 2
-        if any(group.flag(key) != own and any(other.flag(key) for other in groups) for key, own in flags.items()):
-            return False
-        default = [other.hyper.get("default_config") for other in groups]
-        if not self._explains_rates or None in default or len(set(map(bool, default))) == 1:
+        for key, flag in flags.items():
+            if bool(group.hyper.get(key)) != flag and any(other.hyper.get(key) for other in groups):
+                return False
+        defaults = [other.hyper.get("default_config") for other in groups]
+        if not self._has_special_rates or None in defaults or len(set(map(bool, defaults))) == 1:
             return True
-        return bool(group.hyper["default_config"]) == (self._own_rate(name, shape) is None)
+        return bool(group.hyper["default_config"]) == (self._special_rate(name, shape) is None)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool | None:
-        """Whether a parameter is decayed; None where that is open."""
+        """Whether a parameter is decayed; None if unknown."""
         if not self.known:
             return None
         if len(shape) == 1 or name.endswith(".bias"):
-            return self.decays_qk if any(part in name for part in _QK) else False
+            return self.decays_qk if any(norm in name for norm in _QK) else False
         return self.decays_embedding if "embedding" in name else True
 
-    def _own_rate(self, name: str, shape: tuple[int, ...]) -> tuple[float | None, float | None] | None:
-        """The learning rate of a parameter, where it is not that of the run."""
+    def _special_rate(self, name: str, shape: tuple[int, ...]) -> _Rate | None:
+        """The learning rate of a parameter, if it is not that of the run."""
         if self.ends_rate is not None and name in _ENDS:
             return self.ends_rate
         if self.width == 1.0:
             return None
-        vector = len(shape) <= 1 or name in _ENDS or "embedding" in name.lower()
+        is_vector = len(shape) <= 1 or name in _ENDS or "embedding" in name.lower()
         is_sgd, by_muon = self.optimizer == "sgd", "muon" in self.optimizer and len(shape) == 2
-        if vector != is_sgd or (by_muon and not is_sgd):
+        if is_vector != is_sgd or (by_muon and not is_sgd):
             return None
         factor = self.width if is_sgd else 1.0 / self.width
         high, low = self.rate
         return None if high is None else high * factor, None if low is None else low * factor
 
     def describe_gap(self) -> str:
-        """What the arguments leave open, for the user."""
+        """Why the rule does not decide, for the user."""
         if not self.recorded:
             return "arguments were not saved; apply_wd_to_qk_layernorm, embedding_init_method_std, decoupled_lr decide"
         if not self.known:
@@ -170,7 +172,7 @@ class GroupRule:
         return "by the arguments it fits none of the groups, or several that differ"
 
     def describe(self) -> Iterator[str]:
-        """What the rule is, for the user."""
+        """The rule, for the user."""
         if not self.recorded:
             yield "which were not saved"
         yield "biases and tensors of one dim are not decayed"
@@ -191,33 +193,33 @@ DEFAULT_RULE = GroupRule()
 def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> GroupRule:
     """The rule of a run, by its arguments and by the hyper-parameters of its groups.
 
-    Both tell a version from 0.16 on: groups by `default_config`, unless they were loaded from an older checkpoint.
-    Without arguments it stays open what the version lets them decide.
+    Both show a version from 0.16 on: groups by `default_config`, unless they were loaded from an older checkpoint.
+    Without arguments, what they decide in that version is unknown.
     """
-    modern = "apply_wd_to_qk_layernorm" in arguments or any("default_config" in group for group in groups)
+    is_modern = "apply_wd_to_qk_layernorm" in arguments or any("default_config" in group for group in groups)
     if not arguments:
-        return GroupRule(recorded=False, decays_qk=None if modern else False, decays_embedding=True if modern else None)
+        return GroupRule(
+            recorded=False, decays_qk=None if is_modern else False, decays_embedding=True if is_modern else None
+        )
     condition = arguments.get("no_weight_decay_cond_type")
-    spared = not modern and arguments.get("embedding_init_method_std") is not None
     rate = _number(arguments, "lr"), _number(arguments, "min_lr")
     ends = _number(arguments, "decoupled_lr"), _number(arguments, "decoupled_min_lr")
     hidden, base = _number(arguments, "hidden_size"), _number(arguments, "mup_base_hidden_size")
-    asks = bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _ASKS_FOR_QK
-    fused = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
+    has_fused_norms = bool(arguments.get("multi_latent_attention")) and arguments.get("transformer_impl") != "local"
     return GroupRule(
-        decays_qk=asks and not fused,
-        decays_embedding=not spared,
-        known=condition is None or condition in _ASKS_FOR_QK,
+        decays_qk=(bool(arguments.get("apply_wd_to_qk_layernorm")) or condition in _DECAYS_QK) and not has_fused_norms,
+        decays_embedding=is_modern or arguments.get("embedding_init_method_std") is None,
+        known=condition is None or condition in _DECAYS_QK,
         rate=rate,
         ends_rate=None if ends[0] is None else (ends[0], rate[1] if ends[1] is None else ends[1]),
-        # `mup_width_mult`, as TransformerConfig makes it (0.19.2 core/transformer/transformer_config.py)
+        # `mup_width_mult`, as TransformerConfig computes it (0.19.2 core/transformer/transformer_config.py)
         width=hidden / base if arguments.get("use_mup") and hidden and base else 1.0,
         optimizer=_optimizer(arguments),
     )
 
 
-def _number(arguments: Mapping[str, object], key: str) -> float | None:
-    value = arguments.get(key)
+def _number(arguments: Mapping[str, object], name: str) -> float | None:
+    value = arguments.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -241,25 +243,25 @@ def assign_params(
     chains: Mapping[str, int | None],
     rule: GroupRule = DEFAULT_RULE,
 ) -> tuple[tuple[ParamGroup, ...], list[str]]:
-    """The groups with the names of their parameters, and the parameters that the rule puts in none, or in several.
+    """The groups with the names of their parameters, and the parameters that fit none, or several that differ.
 
-    Groups that say the same are one: the first of them takes the parameters.
+    Equal groups are one: the first of them takes the parameters.
 
-    `shapes`: trained parameter to its shape, in the order of registration. `chains`: which of several optimizers a
-    parameter belongs to, where that is known. `rule`: of the run.
+    `shapes`: trained parameter to its shape, in the order of registration. `chains`: parameter to the number of its
+    optimizer in a chain, where that is known. `rule`: of the run.
     """
     members: list[list[str]] = [[] for _ in groups]
-    left = []
+    unassigned = []
     for name, shape in shapes.items():
-        fits = range(len(groups)) if len(groups) == 1 else rule.find_groups(groups, name, shape)
+        numbers = range(len(groups)) if len(groups) == 1 else rule.find_groups(groups, name, shape)
         if name in chains and len(groups) > 1:
-            fits = [number for number in fits if groups[number].chain == chains[name]]
-        if fits and all(groups[number].hyper == groups[fits[0]].hyper for number in fits):
-            members[fits[0]].append(name)
+            numbers = [number for number in numbers if groups[number].chain == chains[name]]
+        if numbers and all(groups[number].hyper == groups[numbers[0]].hyper for number in numbers):
+            members[numbers[0]].append(name)
         else:
-            left.append(name)
-    made = (ParamGroup(params=tuple(own), hyper=dict(group.hyper)) for group, own in zip(groups, members, strict=True))
-    return tuple(made), left
+            unassigned.append(name)
+    pairs = zip(groups, members, strict=True)
+    return tuple(ParamGroup(params=tuple(names), hyper=dict(group.hyper)) for group, names in pairs), unassigned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +271,13 @@ class AssignedGroups:
     groups: tuple[ParamGroup, ...]
     """The saved groups, with the names of their parameters."""
     lost: Mapping[str, LostStates]
-    """Parameters whose group is not known, and why."""
+    """Parameters whose group is unknown, and why."""
     step: object
-    """The step of those: the one that all groups record; None where they differ, or record none."""
+    """The step of these: the one that all groups record; None where they differ, or record none."""
     note: str
-    """How parameters came into their groups, for the user."""
+    """How parameters were assigned, for the user."""
     dropped: tuple[str, ...]
-    """The same as `lost`, as an entry of `Index.dropped`; nothing for none."""
+    """`lost` as an entry of `Index.dropped`; empty if none is lost."""
 
 
 def assign_groups(
@@ -284,33 +286,34 @@ def assign_groups(
     arguments: Mapping[str, object],
     chains: Mapping[str, int | None] | None = None,
 ) -> AssignedGroups:
-    """The groups of a run of these arguments; `shapes`, `chains`: as in `dealt_out`."""
+    """The groups of a run of these arguments; `shapes`, `chains`: as in `assign_params`."""
     rule = group_rule(arguments, [group.hyper for group in saved])
-    groups, left = assign_params(saved, shapes, chains or {}, rule)
+    groups, unassigned = assign_params(saved, shapes, chains or {}, rule)
     why = (
-        f"the optimizer group of {counted(len(left), 'parameter')}, which is not recorded: {rule.describe_gap()}. "
-        "Megatron records it with --ckpt-format torch and without --use-distributed-optimizer: save the run so"
+        f"the optimizer group of {counted(len(unassigned), 'parameter')}, which is not recorded: "
+        f"{rule.describe_gap()}. Megatron records it with --ckpt-format torch and without --use-distributed-optimizer: "
+        "save the run so"
     )
-    lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in left)
+    lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in unassigned)
     steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
     return AssignedGroups(
         groups=groups,
-        lost={name: LostStates(reason=why, detail=str(list(shapes[name]))) for name in left},
-        step=steps[0] if steps and all(type(own) is type(steps[0]) and own == steps[0] for own in steps) else None,
+        lost={name: LostStates(reason=why, detail=str(list(shapes[name]))) for name in unassigned},
+        step=steps[0] if steps and all(type(step) is type(steps[0]) and step == steps[0] for step in steps) else None,
         note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
         f"arguments ({'; '.join(rule.describe())}); a no_weight_decay_cond or config_overrides of the run's own would "
         "not show",
-        dropped=(f"{why}\n{lines}",) if left else (),
+        dropped=(f"{why}\n{lines}",) if unassigned else (),
     )
 
 
-def drop_rank_settings(group: ParamGroup, counted: Container[str]) -> ParamGroup:
-    """A group without what belongs to the layout of the run or to the states of its parameters.
+def drop_rank_settings(group: ParamGroup, names_with_step: Container[str]) -> ParamGroup:
+    """A group without settings that follow from the layout of the run or are states of its parameters.
 
     `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;
-    `counted`: names of those that have it.
+    `names_with_step`: names of parameters that have it.
     """
-    belongs = {"is_expert_parallel"}
-    if all(name in counted for name in group.params):
-        belongs.add(STEP)
-    return replace(group, hyper={key: value for key, value in group.hyper.items() if key not in belongs})
+    settings = {"is_expert_parallel"}
+    if all(name in names_with_step for name in group.params):
+        settings.add(STEP)
+    return replace(group, hyper={key: value for key, value in group.hyper.items() if key not in settings})

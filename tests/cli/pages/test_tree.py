@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ucp_cli.pages.tree import Line, collapsed
+from ucp_cli.pages.tree import Line, collapse
 
 PARTS = st.sampled_from(["a", "b", "weight", "0", "1", "2", "10", "07", "-1"])
 NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)
@@ -44,19 +44,19 @@ def expanded(lines: list[Line[str]]) -> dict[str, str]:
 @settings(max_examples=40, deadline=None)
 @given(LEAVES)
 def test_expanding_the_lines_gives_the_names_back(leaves: dict[str, str]) -> None:
-    assert expanded(list(collapsed(leaves))) == leaves
+    assert expanded(list(collapse(leaves))) == leaves
 
 
 @settings(max_examples=40, deadline=None)
 @given(LEAVES)
 def test_counts_of_the_outermost_lines_add_up(leaves: dict[str, str]) -> None:
-    assert sum(line.count for line in collapsed(leaves) if line.depth == 0) == len(leaves)
+    assert sum(line.count for line in collapse(leaves) if line.depth == 0) == len(leaves)
 
 
 def test_a_mixture_of_experts_is_a_few_lines() -> None:
     dense = {f"model.layers.{n}.mlp.{p}.weight": "8x8" for n in range(3) for p in ("up", "down")}
     sparse = {f"model.layers.{n}.mlp.experts.{e}.up.weight": "2x8" for n in range(3, 61) for e in range(256)}
-    lines = list(collapsed({**dense, **sparse}))
+    lines = list(collapse({**dense, **sparse}))
     assert [(line.label, line.ranges, line.count) for line in lines] == [
         ("model.layers.#.mlp", "0-2", 6),
         ("up.weight", "", 3),
@@ -66,5 +66,5 @@ def test_a_mixture_of_experts_is_a_few_lines() -> None:
 
 
 def test_a_name_that_is_also_a_prefix_is_a_line_of_its_own() -> None:
-    lines = list(collapsed({"a": "4", "a.b": "4x4"}))
+    lines = list(collapse({"a": "4", "a.b": "4x4"}))
     assert [(line.depth, line.label, line.leaf) for line in lines] == [(0, "a", "4"), (1, "b", "4x4")]

@@ -8,7 +8,7 @@ import pytest
 
 from ucp.core.tensor import DType, InlineTensor
 from ucp.io.pickle.values import GlobalName, Stub
-from ucp_cli.pages.values import brief, json_value
+from ucp_cli.pages.values import describe_value, json_value
 
 TENSOR = InlineTensor(data=b"\0" * 4, dtype=DType.INT8, shape=(2, 2))
 
@@ -46,4 +46,4 @@ def test_what_holds_itself_comes_to_an_end() -> None:
     ],
 )
 def test_in_words(value: object, said: str) -> None:
-    assert brief(value) == said
+    assert describe_value(value) == said

@@ -242,10 +242,10 @@ class TestLayout:
         assert self.layout(axes={}, local_shapes=[(6, 5)]).axes == ()
         assert self.layout(axes={"tp": 1}, global_shape=(6, 5)).axes[0].parts == 1
 
-    def test_sizes_can_be_said(self):
+    def test_sizes_that_are_not_known_are_named(self):
         name = "decoder.layers.0.mixer.conv1d.bias"
         match = family("mcore-hybrid").match([name])[name]
-        layout = match.layout(axes={"tp": 2}, global_shape=(12,), sizes={"d_inner": 8, "mamba_state": 2})
+        layout = replace(match, values={"d_inner": 8, "mamba_state": 2}).layout(axes={"tp": 2}, global_shape=(12,))
         assert layout.axes[0].pattern.name == "shard(dim=0, blocks=[8, 2, 2])"
         with pytest.raises(FamilyError, match="d_inner"):
             match.layout(axes={"tp": 2}, global_shape=(12,))

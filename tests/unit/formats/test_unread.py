@@ -70,7 +70,7 @@ def test_a_url_is_no_local_path(path, source, tmp_path, monkeypatch):
         ucp.convert(path, tmp_path / "out")
     with pytest.raises(UsageError, match="expected a path, or a URL of s3://"):
         ucp.inspect("ftp://host/run")
-    with pytest.raises((MissingLibraryError, UsageError), match=r"which is not installed|which is only read"):
+    with pytest.raises((MissingLibraryError, UsageError), match=r"which is not installed|which is read-only"):
         ucp.convert(source, path)
     with pytest.raises(DestinationError, match=r"expected a folder, or the URL of a bucket"):
         ucp.convert(source, "file:///tmp/run")

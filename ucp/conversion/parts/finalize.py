@@ -64,10 +64,10 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
     )
     if not runs:
         return UnfinishedError(f"{head}. Run the same command with --resume in place of --finalize, or its parts")
-    parts, _ = max(Counter({run.share: run.share.parts for run in runs}.values()).items(), key=lambda own: own[::-1])
-    left, missing = {task.number for task in todo}, dict[Share, list[Task]]()
+    parts, _ = max(Counter({run.share: run.share.parts for run in runs}.values()).items(), key=lambda pair: pair[::-1])
+    todo_numbers, missing = {task.number for task in todo}, dict[Share, list[Task]]()
     for task, number in _number_tasks(job, parts):
-        if task.number in left:
+        if task.number in todo_numbers:
             missing.setdefault(Share(number, parts), []).append(task)
     lines = [
         f"part {share}: {counted(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes; "
@@ -84,28 +84,28 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
 
 def _explain_missing(share: Share, runs: Sequence[PartRun]) -> str:
     """Why tasks of a part may be missing."""
-    own = [run for run in runs if run.share == share]
-    if not own:
+    part_runs = [run for run in runs if run.share == share]
+    if not part_runs:
         return "it was never run"
-    if any(run.has_ended for run in own):
+    if any(run.has_ended for run in part_runs):
         return "it was run to its end, and bytes are not there as it noted"
-    return f"it was cut off on {', '.join(run.where for run in own)}"
+    return f"it was cut off on {', '.join(run.where for run in part_runs)}"
 
 
 def find_trusted(job: Job, staging: Staging) -> dict[int, Done]:
     """What is believed of the tasks of a job of all tasks, by number."""
     identity, runs = staging.identity(), list(list_runs(staging))
     lost = {path for run in runs for path in run.lost}
-    there = {file.path for file in job.target.files if file.path not in lost and has_full_length(staging.data, file)}
-    tasks = {task.number: task for task in job.tasks if all(fill.path in there for fill in task.fills)}
-    found: dict[int, Done] = {}
+    paths = {file.path for file in job.target.files if file.path not in lost and has_full_length(staging.data, file)}
+    tasks = {task.number: task for task in job.tasks if all(fill.path in paths for fill in task.fills)}
+    reports: dict[int, Done] = {}
     differing: set[int] = set()
     for done in _read_notes(job, runs, identity):
-        if done.task in tasks and found.setdefault(done.task, done) != done:
+        if done.task in tasks and reports.setdefault(done.task, done) != done:
             differing.add(done.task)
     return {
         number: done
-        for number, done in found.items()
+        for number, done in reports.items()
         if number not in differing
         and is_report_of(tasks[number], done)
         and _has_planned_length(staging.data, tasks[number], done)
@@ -118,17 +118,19 @@ def _read_notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Do
     others = [run for run in runs if not run.is_trusted_in(identity)]
     for run in (run for run in runs if run.is_trusted_in(identity)):
         doubted = [
-            own.share for own in others if run.share.overlaps(own.share) and own.path.name not in run.finished_before
+            other.share
+            for other in others
+            if run.share.overlaps(other.share) and other.path.name not in run.finished_before
         ]
         for line in run.read_lines():
             done = parse_done(line)
-            if done is not None and not any(numbers(own.parts).get(done.task) == own.number for own in doubted):
+            if done is not None and not any(numbers(other.parts).get(done.task) == other.number for other in doubted):
                 yield done
 
 
 def _has_planned_length(root: Path, task: Task, done: Done) -> bool:
     """Whether a pack of encoded blocks, which is a file, ends where the last of them does."""
-    ends = [sum(own.block) for own in done.sums if own.block]
+    ends = [sum(section_sum.block) for section_sum in done.sums if section_sum.block]
     return not ends or (root / task.fills[0].path).stat().st_size == max(ends)
 
 

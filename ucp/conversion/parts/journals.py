@@ -55,8 +55,8 @@ class PartJournal:
         self._path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
         self._file = self._path.open("xb", buffering=0)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
-        own = {"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()}
-        self._add({**own, "identity": staging.identity(), "over": list(over)})
+        head = {"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()}
+        self._add({**head, "identity": staging.identity(), "over": list(over)})
 
     def lose(self, paths: Sequence[str]) -> None:
         """Say that what others wrote to these files may be gone."""
@@ -152,20 +152,20 @@ def _parse_run(path: Path, share: Share) -> PartRun:
     """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
     text = _read_lines(path)
     *above, last = text or [b""]
-    told: dict[str, object] = {}
+    values: dict[str, object] = {}
     lost: list[str] = []
-    for line in lines_of(own for own in text if not own.startswith(_TASK)):
-        told |= line
+    for line in lines_of(text_line for text_line in text if not text_line.startswith(_TASK)):
+        values |= line
         lost += _to_texts(line.get("lost"))
     end = next(lines_of([last]), {})
     return PartRun(
         share=share,
-        where=f"{told['host']}, process {told.get('process')}" if "host" in told else "an unknown machine",
+        where=f"{values['host']}, process {values.get('process')}" if "host" in values else "an unknown machine",
         path=path,
-        identity=str(told.get("identity", "")),
-        finished_before=frozenset(_to_texts(told.get("over"))),
+        identity=str(values.get("identity", "")),
+        finished_before=frozenset(_to_texts(values.get("over"))),
         lost=tuple(lost),
-        files=_to_texts(told.get("files")),
+        files=_to_texts(values.get("files")),
         has_ended="end" in end,
         is_sealed=end == _make_seal(xxhash.xxh3_64_hexdigest(b"".join(above)), synced=True),
     )

@@ -55,10 +55,10 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
             for line in lines
             if isinstance(number := line.get("task"), int) and number in numbers
         )
-        begun = resume(prepared.job, staging.data, noted, observer=observer, threads=threads)
-        for done in begun.done:  # of another run, and read back
+        resume_point = resume(prepared.job, staging.data, noted, observer=observer, threads=threads)
+        for done in resume_point.done:  # of another run, and read back
             journal.note(done)
-        written = carry_out_tasks(prepared, journal, begun, observer)
+        written = carry_out_tasks(prepared, journal, resume_point, observer)
         check_read(prepared.job.index, written)
         if options.fsync:
             _sync(staging.data, filled, journal)
@@ -75,8 +75,8 @@ def _join_conversion(
     if not staging.data.exists():
         check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
     try:
-        making, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
-        before = staging.join(making, overwrite=options.overwrite, waiting=waiting)
+        conversion, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
+        before = staging.join(conversion, overwrite=options.overwrite, waiting=waiting)
     except BusyError as error:
         raise BusyError(describe_busy(error, staging)) from error
     except DestinationError:

@@ -1,6 +1,6 @@
-"""An optimizer over flat tensors, each of which holds stretches of many parameters.
+"""An optimizer over flat tensors, each of which holds ranges of many parameters.
 
-FSDP1's flat parameters are such, and the buffers of DeepSpeed's optimizers.
+Such are FSDP1's flat parameters, and the buffers of DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Slot:
     """Where the states of a parameter lie."""
 
     key: str
-    """What the optimizer beneath knows the tensor as."""
+    """Name of the flat tensor in the inner optimizer."""
     flat_range: FlatRange
-    """What of it."""
+    """Range of the tensor, and of its states."""
     ranges_by_state: Mapping[str, FlatRange] = field(default_factory=dict)
-    """States that lie otherwise."""
+    """States that lie in another range."""
 
     def range_of(self, state: str) -> FlatRange:
         """Where a state of it lies."""
@@ -41,18 +41,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatOptimizer:
-    """An optimizer whose parameters are flat tensors, or stretches of them."""
+    """An optimizer whose parameters are flat tensors, or ranges of them (`LiveOptimizer`)."""
 
     base: TorchOptimizer
     """The optimizer, by the keys of its tensors."""
     slots: Mapping[str, Slot]
     """Name of a parameter to where it lies."""
     remedy: str
-    """What to do where parameters of one tensor were stepped at other counts."""
+    """What to do if parameters of one tensor have different counts of steps."""
     shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    """Key and state to its shape, where that is not the tensor's own."""
+    """Key and state to its shape, if that is not the tensor's."""
     flat_states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    """Key and state to the memory that stretches are brought into."""
+    """Key and state to the flat tensor that ranges are loaded into."""
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
@@ -60,76 +60,72 @@ class FlatOptimizer:
         for name, slot in self.slots.items():
             members.setdefault(slot.key, []).append(name)
         return [
-            replace(own, params=tuple(name for key in own.params for name in members.get(key, [key])))
-            for own in self.base.groups()
+            replace(group, params=tuple(name for key in group.params for name in members.get(key, [key])))
+            for group in self.base.groups()
         ]
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
         """What it keeps of every parameter of which this rank has elements: that of its tensor."""
-        params = {param.name: param for param in self.base.params(hyper)}
-        slots = {name: self._slot(name) for group in self.groups() for name in group.params}
-        return [
-            LiveParam(
-                name=name,
-                keeps=params[slot.key].keeps,
-                apart={state: own.part for state, own in slot.ranges_by_state.items()},
-                is_frozen=params[slot.key].is_frozen,
-            )
-            for name, slot in slots.items()
-            if slot.flat_range.numel or slot.key != name
-        ]
+        tensors = {tensor.name: tensor for tensor in self.base.params(hyper)}
+        params = []
+        for name in (name for group in self.groups() for name in group.params):
+            slot = self._find_slot(name)
+            parts_by_state = {state: flat_range.part for state, flat_range in slot.ranges_by_state.items()}
+            if slot.flat_range.numel or slot.key != name:
+                params.append(replace(tensors[slot.key], name=name, apart=parts_by_state))
+        return params
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """The stretch of the parameter in a tensor for all of its neighbours, padding zero."""
-        slot = self._slot(name)
+        """The range of the parameter in a flat tensor; its padding is zero."""
+        slot = self._find_slot(name)
         if counts or name not in self.slots:
             return self.base.landing(slot.key, state, dtype, shape, counts=counts)
-        whole = self.flat_states.get((slot.key, state))
-        if whole is None:
-            length = self.shapes.get((slot.key, state)) or tuple(local_of(self.base.live[slot.key]).shape)
-            whole = self.base.landing(slot.key, state, dtype, length, counts=False)
-            if whole is not self.base.current_states(slot.key).get(state):
-                whole.zero_()
-            self.flat_states[slot.key, state] = whole
-        return slot.range_of(state).narrow(whole)
+        key = slot.key, state
+        if key not in self.flat_states:
+            flat_shape = self.shapes.get(key) or tuple(local_of(self.base.live[slot.key]).shape)
+            tensor = self.base.landing(slot.key, state, dtype, flat_shape, counts=False)
+            if tensor is not self.base.current_states(slot.key).get(state):
+                tensor.zero_()
+            self.flat_states[key] = tensor
+        return slot.range_of(state).narrow(self.flat_states[key])
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take the tensors that stretches were brought into; one tensor counts the steps of all in it."""
-        given: dict[str, dict[str, Mapping[str, torch.Tensor]]] = {}
-        for name, own in states.items():
-            given.setdefault(self._slot(name).key, {})[name] = own
-        for key, members in given.items():
-            stepped = {name: own for name, own in members.items() if own}
-            for name in (members.keys() - stepped.keys()) if stepped else ():
-                # beside others of its tensor the states of a parameter that no gradient ever reached are zero
-                for (_, state), whole in ((at, made) for at, made in self.flat_states.items() if at[0] == key):
-                    self.slots[name].range_of(state).narrow(whole).zero_()
-            own_counts = _agreed_counts(stepped, counts, cure=self.remedy)
-            brought = {state: own for members in stepped.values() for state, own in members.items()}
-            self.base.put({key: {**brought, **own_counts}}, {key: frozenset(own_counts)})
+        """Take the flat tensors that ranges were loaded into; one tensor counts the steps of all in it."""
+        by_key: dict[str, dict[str, Mapping[str, torch.Tensor]]] = {}
+        for name, values in states.items():
+            by_key.setdefault(self._find_slot(name).key, {})[name] = values
+        for key, members in by_key.items():
+            members_with_states = {name: values for name, values in members.items() if values}
+            for name in (members.keys() - members_with_states.keys()) if members_with_states else ():
+                # if others of its tensor have states, those of a parameter that never had a gradient are zero
+                for (tensor_key, state), tensor in self.flat_states.items():
+                    if tensor_key == key:
+                        self.slots[name].range_of(state).narrow(tensor).zero_()
+            agreed = _merge_counts(members_with_states, counts, remedy=self.remedy)
+            merged = {state: value for values in members_with_states.values() for state, value in values.items()}
+            self.base.put({key: {**merged, **agreed}}, {key: frozenset(agreed)})
         self.flat_states.clear()
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
         """Set hyper-parameters of every group."""
         self.base.put_hyper(hyper)
 
-    def _slot(self, name: str) -> Slot:
+    def _find_slot(self, name: str) -> Slot:
         if name in self.slots:
             return self.slots[name]
-        own = self.base.live[name]
-        return Slot(key=name, flat_range=FlatRange(start=0, numel=own.numel(), part=LivePart.full(tuple(own.shape))))
+        param = self.base.live[name]
+        full = FlatRange(start=0, numel=param.numel(), part=LivePart.full(tuple(param.shape)))
+        return Slot(key=name, flat_range=full)
 
 
 def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Sequence[FlatUnit]) -> FlatOptimizer:
-    """The optimizer by names, over flat parameters of FSDP1 or stretches of them. Raises as `describe_optimizer`."""
+    """The optimizer by names, over flat parameters of FSDP1 or ranges of them. Raises as `describe_optimizer`."""
+    slots = {}
+    for unit in units:
+        for (name, *_), flat_range in zip(unit.names, unit.ranges, strict=True):
+            own_tensor = Slot(key=name, flat_range=replace(flat_range, start=0))
+            slots[name] = own_tensor if unit.originals else Slot(key=unit.key, flat_range=flat_range)
     flat = {id(unit.flat): unit.key for unit in units if not unit.originals}
-    slots = {
-        names[0]: Slot(key=names[0], flat_range=replace(own, start=0))
-        if unit.originals
-        else Slot(key=unit.key, flat_range=own)
-        for unit in units
-        for names, own in zip(unit.names, unit.ranges, strict=True)
-    }
     return FlatOptimizer(
         base=describe_optimizer(optimizer, replace(model, owners={**model.owners, **flat})),
         slots=slots,
@@ -137,22 +133,22 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
     )
 
 
-def _agreed_counts(
-    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, cure: str
+def _merge_counts(
+    members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, remedy: str
 ) -> dict[str, torch.Tensor]:
-    """Counts that the parameters of one tensor have in common, by state. Raises LoadError where they differ."""
-    steps: dict[str, dict[float, str]] = {}
+    """Counts that the parameters of one tensor have in common, by state. Raises LoadError if they differ."""
+    names_by_value: dict[str, dict[float, str]] = {}
     for name, states in members.items():
         for state in counts.get(name, ()):
-            steps.setdefault(state, {}).setdefault(float(states[state].item()), name)
+            names_by_value.setdefault(state, {}).setdefault(float(states[state].item()), name)
     differing = [
-        ", ".join(f"{value:g} of {name}" for value, name in values.items()) + f" ({state})"
-        for state, values in steps.items()
-        if len(values) > 1
+        ", ".join(f"{value:g} of {name}" for value, name in names.items()) + f" ({state})"
+        for state, names in names_by_value.items()
+        if len(names) > 1
     ]
     if differing:
         raise LoadError(
             "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
-            f"{listed(differing)}\n{cure}"
+            f"{listed(differing)}\n{remedy}"
         )
-    return {state: members[next(iter(values.values()))][state] for state, values in steps.items()}
+    return {state: members[next(iter(names.values()))][state] for state, names in names_by_value.items()}

@@ -1,6 +1,6 @@
 """The tasks of a plan as a list of which only where each begins is kept: some 24 bytes a task.
 
-1. `task_list` goes through the placements in the order of the files and counts: blocks, fills, bundles. A plan has
+1. `list_tasks` goes through the placements in the order of the files and counts: blocks, fills, bundles. A plan has
    millions of blocks, and none of them is made.
 2. `TaskList` makes a task when it is asked for.
 """
@@ -151,7 +151,7 @@ def count_bytes(tasks: Iterable[Task]) -> int:
 
 
 def list_tasks(target: TargetPlan, tiled: Collection[int], *, block: int, limit: int) -> TaskList:
-    """All tasks that fill a target. `crosswise`: placements whose blocks are spread over the source.
+    """All tasks that fill a target. `tiled`: placements whose blocks are spread over the source.
 
     `block`: bytes of a block, a multiple of every itemsize. `limit`: bytes of a bundle.
     """
@@ -241,7 +241,7 @@ class _TaskCutter:
         self._nbytes += fill.nbytes
 
     def finish(self, single: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]) -> TaskList:
-        """The list of all tasks. `whole`: see there."""
+        """The list of all tasks."""
         self._close()
         self._begin(len(self._bundled), 0)
         return TaskList(
@@ -284,9 +284,9 @@ def _group_by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
     rank = {file.path: position for position, file in enumerate(target.files)}
     sized = [(rank[p.path], p.offset, n) for n, p in enumerate(target.placements) if p.slice.start < p.slice.stop]
     raw = enumerate(target.raw, len(target.placements))
-    sized += [(rank[own.path], own.offset, number) for number, own in raw if own.src.numel]
+    sized += [(rank[group.path], group.offset, number) for number, group in raw if group.src.numel]
     by_file = groupby(sorted(sized), key=lambda item: item[0])
-    return [(target.files[position].path, [number for _, _, number in own]) for position, own in by_file]
+    return [(target.files[position].path, [number for _, _, number in group]) for position, group in by_file]
 
 
 class OutputRange(NamedTuple):

@@ -96,7 +96,7 @@ class Task:
 class Share:
     """One of several parts of the work, of about equal bytes: tasks that follow one another, in few files.
 
-    >>> str(Share(3, 8)), [Share.at(low, low + 10, total=40, parts=2) for low in (0, 10, 20, 30)]
+    >>> str(Share(3, 8)), [Share.find_part(low, low + 10, total=40, parts=2) for low in (0, 10, 20, 30)]
     ('3/8', [1, 1, 2, 2])
     """
 
@@ -130,9 +130,9 @@ class Share:
 def fit_workers(
     memory: int, *, workers: int, threads: int, thread_bytes: int = BLOCK + SCRATCH, reserved: int = 0
 ) -> tuple[int, int]:
-    """Workers and threads in each that fit `memory` bytes, at most as many as asked for. `lane`: bytes of one thread.
+    """Workers, and threads in each, that fit `memory` bytes: at most as many as requested.
 
-    `beside`: bytes for others. Raises MemoryBudgetError when not even one thread fits.
+    `thread_bytes`: bytes of a thread. `reserved`: bytes for others. Raises MemoryBudgetError when no thread fits.
     """
     most_threads = (memory - reserved) // thread_bytes
     if most_threads < 1:
@@ -148,7 +148,7 @@ def fit_workers(
 def format_amount(nbytes: int) -> str:
     """Bytes in the largest unit that they are a whole number of.
 
-    >>> amount(32 << 20), amount(1 << 10), amount(2_000_000), amount(1023)
+    >>> format_amount(32 << 20), format_amount(1 << 10), format_amount(2_000_000), format_amount(1023)
     ('32 MiB', '1 KiB', '2 MB', '1,023 bytes')
     """
     for base, unit in ((1024, "iB"), (1000, "B")):

@@ -1,13 +1,13 @@
-"""Tiles: how a tensor is gone through where its source and what is made of it lie in different orders.
+"""Tiles: how a tensor is read whose source and destination have different element orders.
 
-A block of a destination is a stretch of its row-major order. Where the source is transposed, or a destination holds
-some columns of it only, a block is spread over the source in runs of a few bytes, and reading every block by itself
-reads the source many times over. Such a tensor is gone through once, in boxes that are long runs on both sides:
+A block of a destination is a range of its row-major order. If the source is transposed, or the destination has only
+some columns, a block is spread over the source in runs of a few bytes, and filling block by block would read the
+source many times. Such a tensor is read once, in boxes that are long runs on both sides:
 
-1. `is_crosswise` sees whether the blocks of a slice are spread so;
-2. `tiles` cuts the whole into boxes, in the order of the source;
-3. `within` says which elements of a tile go where in a slice;
-4. `blocks` cuts whatever is to be read for itself, in tiles or in stretches of its order.
+1. `needs_tiles` decides whether a slice is filled this way;
+2. `split_tiles` cuts the global tensor into boxes, in the order of the source;
+3. `resolve_in_tile` finds which elements of a tile belong where in a slice;
+4. `split_blocks` cuts a state that is read for itself, into tiles or into ranges of its order.
 
 >>> _tile_shape((1000, 1000), (1, 0), numel=10_000, gap=100)
 (93, 93)
@@ -49,8 +49,8 @@ def needs_tiles(
 ) -> bool:
     """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
 
-    So would comparing it with the copies that the source holds. `known`: answers so far, for others that lie alike, and
-    of states that are there as long as it is.
+    The same for comparing it with the copies in the source. `cache`: earlier answers, for slices and states of the same
+    layout; states must live as long as the cache.
     """
     is_range = len(tensor_slice.pairs) == 1 and tensor_slice.pairs[0].global_box.is_flat_in(
         state.global_shape
@@ -80,7 +80,7 @@ def needs_tiles(
 
 
 def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
-    """`is_crosswise`, found by resolving one block."""
+    """`needs_tiles`, by resolving one block."""
     stop = min(tensor_slice.stop, tensor_slice.start + nbytes // tensor_slice.dtype.itemsize)
     source = Locator(state)
     return any(
@@ -116,7 +116,7 @@ def _cost(pieces: Sequence[Piece]) -> int:
 
 
 def split_tiles(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
-    """The whole of which `own` is a slice, in boxes of at most `nbytes` bytes, in the order of the source."""
+    """The global tensor of a slice, in boxes of at most `nbytes` bytes, in the order of the source."""
     shape, order = state.global_shape, find_source_order(state)
     tile = _tile_shape(
         shape, order, numel=nbytes // tensor_slice.dtype.itemsize, gap=GAP // tensor_slice.dtype.itemsize
@@ -130,7 +130,7 @@ def split_tiles(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Itera
 
 
 def split_blocks(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
-    """`own`, which is a whole state, in parts of at most `nbytes` bytes, such that all of them read the source once."""
+    """A slice of a whole state, in parts of at most `nbytes` bytes that together read the source once."""
     if 0 < tensor_slice.nbytes <= nbytes:
         yield tensor_slice
     elif needs_tiles(tensor_slice, state, nbytes=nbytes):

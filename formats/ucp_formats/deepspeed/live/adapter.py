@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
     """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
-    taken = {}
+    restored = {}
     for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
         what, note = setting(engine, index, extras)
-        taken.update({name: what} if what else {})
+        restored.update({name: what} if what else {})
         findings.notes.extend([note] if note else [])
-    return taken
+    return restored
 
 
 def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
@@ -95,8 +95,8 @@ def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tup
     if not scale or scale.pop("dynamic") != is_dynamic:
         return "", "the loss scale stays as configured: the checkpoint has none of that kind"
     state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
-    more = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
-    values = {**more, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
+    numbers = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
+    values = {**numbers, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
     for name, value in values.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
@@ -139,11 +139,11 @@ def _refuse(engine: Any) -> None:
 
 def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
     """Whether ranks share a copy of a layer. Raises UsageError where `mesh` says otherwise than the engine."""
-    said = importlib.import_module("deepspeed.utils.bwc")
-    ranks = int(said.bwc_tensor_model_parallel_world_size(engine.mpu))
+    bwc = importlib.import_module("deepspeed.utils.bwc")
+    ranks = int(bwc.bwc_tensor_model_parallel_world_size(engine.mpu))
     if ranks == 1:
         return False
-    rank = int(said.bwc_tensor_model_parallel_rank(engine.mpu))
+    rank = int(bwc.bwc_tensor_model_parallel_rank(engine.mpu))
     if mesh.degree("tp") != ranks:
         got = f"one with tp={mesh.degree('tp')}" if mesh.topology is not None else "none"
         raise UsageError(f'expected a topology with tp={ranks}, as the engine has it, such as "tp={ranks}"; got {got}')
@@ -168,7 +168,7 @@ class DeepSpeedAdapter:
 
         passed = (request.model, request.optimizer)
         params = request.model.parameters() if isinstance(request.model, nn.Module) else ()
-        return any(type(own).__module__.startswith("deepspeed.runtime.") for own in passed) or any(
+        return any(type(item).__module__.startswith("deepspeed.runtime.") for item in passed) or any(
             hasattr(param, mark) for param in params for mark in ("ds_id", "_hp_mapping")
         )
 
@@ -189,7 +189,7 @@ class DeepSpeedAdapter:
 def _engine(request: LiveRequest) -> Any:
     """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    engines = [own for own in (request.model, request.optimizer) if isinstance(own, kind)]
+    engines = [item for item in (request.model, request.optimizer) if isinstance(item, kind)]
     if not engines:
         raise UsageError(
             "expected the engine that deepspeed.initialize returned; got its module or its optimizer alone, and the "

@@ -38,7 +38,7 @@ class Buffer:
     """Masters."""
     params: Mapping[nn.Parameter, FlatRange]
     """Parameters of the group, in the order of the buffer; some may have no elements on this rank."""
-    apart: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
+    separate: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
     """States that do not lie as the masters do."""
 
 
@@ -48,12 +48,12 @@ def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
     for group, (params, starts) in enumerate(layout):
         tensor = optimizer.single_partition_of_fp32_groups[group]
         process_group = optimizer.real_dp_process_group[group]
-        own = _shares(params, starts, tensor, process_group)
-        whole = {}
+        shares = _shares(params, starts, tensor, process_group)
+        separate = {}
         if optimizer.optimizer.param_groups[group].get("use_muon"):
             inside = optimizer.params_in_partition[group]
-            whole = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
-        yield Buffer(group=group, tensor=tensor, params=own, apart=whole)
+            separate = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
+        yield Buffer(group=group, tensor=tensor, params=shares, separate=separate)
 
 
 def packed_buffers(
@@ -72,20 +72,20 @@ def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
-        own: dict[nn.Parameter, FlatRange] = {}
+        shares: dict[nn.Parameter, FlatRange] = {}
         at = 0
         for param in params:
-            own[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
+            shares[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
             at += param.partition_numel()
-        yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=own)
+        yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=shares)
 
 
 def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
     """One per parameter; `groups`: parameters and what is stepped for each."""
     for group, members in enumerate(groups):
         for param, tensor in members:
-            own = FlatRange(start=0, numel=tensor.numel(), part=whole_part(param))
-            yield Buffer(group=group, tensor=tensor, params={param: own})
+            share = FlatRange(start=0, numel=tensor.numel(), part=whole_part(param))
+            yield Buffer(group=group, tensor=tensor, params={param: share})
 
 
 def whole_part(param: torch.Tensor) -> LivePart:
@@ -120,14 +120,14 @@ def _shares(
     layout: FlatLayout = buffer if whole_in is None else WholeParameters(buffer)
     axes, spans = layout.axes(), layout.spans(rank)
     packed = dict(zip(whole_in or (), _packed(whole_in or ()), strict=True))
-    stretches = {}
+    shares = {}
     for at, param in enumerate(params):
         start, numel = spans.get(str(at), _NOTHING)
         part = whole_part(param)
         if str(at) in axes:
             part = _cut(part, axes[str(at)], rank)
-        stretches[param] = FlatRange(start=packed.get(param, start), numel=numel, part=part)
-    return stretches
+        shares[param] = FlatRange(start=packed.get(param, start), numel=numel, part=part)
+    return shares
 
 
 def _packed(params: Sequence[nn.Parameter]) -> list[int]:

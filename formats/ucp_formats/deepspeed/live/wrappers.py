@@ -55,7 +55,7 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
 
     state = module.state_dict(keep_vars=True)
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
-    named += [(name, own) for name, own in module.named_buffers(remove_duplicate=False) if name in state]
+    named += [(name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in state]
     counts = ExpertNumbers.of(name for name, _ in named).counts
     names: dict[torch.Tensor, list[str]] = {}
     tensor: Any  # with what DeepSpeed hangs on it
@@ -66,13 +66,13 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
             rank = distributed.get_rank(expert_groups[tensor.group_name])
             name = global_name(name, rank=rank, experts_per_rank=local)
         names.setdefault(tensor, []).append(name)
-    odd = [name for name in state if name.endswith("_extra_state")]
-    notes = (f"restore yourself what modules keep beside tensors: {', '.join(odd)}",) if odd else ()
-    return NamedModule(tensors={tensor: tuple(each) for tensor, each in names.items()}, notes=notes)
+    extra_states = [name for name in state if name.endswith("_extra_state")]
+    notes = (f"restore yourself what modules keep beside tensors: {', '.join(extra_states)}",) if extra_states else ()
+    return NamedModule(tensors={tensor: tuple(aliases) for tensor, aliases in names.items()}, notes=notes)
 
 
 _ADAM = ("exp_avg", "exp_avg_sq")
-_KEPT = {
+_STATES = {
     "FusedAdam": _ADAM,
     "DeepSpeedCPUAdam": _ADAM,
     "FusedLamb": _ADAM,
@@ -90,32 +90,32 @@ _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
 def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]) -> BufferedOptimizer:
     """The wrapped optimizer, and what it steps. `names`: parameter to its name in the whole model."""
     tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
-    held = list(zip(tensors, buffers, strict=True))
+    keyed_buffers = list(zip(tensors, buffers, strict=True))
     groups = range(len(optimizer.param_groups))
-    members = tuple(tuple(key for key, own in held if own.group == n) for n in groups)
+    members = tuple(tuple(key for key, buffer in keyed_buffers if buffer.group == n) for n in groups)
     forms: dict[str, Mapping[str, State]] = {}
-    for key, own in held:
-        group, like = optimizer.param_groups[own.group], own.tensor.detach()
+    for key, buffer in keyed_buffers:
+        group, like = optimizer.param_groups[buffer.group], buffer.tensor.detach()
         kind = _stepper(optimizer, group)
         if group.get("use_muon"):
             forms[key] = {MOMENTUM: like}
-        elif kind in _KEPT:
+        elif kind in _STATES:
             is_float = "CPU" in kind and getattr(optimizer, "fp32_optimizer_states", False)
-            forms[key] = {STEP: 0, **dict.fromkeys(_KEPT[kind], like[:0].float() if is_float else like)}
+            forms[key] = {STEP: 0, **dict.fromkeys(_STATES[kind], like[:0].float() if is_float else like)}
     base = TorchOptimizer(handle=optimizer, names=members, live=tensors, memory=tensors, forms=forms)
     slots = {
         names[param]: Slot(
-            key=key, flat_range=usual, ranges_by_state={state: of[param] for state, of in own.apart.items()}
+            key=key, flat_range=share, ranges_by_state={state: of[param] for state, of in buffer.separate.items()}
         )
-        for key, own in held
-        for param, usual in own.params.items()
+        for key, buffer in keyed_buffers
+        for param, share in buffer.params.items()
     }
     shapes = {
-        (key, state): (sum(stretch.numel for stretch in of.values()),)
-        for key, own in held
-        for state, of in own.apart.items()
+        (key, state): (sum(share.numel for share in of.values()),)
+        for key, buffer in keyed_buffers
+        for state, of in buffer.separate.items()
     }
-    return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(held))
+    return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(keyed_buffers))
 
 
 def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
@@ -135,18 +135,18 @@ class BufferedOptimizer(FlatOptimizer):
         """Its groups with their hyper-parameters."""
         stepping = [_stepper(self.base.handle, group) for group in self.base.handle.param_groups]
         return [
-            replace(own, hyper={STEP: 0, **own.hyper}) if kind in _COUNT_IN_GROUP else own
-            for own, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
+            replace(group, hyper={STEP: 0, **group.hyper}) if kind in _COUNT_IN_GROUP else group
+            for group, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
         ]
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
         """Take what was brought, and let DeepSpeed's `safe_get_full_optimizer_state` find it before the next step."""
         FlatOptimizer.put(self, states, counts)
         utils = importlib.import_module("deepspeed.utils")
-        for own in self.buffers.values():
-            params = [param for param in own.params if hasattr(param, "_hp_mapping")]
-            if self.base.handle.state.get(own.tensor) and params:
-                utils.lazy_init_hp_params_optimizer_state(params, own.tensor, self.base.handle.state)
+        for buffer in self.buffers.values():
+            params = [param for param in buffer.params if hasattr(param, "_hp_mapping")]
+            if self.base.handle.state.get(buffer.tensor) and params:
+                utils.lazy_init_hp_params_optimizer_state(params, buffer.tensor, self.base.handle.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +203,12 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
                 finish=optimizer.update_lp_params,
             )
         case "FP16_Optimizer":
-            return _copied(_buffered(inner, packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named))
+            return _copy_weights(
+                _buffered(inner, packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named)
+            )
         case "FP16_UnfusedOptimizer":
             pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
-            return _copied(_buffered(inner, single_buffers(pairs), named))
+            return _copy_weights(_buffered(inner, single_buffers(pairs), named))
         case "DeepSpeedZeroOptimizer_Stage3":
             return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
         case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
@@ -225,24 +227,24 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
 def _buffered(
     optimizer: Optimizer, buffers: Iterable[Buffer], named: NamedModule, *, finish: Callable[[], None] = lambda: None
 ) -> Wrapped:
-    held = tuple(buffers)
+    buffer_list = tuple(buffers)
     masters: dict[torch.Tensor, Master] = {
-        param: Master(memory=own.narrow(buffer.tensor.detach()), part=own.part)
-        for buffer in held
-        for param, own in buffer.params.items()
+        param: Master(memory=share.narrow(buffer.tensor.detach()), part=share.part)
+        for buffer in buffer_list
+        for param, share in buffer.params.items()
     }
-    names = {param: named.name(param) for buffer in held for param in buffer.params}
-    return Wrapped(masters=masters, optimizer=described(optimizer, held, names), finish=finish)
+    names = {param: named.name(param) for buffer in buffer_list for param in buffer.params}
+    return Wrapped(masters=masters, optimizer=described(optimizer, buffer_list, names), finish=finish)
 
 
-def _copied(own: Wrapped) -> Wrapped:
+def _copy_weights(wrapped: Wrapped) -> Wrapped:
     """The same, with weights that are copies of whole masters."""
 
     def copy() -> None:
-        for param, master in own.masters.items():
+        for param, master in wrapped.masters.items():
             param.data.copy_(master.memory.view(param.shape))
 
-    return Wrapped(masters=own.masters, optimizer=own.optimizer, finish=copy)
+    return Wrapped(masters=wrapped.masters, optimizer=wrapped.optimizer, finish=copy)
 
 
 def _update_chunks(optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, StateSource, Union
 from ucp.errors import MalformedError, listed
 from ucp_formats.deepspeed.config import Precision, RunConfig
-from ucp_formats.deepspeed.extras import joined, model_extras
+from ucp_formats.deepspeed.extras import join_extras, model_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
 from ucp_formats.deepspeed.read.files import SavedFile, refuse_idle_options, refuse_names, source_files
 from ucp_formats.deepspeed.read.module import ModulePart, read_module
@@ -68,7 +68,7 @@ def read_native(
         atoms=atoms_of(module, optimizer.states, run.config, mesh),
         groups=tuple(optimizer.groups),
         aliases=module.aliases,
-        extras=joined(optimizer.extras, module.extras),
+        extras=join_extras(optimizer.extras, module.extras),
         files=tuple(source_files((file.path, file.name.label) for file in grid.files)),
         records=tuple(record for file in grid.files for record in file.records),
         notes=(*grid.notes, *module.notes, *optimizer.notes, *folder_notes(folder)),

@@ -307,8 +307,8 @@ def _find_ties(
         if ref.numel:
             by_bytes.setdefault((ref.path, ref.offset, ref.dtype, ref.shape, ref.strides), []).append(name)
     for names in by_bytes.values():
-        kept = [name for name in names if name in trained] or names[:1]
-        part.aliases |= {name: kept[0] for name in names if name not in kept}
+        stored_names = [name for name in names if name in trained] or names[:1]
+        part.aliases |= {name: stored_names[0] for name in names if name not in stored_names}
     for alias, name in shared.items():
         stored = part.aliases.get(name, name)
         if alias in part.aliases or alias in trained or not (stored in trained or stored in tensors):

@@ -1,4 +1,4 @@
-"""Format `deepspeed`: native checkpoints, recognised by names alone; `read/index` says what is in them."""
+"""Format `deepspeed`: native checkpoints, recognised by file names; `read/index` reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, parse_name, saved_as, the_folder
+from ucp_formats.deepspeed.names import locate_tag, parse_name, the_folder, with_save_folder
 
 
 def _scale(index: Index) -> LossScale | None:
@@ -19,15 +19,15 @@ def _scale(index: Index) -> LossScale | None:
 
 
 RUN = RunExtras(scheduler=LR_SCHEDULER, scale=_scale, client="client_state")
-"""What a run of DeepSpeed goes on with, in either of its formats."""
+"""Values beside tensors that a run of DeepSpeed resumes with, in both formats."""
 
 
 class DeepSpeedFormat(Format):
     """Format `deepspeed`.
 
     `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
-    whose optimizer does not tell (the error then says so). `options`: the family whose rules say how parameters lie
-    over tensor-parallel ranks, for checkpoints that do not record it.
+    whose optimizer does not record them (the error then says so). `options`: the model family whose rules state how
+    tensor-parallel ranks split parameters, for checkpoints that do not record it.
     """
 
     name = "deepspeed"
@@ -50,7 +50,7 @@ class DeepSpeedFormat(Format):
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> DeepSpeedFormat:
-        """The same format, reading with these options."""
+        """The format with these options."""
         return DeepSpeedFormat(self._group_names, options)
 
     def detect(self, path: Path) -> Evidence | None:
@@ -59,7 +59,7 @@ class DeepSpeedFormat(Format):
         return None if located is None else located.evidence
 
     def owns(self, name: str) -> bool:
-        """Whether it is a file of a tag folder."""
+        """Whether `name` is that of a file of a tag folder."""
         return parse_name(name) is not None
 
     def read(self, path: Path) -> Index:
@@ -68,4 +68,4 @@ class DeepSpeedFormat(Format):
 
         located = the_folder(locate_tag(path, universal=False), path)
         index = read_native(located, self.name, group_names=self._group_names, options=self._options)
-        return saved_as(index, located)
+        return with_save_folder(index, located)

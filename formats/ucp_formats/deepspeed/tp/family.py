@@ -1,6 +1,6 @@
-"""Layouts over tensor-parallel ranks by the rules of a model family, where the checkpoint itself does not record them.
+"""Layouts over tensor-parallel ranks by the rules of a model family, for checkpoints that do not record them.
 
-Names stay as they are in the files: a family only says which parameter a name stands for, and how that is cut.
+Names stay as they are in the files: a family only states which parameter a name stands for, and how it is split.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def script_arguments(saved: object) -> dict[str, object]:
 
 
 class FamilyRules:
-    """Rules of the family of one checkpoint: the one that `options` name, else the one that all evidence is for.
+    """Rules of the family of one checkpoint, which `options` name or which follows from names, shapes and arguments.
 
     `arguments`: of the training script, as recorded. `where`: the checkpoint, for messages.
     """
@@ -48,26 +48,26 @@ class FamilyRules:
         self.notes: list[str] = []
         """How the family was chosen."""
         self.known_from: Mapping[str, str] = {}
-        """Axis to the family that says how tensors lie over it."""
+        """Axis to the family that states how tensors lie over it."""
 
     def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
         """Layout of every tensor. Raises UnknownFamilyError, FamilyError, and others with all names concerned."""
-        parts = max((len(own.local) for own in tensors.values()), default=1)
-        return self._layouts(self._chosen({name: own.local[0] for name, own in tensors.items()}, parts), tensors)
+        parts = max((len(shapes.local) for shapes in tensors.values()), default=1)
+        family = self._choose_family({name: shapes.local[0] for name, shapes in tensors.items()}, parts)
+        return self._find_layouts(family, tensors)
 
-    def layouts_of(self, wholes: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
-        """Layout over `parts` ranks of whole tensors: name to shape, and whether it must have a rule.
+    def layouts_of(self, tensors: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
+        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether it must have a rule.
 
         Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
         """
-        family = self._chosen({name: shape for name, (shape, _) in wholes.items()}, 1, over=parts)
-        dims = {name: (shape, find_cut_dim(family, name)) for name, (shape, _) in wholes.items()}
-        local = even_parts(dims, parts)
-        shapes = {name: TensorShapes(local=own, declared=wholes[name][1]) for name, own in local.items()}
-        return self._layouts(family, shapes)
+        family = self._choose_family({name: shape for name, (shape, _) in tensors.items()}, 1, over=parts)
+        local = even_parts({name: (shape, find_cut_dim(family, name)) for name, (shape, _) in tensors.items()}, parts)
+        shapes = {name: TensorShapes(local=local[name], declared=declared) for name, (_, declared) in tensors.items()}
+        return self._find_layouts(family, shapes)
 
-    def _chosen(self, shapes: Mapping[str, Shape], parts: int, *, over: int = 0) -> Family:
-        """The family of tensors of which one of `parts` ranks has these shapes; `over`: ranks, for messages."""
+    def _choose_family(self, shapes: Mapping[str, Shape], parts: int, *, over: int = 0) -> Family:
+        """The family of tensors with these shapes on one of `parts` ranks; `over`: ranks of the target."""
         try:
             family, why = registry.choose_family(
                 names=list(shapes),
@@ -79,30 +79,30 @@ class FamilyRules:
         except UnknownFamilyError as error:
             if over:
                 raise UnknownFamilyError(
-                    f"expected a model family that says how {counted(len(shapes), 'tensor is', 'tensors are')} cut "
+                    f"expected a model family that says how {counted(len(shapes), 'tensor is', 'tensors are')} split "
                     f"over {over} tensor-parallel ranks; {error}"
                 ) from None
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
-                f"{counted(len(shapes), 'tensor lies', 'tensors lie')} "
-                f"over {parts} tensor-parallel ranks; there is none, and {error}"
+                f"{counted(len(shapes), 'tensor is', 'tensors are')} "
+                f"split over {parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
-        self.notes.append(f"laid out over tensor-parallel ranks by the family {family.name}: {', '.join(why)}")
+        self.notes.append(f"tensor-parallel layout inferred by the family {family.name}: {', '.join(why)}")
         self.known_from = {"tp": f"family {family.name}"}
         return family
 
-    def _layouts(self, family: Family, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
-        read = {name: family.read(name) for name in tensors}
-        family.match([name for name, named in read.items() if named is None and tensors[name].declared])
-        found: dict[str, TensorLayout] = {}
+    def _find_layouts(self, family: Family, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
+        canonical = {name: family.read(name) for name in tensors}
+        family.match([name for name, param in canonical.items() if param is None and tensors[name].declared])
+        layouts: dict[str, TensorLayout] = {}
         wrong: list[str] = []
-        for name, own in tensors.items():
-            named = read[name]
+        for name, shapes in tensors.items():
+            param = canonical[name]
             try:
-                if named is None:
-                    found[name] = equal_layout("replicate", own.local)
+                if param is None:
+                    layouts[name] = equal_layout("replicate", shapes.local)
                 else:
-                    found[name] = _layout(family, named, own.local)
+                    layouts[name] = _find_layout(family, param, shapes.local)
             except (MisfitError, ValueError) as error:
                 wrong.append(f"{name}: {error}")
         if wrong:
@@ -111,29 +111,29 @@ class FamilyRules:
                 f"of {self._where}:\n"
                 f"{listed(wrong)}\npass another with --family, or rules of your own with --patterns"
             )
-        return found
+        return layouts
 
     def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
-        """None: a family does not know how large the vocabulary is."""
+        """None: a family does not state the size of the vocabulary."""
         return None
 
 
-def _layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
-    """Layout of a tensor that stands for all of a canonical one, or for one of several that join to it."""
+def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
+    """Layout of a tensor that is a canonical one, or one of several that are joined to it."""
     if named.stacked:
-        raise UnsupportedError(f"{named.canonical}: tensors of several layers in one are not known of DeepSpeed")
+        raise UnsupportedError(f"{named.canonical}: DeepSpeed has no tensors that stack several layers")
     degrees = {"tp": len(shapes), "etp": 1}
     match = family.match([named.canonical])[named.canonical]
     alias = named.alias
     if alias is not None and (len(alias.names) > 1 or alias.view or alias.order or alias.groups is not None):
         dims = {axis.dim for axis in match.rule.axes if axis.axis == "tp" and axis.pattern == "shard"}
         if alias.view or alias.order or len(alias.names) == 1 or len(dims) > 1:
-            raise MisfitError(f"it stands for {named.canonical} in another arrangement, whose cut is not known")
+            raise MisfitError(f"it is {named.canonical} in another arrangement, and how that is split is not known")
         return cut_layout(dims.pop(), shapes, None) if dims else equal_layout("replicate", shapes)
     if not match.axes(degrees):
         return equal_layout("replicate", shapes)
     if match.axes(degrees) != ("tp",):
-        raise MisfitError("experts over tensor-parallel ranks of their own (etp) are not known of DeepSpeed")
+        raise MisfitError("DeepSpeed has no expert tensor parallelism (etp)")
     layout: Layout = match.layout(axes=degrees, local_shapes=list(shapes))
     (axis,) = layout.axes
     return TensorLayout(axis.pattern, infer_global_shape(layout, list(shapes)), len(shapes))

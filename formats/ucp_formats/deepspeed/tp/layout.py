@@ -43,7 +43,7 @@ def shared_divisors(lengths: Iterable[int]) -> str:
     return ", ".join(str(degree) for degree in range(1, most + 1) if most % degree == 0)
 
 
-def even_parts(wholes: Mapping[str, tuple[Shape, int | None]], parts: int) -> dict[str, tuple[Shape, ...]]:
+def even_parts(tensors: Mapping[str, tuple[Shape, int | None]], parts: int) -> dict[str, tuple[Shape, ...]]:
     """Shapes that `parts` ranks hold of tensors, given by shape and the dim that is cut (None: of none).
 
     Raises TopologyError with all that cannot be cut evenly.
@@ -53,18 +53,18 @@ def even_parts(wholes: Mapping[str, tuple[Shape, int | None]], parts: int) -> di
     """
     uneven = [
         f"{name}: {list(shape)} along dim {dim}"
-        for name, (shape, dim) in wholes.items()
+        for name, (shape, dim) in tensors.items()
         if dim is not None and (dim >= len(shape) or shape[dim] % parts)
     ]
     if uneven:
-        lengths = (n for shape, dim in wholes.values() if dim is not None for n in shape[dim : dim + 1])
+        lengths = (n for shape, dim in tensors.values() if dim is not None for n in shape[dim : dim + 1])
         raise TopologyError(
             f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a "
             f"degree that divides them, and all others that are cut: {shared_divisors(lengths)}"
         )
     return {
         name: (shape if dim is None else (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :]),) * parts
-        for name, (shape, dim) in wholes.items()
+        for name, (shape, dim) in tensors.items()
     }
 
 
@@ -94,7 +94,7 @@ class TensorLayout:
     """Ranks."""
 
     def __post_init__(self) -> None:
-        self.held(0)
+        self.regions(0)
 
     @property
     def overlap(self) -> Overlap:
@@ -112,17 +112,17 @@ class TensorLayout:
 
         Raises MisfitError for pieces that are no such blocks.
         """
-        held = [self.held(index) for index in range(self.parts)]
-        whole = Box.full(self.global_shape)
-        if all([pair.global_box for pair in own] == [whole] for own in held):
+        regions = [self.regions(index) for index in range(self.parts)]
+        full = Box.full(self.global_shape)
+        if all([pair.global_box for pair in pairs] == [full] for pairs in regions):
             return None
         for dim in range(len(self.global_shape)):
-            blocks = _blocks(held, self.global_shape, dim)
+            blocks = _blocks(regions, self.global_shape, dim)
             if blocks is not None:
                 return dim, blocks
         raise MisfitError(f"{self.pattern.name} is no cut of one dim, block by block")
 
-    def held(self, index: int) -> tuple[RegionPair, ...]:
+    def regions(self, index: int) -> tuple[RegionPair, ...]:
         """What rank `index` holds, in increasing local offset."""
         return self.pattern.regions(self.global_shape, self.parts, index)
 
@@ -130,7 +130,7 @@ class TensorLayout:
 def equal_layout(name: str, shapes: Sequence[Shape]) -> TensorLayout:
     """The layout of a tensor that all ranks hold whole, under pattern `name`. Raises MisfitError."""
     if len(set(shapes)) > 1:
-        raise MisfitError(f"expected one shape on all ranks; got {_listed(shapes)}")
+        raise MisfitError(f"expected one shape on all ranks; got {_format_shapes(shapes)}")
     return TensorLayout(pattern(name), shapes[0], len(shapes))
 
 
@@ -141,33 +141,33 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
     """
     parts = len(shapes)
     if any(dim >= len(shape) for shape in shapes):
-        raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_listed(shapes)}")
+        raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_format_shapes(shapes)}")
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
-        raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_listed(shapes)}")
+        raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_format_shapes(shapes)}")
     lengths = [shape[dim] for shape in shapes]
     blocks = [tuple(block) for block in widths] if widths is not None else [tuple(lengths)]
     if any(len(block) != parts for block in blocks):
         raise MisfitError(f"expected a width for each of {parts} ranks; got {[list(block) for block in blocks]}")
-    sums = [sum(own) for own in zip(*blocks, strict=True)]
+    sums = [sum(rank_widths) for rank_widths in zip(*blocks, strict=True)]
     if sums != lengths:
         raise MisfitError(f"expected {sums} elements of dim {dim} on the ranks, as the widths say; got {lengths}")
-    whole = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
+    global_shape = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
     totals = [sum(block) for block in blocks]
     even = [tuple((total + count) // parts for count in reversed(range(parts))) for total in totals]
     if blocks == even:  # `shard` has this arithmetic
         cut = pattern("shard", dim=dim, blocks=tuple(totals) if len(blocks) > 1 else ())
     else:
         cut = pattern("cut", dim=dim, widths=tuple(blocks))
-    return TensorLayout(cut, whole, parts)
+    return TensorLayout(cut, global_shape, parts)
 
 
-def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
+def _blocks(regions: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
     """Widths of blocks of `dim`, where each rank holds one stretch of each block, one after another; else None."""
     across = (*shape[:dim], *shape[dim + 1 :])
-    boxes = [[pair.global_box for pair in own if pair.global_box.numel] for own in held]
-    if any((*box.sizes[:dim], *box.sizes[dim + 1 :]) != across for own in boxes for box in own):
+    boxes = [[pair.global_box for pair in pairs if pair.global_box.numel] for pairs in regions]
+    if any((*box.sizes[:dim], *box.sizes[dim + 1 :]) != across for pairs in boxes for box in pairs):
         return None
-    if len({len(own) for own in boxes}) != 1:
+    if len({len(pairs) for pairs in boxes}) != 1:
         return None
     edge, blocks = 0, []
     for block in zip(*boxes, strict=True):
@@ -179,7 +179,7 @@ def _blocks(held: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> lis
     return blocks if edge == shape[dim] else None
 
 
-def _listed(shapes: Sequence[Shape]) -> str:
+def _format_shapes(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
@@ -201,15 +201,15 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
     """
     saved = mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
-    by_rank = {integer(int(str(key)), where): own for key, own in mapping(saved.get("ranks"), where).items()}
+    by_rank = {integer(int(str(key)), where): record for key, record in mapping(saved.get("ranks"), where).items()}
     if sorted(by_rank) != list(range(len(shapes))):
         raise MisfitError(f"expected pieces of ranks 0 to {len(shapes) - 1}; got those of {sorted(by_rank)}")
-    held = []
+    regions = []
     for rank, shape in enumerate(shapes):
-        own = mapping(by_rank[rank], where)
-        if _sizes(own.get("shard_shape"), where) != shape:
-            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {own.get('shard_shape')}")
-        pieces = [mapping(piece, where) for piece in sequence(own.get("pieces"), where)]
+        record = mapping(by_rank[rank], where)
+        if _sizes(record.get("shard_shape"), where) != shape:
+            raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {record.get('shard_shape')}")
+        pieces = [mapping(piece, where) for piece in sequence(record.get("pieces"), where)]
         pairs: list[RegionPair] = []
         for piece in pieces:
             scale = piece.get("scale", 1.0)
@@ -220,11 +220,11 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
                 raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
         if prod(shape) and (len(shape) != len(logical) or find_gaps(shape, [pair.local for pair in pairs], most=1)):
             raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
-        held.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
+        regions.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
     # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
     seen: Counter[Box] = Counter()
     numbered = []
-    for own_pairs in held:
+    for own_pairs in regions:
         numbered.append(tuple(pair._replace(copy=seen[pair.global_box]) for pair in own_pairs))
         seen.update(pair.global_box for pair in own_pairs)
     layout = TensorLayout(pattern("pieces", held=tuple(numbered)), logical, len(shapes))
@@ -240,9 +240,9 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
     where = "a piece of affine_map"
     sizes = _sizes(piece.get("shape"), where)
     sides = []
-    for key, whole in (("source", logical), ("dest", local)):
+    for key, shape in (("source", logical), ("dest", local)):
         offset, strides = (*sequence(piece.get(key), where), None, None)[:2]
-        sides.append(_Side(integer(offset, where), _sizes(strides, where), whole))
+        sides.append(_Side(integer(offset, where), _sizes(strides, where), shape))
     if any(len(side.strides) != len(sizes) for side in sides):
         raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
     if not prod(sizes):
@@ -253,7 +253,7 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
     boxes = [side.box(sizes) for side in sides]
     if boxes[0] is not None and boxes[1] is not None:
         return [RegionPair(boxes[0], boxes[1])]
-    return list(_stretches(sizes, sides[0], sides[1]))
+    return list(_split_block(sizes, sides[0], sides[1]))
 
 
 class _Side(NamedTuple):
@@ -265,20 +265,20 @@ class _Side(NamedTuple):
 
     def box(self, sizes: Shape) -> Box | None:
         """The block as a box; None where its strides are not those of the tensor's dims."""
-        own = contiguous_strides(self.shape)
-        if len(own) != len(sizes) or any(
-            n > 1 and stride != step for n, stride, step in zip(sizes, self.strides, own, strict=True)
+        strides = contiguous_strides(self.shape)
+        if len(strides) != len(sizes) or any(
+            n > 1 and stride != step for n, stride, step in zip(sizes, self.strides, strides, strict=True)
         ):
             return None
         offsets, rest = [], self.offset
-        for step in own:
+        for step in strides:
             offsets.append(rest // step)
             rest %= step
         inside = all(at + n <= length for at, n, length in zip(offsets, sizes, self.shape, strict=True))
         return Box(tuple(offsets), sizes) if inside else None
 
 
-def _stretches(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
+def _split_block(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
     """The block in stretches that are consecutive on both sides."""
     inner = len(sizes)
     length = 1
@@ -292,10 +292,10 @@ def _stretches(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]
             side.offset + sum(at * stride for at, stride in zip(index, side.strides, strict=False))
             for side in (source, dest)
         ]
-        yield from _stretch(source.shape, dest.shape, starts, length)
+        yield from _match_boxes(source.shape, dest.shape, starts, length)
 
 
-def _stretch(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
+def _match_boxes(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
     """Boxes of a stretch, as large as they are the same on both sides."""
     if len(logical) != len(local):
         raise MisfitError(f"the whole {list(logical)} and a rank's tensor {list(local)} differ in dims")

@@ -58,10 +58,10 @@ _AFFINE = "affine_map"
 class _Patterns:
     r"""Regular expressions; those that are one name in full (`^a\.b$`, as AutoTP writes) are looked up."""
 
-    def __init__(self, found: Iterable[object], where: str) -> None:
+    def __init__(self, patterns: Iterable[object], where: str) -> None:
         self._literal: dict[str, str] = {}
         self._others: list[tuple[str, re.Pattern[str]]] = []
-        for item in found:
+        for item in patterns:
             pattern = text(item, where)
             name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
             if pattern == f"^{re.escape(name)}$":
@@ -74,8 +74,8 @@ class _Patterns:
 
     def matching(self, name: str) -> list[str]:
         """Those that match `name` from its start, as `re.match` does."""
-        own = [self._literal[name]] if name in self._literal else []
-        return own + [pattern for pattern, form in self._others if form.match(name)]
+        literal = [self._literal[name]] if name in self._literal else []
+        return literal + [pattern for pattern, form in self._others if form.match(name)]
 
 
 class UniversalCheckpointInfo:
@@ -107,9 +107,9 @@ class UniversalCheckpointInfo:
         widths = info.get(_WIDTHS)
         self._widths = {
             text(pattern, _WIDTHS): [
-                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(own, _WIDTHS)
+                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(blocks, _WIDTHS)
             ]
-            for pattern, own in (widths.items() if isinstance(widths, dict) else ())
+            for pattern, blocks in (widths.items() if isinstance(widths, dict) else ())
         }
         affine = mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
         if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
@@ -125,12 +125,12 @@ class UniversalCheckpointInfo:
 
     def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
         """Layout of every tensor. Raises UnsupportedError and MalformedError, each with all names concerned."""
-        found: dict[str, TensorLayout] = {}
+        layouts: dict[str, TensorLayout] = {}
         wrong: list[str] = []
         unsupported: list[str] = []
         for name, shapes in tensors.items():
             try:
-                found[name] = self._layout(name, shapes)
+                layouts[name] = self._layout(name, shapes)
             except RefusedError as error:
                 unsupported.append(f"{name}: {error}")
             except MisfitError as error:
@@ -146,21 +146,23 @@ class UniversalCheckpointInfo:
                 f"{listed(wrong)}\nthe record is of another model or contradicts itself: correct the patterns where "
                 "they are made (universal_checkpoint_info() of the model) and save again"
             )
-        return found
+        return layouts
 
-    def layouts_of(self, wholes: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
+    def layouts_of(self, tensors: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
         """Layout over `parts` ranks of whole tensors: name to shape, and whether a name without a record is cut.
 
         Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
         rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
-        recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in wholes.items()}
-        found = {name: layout for name, layout in recorded.items() if layout is not None}
-        rest = {name: own for name, own in wholes.items() if name not in found}
+        recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in tensors.items()}
+        known = {name: layout for name, layout in recorded.items() if layout is not None}
+        rest = {name: entry for name, entry in tensors.items() if name not in known}
         dims = {name: (shape, self._cut_dim(name, declared=declared)) for name, (shape, declared) in rest.items()}
         local = even_parts(dims, parts)
-        shapes = {name: TensorShapes(local=own, declared=rest[name][1]) for name, own in local.items()}
-        return {**found, **rules.layouts(shapes)}
+        shapes = {
+            name: TensorShapes(local=local_shapes, declared=rest[name][1]) for name, local_shapes in local.items()
+        }
+        return {**known, **rules.layouts(shapes)}
 
     def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
         """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
@@ -169,7 +171,7 @@ class UniversalCheckpointInfo:
             ranks = mapping(self._affine[pattern], where).get("ranks")
             if isinstance(ranks, dict) and len(ranks) == parts:
                 local = [mapping(ranks[rank], where).get("shard_shape") for rank in sorted(ranks)]
-                sizes = [tuple(integer(n, name) for n in sequence(own, name)) for own in local]
+                sizes = [tuple(integer(n, name) for n in sequence(shard_shape, name)) for shard_shape in local]
                 layout = affine_layout(self._affine[pattern], sizes, where)
                 return layout if layout.global_shape == shape else None
         for sub, pattern in self._subs_of(name):
@@ -195,11 +197,11 @@ class UniversalCheckpointInfo:
 
     def _subs_of(self, name: str) -> list[tuple[_SubParams, str]]:
         """Entries about a tensor, each with the pattern that matches."""
-        return [(sub, pattern) for sub, own in self._subs for pattern in own.matching(name)]
+        return [(sub, pattern) for sub, patterns in self._subs for pattern in patterns.matching(name)]
 
     def _matched(self, name: str) -> dict[str, list[str]]:
         """Categories of a tensor, each with the patterns that match."""
-        return {key: matching for key, own in self._categories.items() if (matching := own.matching(name))}
+        return {key: matching for key, patterns in self._categories.items() if (matching := patterns.matching(name))}
 
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
         """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
@@ -242,9 +244,11 @@ class UniversalCheckpointInfo:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
         matched = self._matched(name)
         subs = self._subs_of(name)
-        every = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
-        if len(every) > 1 and not (every.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs)):
-            categories = [f"{key} ({', '.join(map(repr, patterns))})" for key, patterns in every.items()]
+        patterns_by_category = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
+        if len(patterns_by_category) > 1 and not (
+            patterns_by_category.keys() == {_SUB, _ROW} and all(sub.dim == 1 for sub, _ in subs)
+        ):
+            categories = [f"{key} ({', '.join(map(repr, patterns))})" for key, patterns in patterns_by_category.items()]
             raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(categories)}")
         if len(specs := {(sub.dim, sub.spec) for sub, _ in subs}) > 1:
             twice = sorted(map(str, specs))
@@ -290,21 +294,21 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object
     subs: list[dict[str, object]] = []
     widths: dict[str, object] = {}
     for name, layout in layouts.items():
-        own = f"^{re.escape(name)}$"
+        pattern = f"^{re.escape(name)}$"
         try:
             blocks = layout.block_widths()
         except MisfitError as error:
             raise UnsupportedError(f"{name}: universal_checkpoint_info cannot record how it is cut: {error}") from error
         if blocks is None:
-            (averaged if layout.overlap is Overlap.MEAN else replicated).append(own)
+            (averaged if layout.overlap is Overlap.MEAN else replicated).append(pattern)
             continue
         dim, lengths = blocks
         if len(lengths) > 1 or len(set(lengths[0])) > 1:
             shape = [tuple(map(sum, lengths)) if at == dim else n for at, n in enumerate(layout.global_shape)]
-            subs.append({"patterns": [own], "shape": tuple(shape), "partition_dim": dim})
-            widths[own] = [list(block) for block in lengths]
+            subs.append({"patterns": [pattern], "shape": tuple(shape), "partition_dim": dim})
+            widths[pattern] = [list(block) for block in lengths]
         elif dim == 1:
-            rows.append(own)
+            rows.append(pattern)
         elif dim:
             raise UnsupportedError(f"{name}: DeepSpeed cuts dim 0 or 1 of a tensor; got dim {dim}")
     return {**info, _REPLICATED: replicated, _AVERAGED: averaged, _ROW: rows, _SUB: subs, _WIDTHS: widths}
@@ -338,7 +342,9 @@ class _SubParams:
         shape = sequence(get("shape"), where)
         if not 0 <= dim < len(shape):
             raise MalformedError(f"expected partition_dim to be a dim of {list(shape)} in {where}; got {dim}")
-        own = shape[dim]
-        spec = integer(own, where) if isinstance(own, int) else tuple(integer(n, where) for n in sequence(own, where))
+        size = shape[dim]
+        spec = (
+            integer(size, where) if isinstance(size, int) else tuple(integer(n, where) for n in sequence(size, where))
+        )
         patterns = tuple(text(p, where) for p in sequence(get("patterns"), where))
         return cls(patterns=patterns, dim=dim, spec=spec, shape=tuple(shape))

@@ -29,7 +29,7 @@ def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Ki
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
         if atom.kind in wanted:
-            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+            module[atom.name] = draft.full(atom.name, WEIGHT, facts.module_dtype(atom))
     return _with_rest(draft, facts, module, 0)
 
 
@@ -38,14 +38,14 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
 
     One empty tensor per type serves all parameters, which keeps the files of thousands of ranks small.
     """
-    own = dict(facts.extras.with_prefix("buffer/", rank))
+    buffers = dict(facts.extras.with_prefix("buffer/", rank))
     empty: dict[DType, NewTensor] = {}
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
-        if atom.name in own:
-            module[atom.name] = draft.carried(own[atom.name])
+        if atom.name in buffers:
+            module[atom.name] = draft.carried(buffers[atom.name])
         elif atom.kind is Kind.BUFFER:
-            module[atom.name] = draft.whole(atom.name, WEIGHT, facts.module_dtype(atom))
+            module[atom.name] = draft.full(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             dtype = facts.module_dtype(atom)
             module[atom.name] = empty.setdefault(dtype, draft.filled(dtype, (0,)))
@@ -86,10 +86,10 @@ def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDic
     for atom in _unowned(facts.index):
         dtype = facts.module_dtype(atom)
         if facts.stage < 3:
-            fragments[atom.name] = draft.whole(atom.name, WEIGHT, dtype)
+            fragments[atom.name] = draft.full(atom.name, WEIGHT, dtype)
         else:
             chunks = Chunks({atom.name: atom.states[WEIGHT].numel}, facts.ranks)
-            stored = draft.stored(chunks, chunks.axes(), rank)
+            stored = draft.ranges(chunks, chunks.axes(), rank)
             fragments[atom.name] = draft.flat(WEIGHT, dtype, chunks.lengths(rank).start, stored)
     return fragments
 
@@ -99,7 +99,7 @@ def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
     return [OrderedDict((name, TorchSize(index.atoms[name].global_shape)) for name in names) for names in groups]
 
 
-def model_state(draft: AtomDraft, facts: RunFacts, rank: int, own: Mapping[str, object]) -> dict[str, object]:
+def model_state(draft: AtomDraft, facts: RunFacts, rank: int, values: Mapping[str, object]) -> dict[str, object]:
     """The value of the file of `rank`.
 
     `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
@@ -111,14 +111,14 @@ def model_state(draft: AtomDraft, facts: RunFacts, rank: int, own: Mapping[str, 
     if facts.rules is not None:
         optional["universal_checkpoint_info"] = dict(facts.rules.for_degree(facts.tp))
     state: dict[str, object] = {
-        "module": own["module"],
+        "module": values["module"],
         "buffer_names": [atom.name for atom in index.atoms.values() if atom.kind is Kind.BUFFER],
-        "optimizer": own.get("optimizer"),
-        "param_shapes": own.get("param_shapes"),
-        "frozen_param_shapes": own.get("frozen_param_shapes"),
-        "shared_params": own.get("shared_params"),
-        "frozen_param_fragments": own.get("frozen_param_fragments"),
-        **({EMPTY_SHAPES: own[EMPTY_SHAPES]} if EMPTY_SHAPES in own else {}),
+        "optimizer": values.get("optimizer"),
+        "param_shapes": values.get("param_shapes"),
+        "frozen_param_shapes": values.get("frozen_param_shapes"),
+        "shared_params": values.get("shared_params"),
+        "frozen_param_fragments": values.get("frozen_param_fragments"),
+        **({EMPTY_SHAPES: values[EMPTY_SHAPES]} if EMPTY_SHAPES in values else {}),
         "lr_scheduler": extras.get("lr_scheduler", rank),
         "data_sampler": extras.get("data_sampler", rank),
         "random_ltd": extras.get("random_ltd", rank),
@@ -128,11 +128,11 @@ def model_state(draft: AtomDraft, facts: RunFacts, rank: int, own: Mapping[str, 
         "dp_world_size": facts.ranks,
         "mp_world_size": facts.tp * facts.pp,
         "checkpoint_parallel_dimensions": {"pp_degree": facts.pp, "tp_degree": facts.tp},
-        "ds_config": facts.config.staged(facts.stage),
+        "ds_config": facts.config.with_stage(facts.stage),
         "ds_version": EMULATED,
         **{name: value for name, value in optional.items() if value is not None},
         **extras.client_state(rank),
     }
-    carried = draft.carried({key: value for key, value in state.items() if key not in own})
+    carried = draft.carried({key: value for key, value in state.items() if key not in values})
     assert isinstance(carried, dict)
-    return {key: own[key] if key in own else carried[key] for key in state}
+    return {key: values[key] if key in values else carried[key] for key in state}

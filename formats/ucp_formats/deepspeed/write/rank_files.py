@@ -78,7 +78,7 @@ class RankFiles:
             name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
             draft = facts.draft(f"{tag(facts.index)}/{name}")
             dtypes = {name: facts.module_dtype(facts.index.atoms[name]) for name in names}
-            files.append(draft.finish({name: draft.whole(name, WEIGHT, dtype) for name, dtype in dtypes.items()}))
+            files.append(draft.finish({name: draft.full(name, WEIGHT, dtype) for name, dtype in dtypes.items()}))
         return files, notes
 
     def _module(self, draft: AtomDraft) -> Module | None:
@@ -200,7 +200,7 @@ class RankFiles:
             yield draft.finish(self._optim(draft, chunked_state(draft, facts, groups, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
-        config = draft.carried(self.facts.config.staged(self.facts.stage))
+        config = draft.carried(self.facts.config.with_stage(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 
     def _path(self, kind: str, rank: int) -> str:

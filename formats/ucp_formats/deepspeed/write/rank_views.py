@@ -33,8 +33,8 @@ def rank_views(
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
     layouts: Mapping[str, TensorLayout] = {}
     if wanted.tp > 1 and facts.rules is not None:
-        every = (atom for name, atom in facts.index.atoms.items() if name not in uncut)
-        shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in every}
+        split = (atom for name, atom in facts.index.atoms.items() if name not in uncut)
+        shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in split}
         layouts = facts.rules.layouts_of(shapes, wanted.tp)
     views = []
     for stage in range(wanted.pp):

@@ -38,7 +38,7 @@ from ucp_formats.deepspeed.tp.layout import TensorLayout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 
 
-class Stored(NamedTuple):
+class ParamRange(NamedTuple):
     """A range of a parameter in a tensor of a file."""
 
     param: str
@@ -78,42 +78,42 @@ class AtomDraft(FileDraft):
         self._cuts = cuts or {}
         self._tp = tp
         self._known_from = known_from
-        self._wholes: dict[tuple[str, str, DType], NewTensor] = {}
+        self._full_tensors: dict[tuple[str, str, DType], NewTensor] = {}
 
-    def whole(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
-        """A tensor that is all that the rank has of a state. Asked for again, it is the same tensor, stored once.
+    def full(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
+        """The tensor of all elements that the rank has of a state; the same object each time: stored once.
 
-        `shape`: the shape to give it, if not its own.
+        `shape`: its shape in the file, where that differs.
         """
         key = (param, state, dtype)
-        if key not in self._wholes:
+        if key not in self._full_tensors:
             source = self._index.atoms[param].states[state]
-            own = full_slice(param, state, source, dtype=dtype)
+            atom_slice = full_slice(param, state, source, dtype=dtype)
             layout = None
             if param in self._cuts and source.global_shape == self._index.atoms[param].global_shape:
                 layout = self._layout(param)
-                own = replace(own, pairs=_pairs(self._part(param, layout)))
+                atom_slice = replace(atom_slice, pairs=_pairs(self._part(param, layout)))
             shape = source.global_shape if shape is None else shape
-            self._wholes[key] = self.filled(dtype, shape, [Part(offset=0, slice=own, layout=layout)])
-        return self._wholes[key]
+            self._full_tensors[key] = self.filled(dtype, shape, [Part(offset=0, slice=atom_slice, layout=layout)])
+        return self._full_tensors[key]
 
-    def stored(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[Stored]:
+    def ranges(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[ParamRange]:
         """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
-        found = []
+        ranges = []
         for param, (start, _) in layout.spans(rank).items():
-            lies = self._layout(param, axes[param])
-            part = self._part(param, lies, rank)
+            placement = self._layout(param, axes[param])
+            part = self._part(param, placement, rank)
             pairs = _pairs(part)
-            for own in part.flat or ():
+            for region in part.flat or ():
                 (at,), (first,), (numel,) = (
-                    own.pair.local.offsets,
-                    own.pair.global_box.offsets,
-                    own.pair.global_box.sizes,
+                    region.pair.local.offsets,
+                    region.pair.global_box.offsets,
+                    region.pair.global_box.sizes,
                 )
-                found.append(Stored(param, start + at, pairs, part.local_shape, first, first + numel, lies))
-        return found
+                ranges.append(ParamRange(param, start + at, pairs, part.local_shape, first, first + numel, placement))
+        return ranges
 
-    def flat(self, state: str, dtype: DType, numel: int, stored: Iterable[Stored]) -> NewTensor:
+    def flat(self, state: str, dtype: DType, numel: int, ranges: Iterable[ParamRange]) -> NewTensor:
         """A one-dimensional tensor with these ranges in it; zero elsewhere, and where a parameter lacks the state."""
         atoms = self._index.atoms
         parts = [
@@ -124,7 +124,7 @@ class AtomDraft(FileDraft):
                 ),
                 layout=layout,
             )
-            for param, offset, pairs, shape, start, stop, layout in stored
+            for param, offset, pairs, shape, start, stop, layout in ranges
             if state in atoms[param].states
         ]
         return self.filled(dtype, (numel,), parts)
@@ -148,7 +148,7 @@ def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayou
 
 
 def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
-    return tuple([own.pair for own in part.regions])
+    return tuple([region.pair for region in part.regions])
 
 
 EMULATED = "0.19.8"
@@ -264,17 +264,17 @@ def _tensor_rules(
     A family that the user names comes before the record, unless the source was read with it.
     """
     info = extras.get(_RECORD)
-    said = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
+    stated = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
     record = UniversalCheckpointInfo(info, index.path) if isinstance(info, dict) else None
-    if tp == 1 or (record is not None and (said == SourceOptions() or index.topology.tp > 1)):
+    if tp == 1 or (record is not None and (stated == SourceOptions() or index.topology.tp > 1)):
         return record, ()
     from ucp_formats.deepspeed.tp.family import FamilyRules, script_arguments  # few runs need one
 
     saved = extras.get("args") or extras.client_state().get("args")
-    family = FamilyRules(said, script_arguments(saved), index.path)
-    wholes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
+    family = FamilyRules(stated, script_arguments(saved), index.path)
+    shapes = {atom.name: (atom.global_shape, atom.kind is not Kind.BUFFER) for atom in index.atoms.values()}
     try:
-        layouts = family.layouts_of(wholes, tp)
+        layouts = family.layouts_of(shapes, tp)
     except UnknownFamilyError as error:
         raise TopologyError(f"{error}\nOr write files for tp=1") from None
     rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)

@@ -48,7 +48,7 @@ class DeepSpeedTarget(EngineTarget):
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
-        wanted = _wanted(index, topology)
+        wanted = _target_topology(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
         groups = optimizer_groups(facts)
@@ -83,7 +83,7 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     return replace(plan, lost=lost, dropped=(line, *plan.dropped)) if lost else plan
 
 
-def _wanted(index: Index, topology: Topology | None) -> Topology:
+def _target_topology(index: Index, topology: Topology | None) -> Topology:
     """The run that the files are for. Raises TopologyError where its ZeRO stage is not known."""
     wanted = topology or index.topology
     if wanted.zero is not None:
@@ -106,23 +106,25 @@ _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
 """Name of a parameter to the axes of the run over which it lies."""
 
 
-def _files(facts: RunFacts, wanted: Topology, said: StageSettings) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
+def _files(
+    facts: RunFacts, wanted: Topology, settings: StageSettings
+) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; notes; the axes of each parameter."""
-    pipeline = pipeline_of(facts) or (named_pipeline(facts, said.tied) if said.partitions else None)
+    pipeline = pipeline_of(facts) or (named_pipeline(facts, settings.tied) if settings.partitions else None)
     experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
-    if pipeline is None and said.partitions:
+    if pipeline is None and settings.partitions:
         raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
     drafted, layers = list[Drafted](), list[Drafted]()
     if pipeline is None:
         stages, views = Stages(()), rank_views(facts, wanted)
     else:
-        whole = rank_views(facts, replace(wanted, pp=1))
-        stages = stages_of(whole[0], pipeline, said, wanted.pp)
+        unstaged = rank_views(facts, replace(wanted, pp=1))
+        stages = stages_of(unstaged[0], pipeline, settings, wanted.pp)
         views = rank_views(facts, wanted, stages.places)
-        layers = [file for view in whole for file in layer_files(view, pipeline)]
+        layers = [file for view in unstaged for file in layer_files(view, pipeline)]
     notes = [*stages.notes]
-    stages_from = "--set" if said.partitions else "the stages of the source"
+    stages_from = "--set" if settings.partitions else "the stages of the source"
     for view in views:
         files, rank_notes = RankFiles(view, experts, wanted.ep, is_stage=pipeline is not None).draft_files()
         drafted += files

@@ -81,10 +81,10 @@ class DeepSpeedUniversalTarget(EngineTarget):
         stage = index.topology.zero
         stage = 1 if stage is None else stage
         facts = run_facts(index, options, ranks=index.topology.dp, stage=stage, tp=wanted.tp)
-        asked = options.settings.get("optimizer")
-        if asked is not None and asked not in _OPTIMIZERS:
-            raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {asked!r}")
-        step_dtype = _OPTIMIZERS[asked] if asked else DType.FLOAT32 if facts.is_foreign else None
+        chosen = options.settings.get("optimizer")
+        if chosen is not None and chosen not in _OPTIMIZERS:
+            raise UsageError(f"expected --set optimizer=torch or optimizer=deepspeed; got {chosen!r}")
+        step_dtype = _OPTIMIZERS[chosen] if chosen else DType.FLOAT32 if facts.is_foreign else None
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype, unpacks_steps=True)
         if facts.pp > 1 and not is_pipeline(facts):
             raise TopologyError(
@@ -138,24 +138,24 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
             module = module_tensors(draft, view, kinds)  # what a universal load does not restore, for scripts that do
             for frozen in frozen_shapes(view.index) if kinds else ():
                 atom = view.index.atoms[str(frozen)]
-                module.setdefault(atom.name, draft.whole(atom.name, WEIGHT, view.module_dtype(atom)))
-            own: dict[str, object] = {
+                module.setdefault(atom.name, draft.full(atom.name, WEIGHT, view.module_dtype(atom)))
+            values: dict[str, object] = {
                 "module": module,
                 "param_shapes": shapes(view.index, [[atom.name for atom in group.params] for group in groups]),
                 "frozen_param_shapes": frozen_shapes(view.index),
                 "shared_params": dict(facts.index.aliases),
             }
-            yield draft.finish(model_state(draft, view, 0, own))
+            yield draft.finish(model_state(draft, view, 0, values))
 
 
 def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
     """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
     draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
-    kept = _shared_by_all(entries)
+    shared = _shared_by_all(entries)
     if facts.extras.get("lr_scheduler") is not None and "lr" in entries[0]:
         # a scheduler sets the rates anew after the first step; until then the first group's is the nearest
-        kept["lr"] = entries[0]["lr"]
+        shared["lr"] = entries[0]["lr"]
     counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
     if facts.precision is not Precision.FP16:
@@ -166,7 +166,7 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
         "ds_version": EMULATED,
         **({PIPELINE: True} if is_pipeline(facts) else {}),
         "param_groups": entries,
-        "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**kept, "params": [0]}]},
+        "optimizer_state_dict": {"state": {0: counts}, "param_groups": [{**shared, "params": [0]}]},
     }
     return draft.finish(root)
 
@@ -198,7 +198,7 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
             dtype = group.dtypes[state]
-            tensor = draft.whole(atom.name, state, dtype, shape=shape) if has_state else draft.filled(dtype, shape)
+            tensor = draft.full(atom.name, state, dtype, shape=shape) if has_state else draft.filled(dtype, shape)
             yield draft.finish({**keys, "param": tensor})
 
 

@@ -57,7 +57,7 @@ def test_bf16_optimizer(kept: object, expected: bool) -> None:
 
 def test_another_stage_keeps_everything_else() -> None:
     raw = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": True}}
-    assert RunConfig(raw).staged(3) == {
+    assert RunConfig(raw).with_stage(3) == {
         "zero_optimization": {"stage": 3, "overlap_comm": True},
         "bf16": {"enabled": True},
     }

@@ -12,7 +12,7 @@ from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import UnsupportedError, UsageError
 from ucp.live.model.dtensor import check_axes
-from ucp.live.model.module import describe_model
+from ucp.live.model.module import describe_modules
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 
 ROWS = torch.arange(20.0).view(5, 4)
@@ -33,7 +33,7 @@ def net_of(mesh, *placements):
 
 
 def slice_of(net):
-    (own,) = describe_model(net).tensors
+    (own,) = describe_modules([net]).tensors
     return own.part.to_slice("w", "weight", (5, 4), DType.FLOAT32)
 
 
@@ -50,7 +50,7 @@ def test_a_part_is_what_the_placements_say(mesh, placements):
         local = tuple(slice(low, high) for low, high in zip(pair.local.offsets, pair.local.stops, strict=True))
         assert torch.equal(ROWS[whole], held[local])
     assert sum(pair.global_box.numel for pair in found.pairs) == held.numel()
-    assert describe_model(net).handles["w"].data_ptr() == held.data_ptr()
+    assert describe_modules([net]).handles["w"].data_ptr() == held.data_ptr()
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -61,7 +61,7 @@ def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
     net = nn.Module()
     net.w1 = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(net, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
-    live = describe_model(net)
+    live = describe_modules([net])
     (own,) = live.tensors
     (pair,) = own.part.to_slice("w1", "weight", (experts, 4), DType.FLOAT32).pairs
     assert len(own.part.layout.axes) == 2
@@ -74,7 +74,7 @@ def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
 def test_a_rank_may_hold_nothing_of_it(mesh):
     net = nn.Module()
     net.w = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, (Shard(0), Replicate()), src_data_rank=None))
-    (own,) = describe_model(net).tensors
+    (own,) = describe_modules([net]).tensors
     found = own.part.to_slice("w", "weight", (1, 4), DType.FLOAT32)
     assert (found.local_shape, found.nbytes) == ((0, 4), 0)
 
@@ -83,29 +83,29 @@ def test_a_sum_that_is_not_reduced_is_refused(mesh):
     net = nn.Module()
     net.w = nn.Parameter(DTensor.from_local(ROWS.clone(), mesh, [Replicate(), Partial()]))
     with pytest.raises(UnsupportedError, match=r"w: expected placements Shard and Replicate; got P"):
-        describe_model(net)
+        describe_modules([net])
 
 
 def test_another_shape_in_the_checkpoint_does_not_fit(mesh):
-    (own,) = describe_model(net_of(mesh, Shard(0), Replicate())).tensors
+    (own,) = describe_modules([net_of(mesh, Shard(0), Replicate())]).tensors
     with pytest.raises(ValueError, match=r"has shape \[5, 4\] in the model and \[6, 4\]"):
         own.part.to_slice("w", "weight", (6, 4), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("told", ["dp=2,tp=2", "dp_replicate=2,dp_shard=1,tp=2", "cp=2,tp=2"])
 def test_a_topology_may_say_it_again(mesh, told):
-    check_axes(describe_model(net_of(mesh, Shard(0), Shard(1))).tensors, Topology.parse(told))
+    check_axes(describe_modules([net_of(mesh, Shard(0), Shard(1))]).tensors, Topology.parse(told))
 
 
 @pytest.mark.parametrize("told", ["dp=4", "tp=4", "dp=4,tp=2"])
 def test_a_topology_of_other_degrees_is_refused(mesh, told):
     with pytest.raises(UsageError, match=r"(?s)as .* says; got\n +w: dp=2 x tp=2\n"):
-        check_axes(describe_model(net_of(mesh, Shard(0), Replicate())).tensors, Topology.parse(told))
+        check_axes(describe_modules([net_of(mesh, Shard(0), Replicate())]).tensors, Topology.parse(told))
 
 
 def test_states_lie_over_the_ranks_as_the_parameter_does(mesh):
     net = net_of(mesh, Shard(1), Shard(0))
-    live = describe_optimizer(optim.AdamW(net.parameters()), describe_model(net))
+    live = describe_optimizer(optim.AdamW(net.parameters()), describe_modules([net]))
     assert live.params([{}])[0].keeps == {"step": DType.FLOAT32, "exp_avg": DType.FLOAT32, "exp_avg_sq": DType.FLOAT32}
     local = live.landing("w", "exp_avg", DType.FLOAT32, (2, 2), counts=False)
     local.fill_(7.0)

@@ -4,7 +4,7 @@ from torch import nn
 
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.model.module import describe_model
+from ucp.live.model.module import describe_modules
 from ucp.live.parts import LivePart, LiveTensor
 
 
@@ -28,7 +28,7 @@ PLAIN = (
 
 def test_a_module_is_its_parameters_and_persistent_buffers():
     net = Net()
-    found = describe_model(net)
+    found = describe_modules([net])
     assert found.tensors == PLAIN
     assert found.handles["emb.weight"] is net.emb.weight
     assert found.owners[id(net.head.weight)] == "emb.weight"
@@ -38,7 +38,7 @@ def test_parameters_that_share_memory_are_tied():
     net = nn.Module()
     net.a = nn.Parameter(torch.zeros(2, 2))
     net.b = nn.Parameter(net.a.data)
-    found = describe_model(net)
+    found = describe_modules([net])
     assert [own.names for own in found.tensors] == [("a", "b")]
     assert found.owners[id(net.b)] == "a"
 
@@ -59,48 +59,48 @@ def test_parameters_that_share_some_memory_are_refused(cut):
     net.other = nn.Parameter(torch.zeros(2))
     net.a, net.b = (nn.Parameter(own) for own in cut(torch.zeros(6, 6)))
     with pytest.raises(LoadError, match=r"memory of its own; these share some\n +a and b\n"):
-        describe_model(net)
+        describe_modules([net])
 
 
 def test_parameters_may_be_cut_from_one_memory():
     base = torch.zeros(4, 6)
     net = nn.Module()
     net.a, net.b = nn.Parameter(base[:, ::2]), nn.Parameter(base[:, 1::2])
-    assert [own.name for own in describe_model(net).tensors] == ["a", "b"]
+    assert [own.name for own in describe_modules([net]).tensors] == ["a", "b"]
 
 
 def test_a_parameter_that_is_expanded_is_refused():
     net = nn.Module()
     net.ids = nn.Buffer(torch.arange(3).expand(1, -1))
-    assert [own.name for own in describe_model(net).tensors] == ["ids"]
+    assert [own.name for own in describe_modules([net]).tensors] == ["ids"]
     net.wide = nn.Parameter(torch.zeros(1, 2).expand(4, 2))
     with pytest.raises(LoadError, match="wide: it is expanded, so that several of its elements are one"):
-        describe_model(net)
+        describe_modules([net])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while torch.compile is imported
 def test_torch_compile_is_seen_through():
-    assert describe_model(torch.compile(Net())).tensors == PLAIN
+    assert describe_modules([torch.compile(Net())]).tensors == PLAIN
     net = nn.Sequential(torch.compile(nn.Linear(2, 2)))
-    assert [own.name for own in describe_model(net).tensors] == ["0.weight", "0.bias"]
+    assert [own.name for own in describe_modules([net]).tensors] == ["0.weight", "0.bias"]
 
 
 def test_activation_checkpointing_is_seen_through():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = nn.BatchNorm1d(2)
-    names = [own.name for own in describe_model(nn.Sequential(checkpoint_wrapper(inner))).tensors]
+    names = [own.name for own in describe_modules([nn.Sequential(checkpoint_wrapper(inner))]).tensors]
     assert names == [f"0.{name}" for name in inner.state_dict()]
 
 
 def test_data_parallel_is_seen_through():
-    assert describe_model(nn.DataParallel(Net())).tensors == PLAIN
+    assert describe_modules([nn.DataParallel(Net())]).tensors == PLAIN
 
 
 def test_a_module_of_the_user_called_module_keeps_its_name():
     net = nn.Module()
     net.module = nn.Linear(2, 2, bias=False)
-    assert [own.name for own in describe_model(net).tensors] == ["module.weight"]
+    assert [own.name for own in describe_modules([net]).tensors] == ["module.weight"]
 
 
 def test_extra_state_is_noted():
@@ -108,14 +108,14 @@ def test_extra_state_is_noted():
         def get_extra_state(self):
             return {"seen": 1}
 
-    assert describe_model(nn.Sequential(Extra(2, 2))).notes == (
+    assert describe_modules([nn.Sequential(Extra(2, 2))]).notes == (
         "restore yourself what modules keep beside tensors: 0._extra_state",
     )
 
 
 def test_parameters_without_a_shape_are_refused_all_at_once():
     with pytest.raises(LoadError) as error:
-        describe_model(nn.Sequential(nn.LazyLinear(3, bias=False), nn.LazyLinear(3)))
+        describe_modules([nn.Sequential(nn.LazyLinear(3, bias=False), nn.LazyLinear(3))])
     assert "0.weight: its shape is not known yet" in str(error.value)
     assert "1.bias: its shape is not known yet" in str(error.value)
 
@@ -125,18 +125,18 @@ def test_an_element_type_that_checkpoints_lack_is_refused():
     net = nn.Module()
     net.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
     with pytest.raises(LoadError, match=r"odd: no checkpoint has elements of type torch\.complex32"):
-        describe_model(net)
+        describe_modules([net])
 
 
 def test_sharded_parameters_are_refused():
     net = nn.Linear(2, 2)
     net.weight.ds_id = 0
     with pytest.raises(UnsupportedError, match="weight: a parameter that DeepSpeed ZeRO-3 has partitioned"):
-        describe_model(net)
+        describe_modules([net])
 
 
 def test_a_module_that_a_framework_cuts_is_refused():
     wrapper = type("PipelineModule", (nn.Module,), {})()
     wrapper.inner = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="its layers are cut over pipeline ranks"):
-        describe_model(nn.Sequential(wrapper))
+        describe_modules([nn.Sequential(wrapper)])

@@ -4,7 +4,7 @@ from torch import nn, optim
 
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, UnsupportedError
-from ucp.live.model.module import describe_model
+from ucp.live.model.module import describe_modules
 from ucp.live.optimizer.torch_optimizer import describe_optimizer
 
 FLOAT, HALF = DType.FLOAT32, DType.BFLOAT16
@@ -12,7 +12,7 @@ ADAM = {"step": FLOAT, "exp_avg": FLOAT, "exp_avg_sq": FLOAT}
 
 
 def described(net, optimizer):
-    return describe_optimizer(optimizer, describe_model(net))
+    return describe_optimizer(optimizer, describe_modules([net]))
 
 
 def kept(net, optimizer, hyper=({},)):

@@ -173,7 +173,9 @@ def _keep_signal_handlers() -> Generator[Callable[[], None], None, None]:
             raise
 
     try:
-        yield lambda: _handle({number: hear if callable(own) else own for number, own in handlers.items()})
+        yield lambda: _handle(
+            {number: hear if callable(previous) else previous for number, previous in handlers.items()}
+        )
     except KeyboardInterrupt:
         if raised:
             raise raised[0] from None

@@ -17,7 +17,7 @@ from pathlib import Path
 def look(token: str, files: list[tuple[str, int, int]]) -> tuple[str, str, list[str]]:
     """What the node runs, what is wrong with the destination there, and which files of the source are not the same.
 
-    `token`: see `sees`. `files`: path, bytes and time of the last change in nanoseconds, as the driver sees them.
+    `token`: see `describe_fault`. `files`: path, bytes and time of the last change in ns, as the driver sees them.
     """
     return program(), describe_fault(token), find_changed_files(files)
 

@@ -26,7 +26,7 @@ from ucp.core.topology import Topology
 from ucp.core.union import state_from_scalar
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
 from ucp.io.pickle.fields import Shape, sequence
-from ucp_formats.deepspeed.extras import joined, model_extras, universal_extras
+from ucp_formats.deepspeed.extras import join_extras, model_extras, universal_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
 from ucp_formats.deepspeed.read.files import (
@@ -74,14 +74,14 @@ class UniversalRanks:
     def groups(self) -> tuple[dict[str, Shape], ...]:
         """`param_shapes` of all stages together, with the shapes that tensor-parallel rank 0 holds."""
         stages = [files[0].groups for mp, files in self.models.items() if mp % self.tp == 0]
-        if len({len(own) for own in stages}) > 1:
+        if len({len(groups) for groups in stages}) > 1:
             raise UnsupportedError(
                 f"expected as many parameter groups on each pipeline stage of {self.where}; got "
-                f"{', '.join(str(len(own)) for own in stages)}, and optimizer_state.pt has those of the first stage "
-                "only. Read the original checkpoint instead"
+                f"{', '.join(str(len(groups)) for groups in stages)}; optimizer_state.pt has those of "
+                "the first stage only. Read the original checkpoint instead"
             )
         return tuple(
-            {name: shape for own in group for name, shape in own.items()} for group in zip(*stages, strict=True)
+            {name: shape for groups in group for name, shape in groups.items()} for group in zip(*stages, strict=True)
         )
 
     def known_shapes(self) -> dict[str, Shape]:
@@ -90,13 +90,15 @@ class UniversalRanks:
             return {}  # a problem that is told of already
         local = {mp: {**files[0].frozen, **files[0].trained} for mp, files in self.models.items()}
         if self.tp == 1 or sorted(local) != list(range(self.tp * self.pp)):
-            return {name: shape for own in local.values() for name, shape in own.items()}
-        held: dict[str, list[Shape]] = {}
+            return {name: shape for shapes in local.values() for name, shape in shapes.items()}
+        by_name: dict[str, list[Shape]] = {}
         for mp in sorted(local):
             for name, shape in local[mp].items():
-                held.setdefault(name, []).append(shape)
+                by_name.setdefault(name, []).append(shape)
         complete = {
-            name: TensorShapes(local=tuple(own[: self.tp])) for name, own in held.items() if len(own) >= self.tp
+            name: TensorShapes(local=tuple(shapes[: self.tp]))
+            for name, shapes in by_name.items()
+            if len(shapes) >= self.tp
         }
         return {name: layout.global_shape for name, layout in self.rules.layouts(complete).items()}
 
@@ -116,25 +118,25 @@ class UniversalRanks:
 
 
 def universal_ranks(
-    found: Iterable[ModelStates], where: str, problems: Problems, options: SourceOptions
+    parsed_models: Iterable[ModelStates], where: str, problems: Problems, options: SourceOptions
 ) -> UniversalRanks:
     """Those of `found`; what is missing goes to `problems`. `options`: what the user says of the layout.
 
     ucp writes a file for stages 1 and 2 and one for stage 3; the first says more and is taken.
     """
     by_role: dict[Role, dict[int, dict[int, ModelStates]]] = {Role.MODEL: {}, Role.SHARDED_MODEL: {}}
-    for model in found:
+    for model in parsed_models:
         by_role[model.name.role].setdefault(model.name.mp, {})[model.name.dp] = model
     models = by_role[Role.MODEL] or by_role[Role.SHARDED_MODEL]
-    chosen = [model for own in models.values() for model in own.values()]
-    size = model_parallel_size(chosen, [model.name for model in chosen])
+    model_files = [model for by_rank in models.values() for model in by_rank.values()]
+    size = model_parallel_size(model_files, [model.name for model in model_files])
     prefix = "" if by_role[Role.MODEL] or not models else "zero_pp_rank_0_"
     lost = [mp for mp in range(size) if 0 not in models.get(mp, {})]
     problems.missing += [f"{prefix}mp_rank_{mp:02d}_model_states.pt" for mp in lost]
-    tp, pp = degrees(chosen, size, [], problems)
-    if all(model.module is None and model.degrees is None for model in chosen):
+    tp, pp = degrees(model_files, size, [], problems)
+    if all(model.module is None and model.degrees is None for model in model_files):
         tp, pp = 1, size  # older than the record; the names of layers would tell, but are not here
-    infos = {model.name.name: (model.file, model.file.root.get("universal_checkpoint_info")) for model in chosen}
+    infos = {model.name.name: (model.file, model.file.root.get("universal_checkpoint_info")) for model in model_files}
     rules = tensor_rules(infos, where, options)
     return UniversalRanks(where=where, models=dict(sorted(models.items())), tp=tp, pp=pp, rules=rules)
 
@@ -164,15 +166,15 @@ class SharedStates:
         """
         root = file.root
         if not {"param_groups", "zero_stage"} & root.keys():
-            held = ", ".join(map(repr, list(root)[:8])) or "nothing"
+            keys = ", ".join(map(repr, list(root)[:8])) or "nothing"
             raise MalformedError(
-                f"expected param_groups or zero_stage in {file.path}, as every optimizer state has; got {held}. It is "
+                f"expected param_groups or zero_stage in {file.path}, as every optimizer state has; got {keys}. It is "
                 "another file under this name: copy it again from where it was saved"
             )
         saved = root.get("param_groups")
         groups = sequence(() if saved is None else saved, "param_groups")
         inner = root.get("optimizer_state_dict")
-        left = (
+        state = (
             TorchOptimizer.of({"param_groups": [], **inner}, "optimizer_state_dict").state
             if isinstance(inner, dict) and "state" in inner
             else {}
@@ -180,11 +182,12 @@ class SharedStates:
         paddings = root.get("param_alignment_paddings")
         return cls(
             file=file,
-            groups=tuple(SavedGroup.of(own, f"param_groups[{number}]") for number, own in enumerate(groups)),
-            state=left,
+            groups=tuple(SavedGroup.of(group, f"param_groups[{number}]") for number, group in enumerate(groups)),
+            state=state,
             stage=stage_of(root),
             ranks=next(iter(counts_of(root) or ()), 1),
-            is_aligned=isinstance(paddings, list) and any(any(own) for own in paddings if isinstance(own, list)),
+            is_aligned=isinstance(paddings, list)
+            and any(any(padding) for padding in paddings if isinstance(padding, list)),
         )
 
 
@@ -194,30 +197,32 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     refuse_names(folder)
     problems = Problems()
     files = read_files(folder, problems)
-    of_models = [file for file in files if file.name.role in (Role.MODEL, Role.SHARDED_MODEL)]
-    models = parse_files(of_models, ModelStates.of, problems)
+    model_files = [file for file in files if file.name.role in (Role.MODEL, Role.SHARDED_MODEL)]
+    models = parse_files(model_files, ModelStates.of, problems)
     ranks = universal_ranks(models, str(folder.path), problems, options)
     refuse_idle_options(options, ranks.tp, str(folder.path))
-    found = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
+    folders = read_parameter_folders(folder.path / UNIVERSAL, ranks.known_shapes(), problems)
     shared, wrong = try_read(folder.path / UNIVERSAL, FileName(role=Role.OPTIMIZER, name=GLOBALS))
     problems.extend(wrong)
-    every = parse_files([shared] if shared is not None else [], SharedStates.of, problems)
+    parsed = parse_files([shared] if shared is not None else [], SharedStates.of, problems)
     problems.raise_any(str(folder.path), "universal")
-    (states_of_all,) = every
+    (states_of_all,) = parsed
     trained = {param: shape for group in ranks.groups for param, shape in group.items()}
-    _check_folders(trained, found, str(folder.path / UNIVERSAL))
+    _check_folders(trained, folders, str(folder.path / UNIVERSAL))
     model = ranks.first
-    records = (*(record for file in (*files, states_of_all.file) for record in file.records), *found.records)
+    records = (*(record for file in (*files, states_of_all.file) for record in file.records), *folders.records)
     merged = ranks.module(Checksums(records))
-    module = _completed(merged.module, model, trained, found)
-    states, dropped = _states(module, ranks, states_of_all, found)
+    module = _completed(merged.module, model, trained, folders)
+    states, dropped = _states(module, ranks, states_of_all, folders)
     stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
     stage = stage if stage in range(4) else None  # of the run that it was made from, where that is known
     # its model-states files have no module, or ucp wrote it so
-    bare = all(rank.module is None for models_of in ranks.models.values() for rank in models_of.values())
-    extras = universal_extras(states_of_all.file.root, found.info)
-    extras += [Extra(name="pipeline", value=True)] if bare or states_of_all.file.root.get("pipeline") is True else []
-    strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in found.strays]
+    has_no_module = all(rank.module is None for models_of in ranks.models.values() for rank in models_of.values())
+    extras = universal_extras(states_of_all.file.root, folders.info)
+    extras += (
+        [Extra(name="pipeline", value=True)] if has_no_module or states_of_all.file.root.get("pipeline") is True else []
+    )
+    strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in folders.strays]
     roles = [(file.path, file.name.label) for file in files]
     roles.append((states_of_all.file.path, "what all parameters share"))
     return Index(
@@ -231,8 +236,8 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
         atoms=atoms_of(module, states, model.config),
         groups=_groups(ranks, states_of_all, stage),
         aliases=module.aliases,
-        extras=joined((*merged.optimizer.extras, *extras), module.extras),
-        files=tuple(source_files([*roles, *found.files])),
+        extras=join_extras((*merged.optimizer.extras, *extras), module.extras),
+        files=tuple(source_files([*roles, *folders.files])),
         records=records,
         notes=(*module.notes, *folder_notes(folder), *strays),
         dropped=(*module.dropped, *dropped),
@@ -240,25 +245,25 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     )
 
 
-def _check_folders(trained: Mapping[str, Shape], found: ParameterFolders, zero: str) -> None:
-    lost = [param for param, shape in trained.items() if prod(shape) and param not in found.states]
-    if lost:
+def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero: str) -> None:
+    missing = [param for param, shape in trained.items() if prod(shape) and param not in folders.states]
+    if missing:
         raise MissingFileError(
             f"expected a folder in {zero} for every trained parameter of the model-states files; none is there for "
-            f"{counted(len(lost), 'parameter')}:\n{listed(lost)}\ncopy what was saved"
+            f"{counted(len(missing), 'parameter')}:\n{listed(missing)}\ncopy what was saved"
         )
 
 
 def _completed(
-    part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], found: ParameterFolders
+    part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], folders: ParameterFolders
 ) -> ModulePart:
     """The module as the model-states files have it, and what only `zero/` has, or has without padding."""
-    for name, own in found.states.items():
-        entry, weight = part.entries.get(name), own.get(WEIGHT)
+    for name, states in folders.states.items():
+        entry, weight = part.entries.get(name), states.get(WEIGHT)
         if weight is None:
             continue
         if entry is None and name not in part.aliases and name not in trained:
-            kind = Kind.FROZEN if len(own) == 1 else Kind.PARAMETER
+            kind = Kind.FROZEN if len(states) == 1 else Kind.PARAMETER
             kind = Kind.BUFFER if name in (model.buffers or ()) else kind
             part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, tensor=None)
         elif entry is not None and name in trained and weight.global_shape != entry.shape:
@@ -269,19 +274,19 @@ def _completed(
 
 
 def _states(
-    module: ModulePart, ranks: UniversalRanks, shared: SharedStates, found: ParameterFolders
+    module: ModulePart, ranks: UniversalRanks, shared: SharedStates, folders: ParameterFolders
 ) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
     """States to take from `zero/`, and what of it is a lesser copy of something else."""
     groups = ranks.groups
     trained = {name for group in groups for name in group}
     states: dict[str, dict[str, StateIndex]] = {}
     dropped: list[str] = []
-    for name, own in found.states.items():
+    for name, param_states in folders.states.items():
         entry = module.entries.get(name)
         if name in module.aliases:
             dropped.append(f"zero/{name}/: a copy of {module.aliases[name]}, to which it is tied")
         elif name in trained or entry is None or entry.tensor is None:
-            states[name] = own
+            states[name] = param_states
         else:
             dropped.append(
                 f"zero/{name}/: a cast of the {entry.kind.value} tensor in {ranks.first.name.name}, which is taken"
@@ -293,7 +298,7 @@ def _states(
             for name in (name for group in members for name in group):
                 if state is not None and name in states:
                     states[name].setdefault(key, state)
-    tensors = (value for own in shared.state.values() for value in own.values())
+    tensors = (value for entries in shared.state.values() for value in entries.values())
     if any(isinstance(value, TensorRef) and value.shape for value in tensors):
         dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
     return states, dropped

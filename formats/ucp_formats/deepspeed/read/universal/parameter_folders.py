@@ -43,8 +43,8 @@ def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
     `stems`: parameter to the stems of its files.
     """
     faults = []
-    for param, own in stems.items():
-        faults += [(param, f"its state {stem!r} has a '/' in its name") for stem in own if "/" in stem]
+    for param, param_stems in stems.items():
+        faults += [(param, f"its state {stem!r} has a '/' in its name") for stem in param_stems if "/" in stem]
         parts = param.split("/")
         for count in range(1, len(parts)):
             outer = "/".join(parts[:count])
@@ -52,7 +52,7 @@ def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
                 why = f"DeepSpeed would take the folder {parts[count]!r} in that of {outer!r} for a file of states"
                 faults.append((param, why))
     check_named(
-        [(param, state_path(tag, param, stem)) for param, own in stems.items() for stem in own],
+        [(param, state_path(tag, param, stem)) for param, param_stems in stems.items() for stem in param_stems],
         expected="names of parameters that can be folders (zero/<parameter>/<state>.pt)",
         remedy="rename them in the model, or write native files (--to deepspeed), which name no file after a parameter",
         reserved=[f"{tag}/zero/{GLOBALS}"],
@@ -89,21 +89,23 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
     `shapes`: shape of a parameter where the model-states files say it; flat tensors are given that shape. A folder in
     that of a parameter is a parameter only if it is one of these.
     """
-    found = ParameterFolders()
-    for param, files in _folders(zero, shapes, found):
+    folders = ParameterFolders()
+    for param, files in _folders(zero, shapes, folders):
         if "fp32.pt" not in files:
             problems.missing.append(f"zero/{param}/fp32.pt")
         states = {}
         for file in files:
             state = _STATES.get(file.removesuffix(".pt"), file.removesuffix(".pt"))
-            index = _read_state(zero / param / file, (param, state), shapes.get(param), found, problems)
+            index = _read_state(zero / param / file, (param, state), shapes.get(param), folders, problems)
             if index is not None:
                 states[state] = index
-        found.states[param] = {name: states[name] for name in sorted(states, key=lambda name: name != WEIGHT)}
-    return found
+        folders.states[param] = {name: states[name] for name in sorted(states, key=lambda name: name != WEIGHT)}
+    return folders
 
 
-def _folders(zero: Path, shapes: Mapping[str, Shape], found: ParameterFolders) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _folders(
+    zero: Path, shapes: Mapping[str, Shape], folders: ParameterFolders
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each parameter in `zero` with its files, before those in its folder; what is none goes to the strays."""
     known: set[str] = set()  # folders of parameters, and every folder that holds one
     for name in shapes:
@@ -122,8 +124,8 @@ def _folders(zero: Path, shapes: Mapping[str, Shape], found: ParameterFolders) -
         if is_parameter or (name and not nested):
             yield name, files
         strays = (file for file in others if not (file.endswith(".pt") if name else file == GLOBALS))
-        found.strays += [f"{name}/{file}" if name else file for file in strays]
-        found.strays += [folder for folder in below if is_parameter and folder not in known]
+        folders.strays += [f"{name}/{file}" if name else file for file in strays]
+        folders.strays += [folder for folder in below if is_parameter and folder not in known]
         waiting += reversed(nested)
 
 
@@ -146,7 +148,7 @@ _UNNAMED = "archive"
 
 
 def _read_state(
-    path: Path, of: tuple[str, str], shape: Shape | None, found: ParameterFolders, problems: Problems
+    path: Path, of: tuple[str, str], shape: Shape | None, folders: ParameterFolders, problems: Problems
 ) -> StateIndex | None:
     """Where the state of a parameter lies, `of` (parameter, state); None with a problem where the file has none."""
     param, state = of
@@ -162,10 +164,10 @@ def _read_state(
     if isinstance(value, dict) and "param" in value:
         rest = {str(key): item for key, item in value.items() if key != "param"}
         if rest and state == WEIGHT:
-            found.info[param] = rest
+            folders.info[param] = rest
         value = value["param"]
-    found.files.append((str(path), f"{state} of {param}"))
-    found.records += archive.records
+    folders.files.append((str(path), f"{state} of {param}"))
+    folders.records += archive.records
     index = (
         state_from_scalar(value) if not isinstance(value, TensorRef) or state == STEP else _tensor_state(value, shape)
     )

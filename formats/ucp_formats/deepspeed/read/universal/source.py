@@ -1,4 +1,4 @@
-"""Format `deepspeed-universal`: recognised by names alone; `universal/index` says what is in one."""
+"""Format `deepspeed-universal`: recognised by file names; `universal/index` reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, saved_as, the_folder
+from ucp_formats.deepspeed.names import locate_tag, the_folder, with_save_folder
 from ucp_formats.deepspeed.read.source import RUN
 
 
@@ -21,7 +21,7 @@ class DeepSpeedUniversalFormat(Format):
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> DeepSpeedUniversalFormat:
-        """The same format, reading with these options."""
+        """The format with these options."""
         return DeepSpeedUniversalFormat(options)
 
     def detect(self, path: Path) -> Evidence | None:
@@ -34,4 +34,4 @@ class DeepSpeedUniversalFormat(Format):
         from ucp_formats.deepspeed.read.universal.index import read_universal
 
         located = the_folder(locate_tag(path, universal=True), path)
-        return saved_as(read_universal(located, self.name, self._options), located)
+        return with_save_folder(read_universal(located, self.name, self._options), located)

@@ -82,8 +82,8 @@ class Group:
         """A parameter whose count is that of `params`, or of the whole group where none of them has one."""
         atoms = {atom.name: atom for atom in self.params}
         for names in ([] if params is None else [params], [atoms]):
-            for own in names:
-                name = self.plan.find_common_count(own, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
+            for members in names:
+                name = self.plan.find_common_count(members, state, keeper="stages 1 to 3 keep it", remedy=_ONE_EACH)
                 if name is not None:
                     return atoms[name]
         raise KeyError(state)
@@ -134,16 +134,16 @@ def optimizer_groups(facts: RunFacts) -> tuple[Group, ...]:
 
 def check_flat(groups: Iterable[Group]) -> None:
     """Raise UnsupportedError for states that are neither one number nor of the shape of their parameter."""
-    odd = [
+    misshapen = [
         f"{atom.name}/{name}: {list(atom.states[name].global_shape)} for a parameter of {list(atom.global_shape)}"
         for group in groups
         for atom in group.params
         for name in group.elementwise
         if name in atom.states and atom.states[name].global_shape != atom.global_shape
     ]
-    if odd:
+    if misshapen:
         raise UnsupportedError(
-            f"a flat buffer of DeepSpeed holds states of the shape of their parameters only; got\n{listed(odd)}\n"
+            f"a flat buffer of DeepSpeed holds states of the shape of their parameters only; got\n{listed(misshapen)}\n"
             "write stage-0 files (--to deepspeed --topology zero=0)"
         )
 
@@ -193,9 +193,9 @@ def group_notes(groups: Sequence[Group], *, flat: bool) -> Iterable[str]:
             "zero, and the step count is the group's, as DeepSpeed has it for a parameter that was never stepped"
         )
     filled = [group for group in groups if group.params]
-    bare = [str(number) for number, group in enumerate(filled) if not group.state_names]
-    if bare:
-        which = "the optimizer" if len(bare) == len(filled) else f"groups {', '.join(bare)} of the optimizer"
+    stateless = [str(number) for number, group in enumerate(filled) if not group.state_names]
+    if stateless:
+        which = "the optimizer" if len(stateless) == len(filled) else f"groups {', '.join(stateless)} of the optimizer"
         yield f"the source has no states of {which}: a run that loads the files starts them anew"
 
 
@@ -223,10 +223,10 @@ def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) 
             "Write numbers for an optimizer of DeepSpeed (--set optimizer=deepspeed), or native files (--to deepspeed)"
         )
         facts.optimizer.check_float32(atom.name, state, remedy=remedy)
-        return draft.whole(atom.name, state, dtype)
+        return draft.full(atom.name, state, dtype)
     if number is not None and dtype is DType.INT64 and _is_unpacked(facts, atom):
         return int(number) if float(number).is_integer() else number
-    return number if is_plain_number(atom, state) else draft.whole(atom.name, state, atom.states[state].dtype)
+    return number if is_plain_number(atom, state) else draft.full(atom.name, state, atom.states[state].dtype)
 
 
 def group_entry(draft: AtomDraft, facts: RunFacts, group: Group, numbers: Iterable[int]) -> dict[object, object]:

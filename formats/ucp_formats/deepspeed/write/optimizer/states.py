@@ -31,7 +31,7 @@ from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
 from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
-from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, Stored, is_plain_number
+from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, ParamRange, RunFacts, is_plain_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def split_groups(facts: RunFacts, groups: Sequence[Group]) -> list[list[SubGroup
 def shared_state(draft: AtomDraft, facts: RunFacts, shares: Sequence[Share], rank: int) -> dict[str, object]:
     """`optimizer_state_dict` of the file of `rank` under stages 1 and 2."""
     flats = [share.buffer.layout for share in shares]
-    stored = [draft.stored(share.buffer.layout, share.buffer.axes, share.place) for share in shares]
+    stored = [draft.ranges(share.buffer.layout, share.buffer.axes, share.place) for share in shares]
     used = [flat.lengths(share.place).start for share, flat in zip(shares, flats, strict=True)]
     state = {
         number: _shared_states(draft, facts, share, parts)
@@ -143,7 +143,7 @@ def _stage(stage: int) -> Stub:
     return Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,), new=False)
 
 
-def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequence[Stored]) -> dict[str, object]:
+def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequence[ParamRange]) -> dict[str, object]:
     """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
     group = share.group
     # Muon's momentum is whole for all parameters that a rank shares (`_muon_momentum_buffer`, 0.19.8)
@@ -156,14 +156,14 @@ def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequ
             state[name] = write_count(draft, facts, group.counters[name], name)
             continue
         if has_whole and name == "momentum_buffer":
-            whole = WholeParameters(share.buffer.layout)
-            parts = draft.stored(whole, whole.axes(), share.place)
+            unsplit = WholeParameters(share.buffer.layout)
+            parts = draft.ranges(unsplit, unsplit.axes(), share.place)
             numel = sum(part.stop - part.start for part in parts)
         state[name] = draft.flat(name, group.dtypes[name], numel, parts)
     return state
 
 
-def _slice_mapping(share: Share, stored: Sequence[Stored]) -> OrderedDict[object, object]:
+def _slice_mapping(share: Share, stored: Sequence[ParamRange]) -> OrderedDict[object, object]:
     """Where each parameter lies in the share, in the order of the group; true also under round robin."""
     parts = {part.param: part for part in stored}
     address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -188,7 +188,7 @@ def chunked_state(
         first = len(masters)
         entries.append(group_entry(draft, facts, group, range(first, first + len(subs))))
         for number, sub in enumerate(subs, first):
-            stored, numel = draft.stored(sub.chunks, sub.chunks.axes(), rank), sub.chunks.lengths(0).start
+            stored, numel = draft.ranges(sub.chunks, sub.chunks.axes(), rank), sub.chunks.lengths(0).start
             masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
             if group.state_names:
                 state[number] = _flat_states(draft, facts, group, stored, numel=numel, counters=sub.counters)
@@ -205,7 +205,7 @@ def _flat_states(
     draft: AtomDraft,
     facts: RunFacts,
     group: Group,
-    stored: Sequence[Stored],
+    stored: Sequence[ParamRange],
     *,
     numel: int,
     counters: Mapping[str, AtomIndex],
@@ -261,7 +261,7 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
     if kind is Wrapper.UNFUSED:
         inner = _per_parameter(draft, facts, counted)
         masters = [
-            [draft.whole(atom.name, WEIGHT, atom.dtype_of(WEIGHT, facts.dtypes)) for atom in group.params]
+            [draft.full(atom.name, WEIGHT, atom.dtype_of(WEIGHT, facts.dtypes)) for atom in group.params]
             for group, _ in counted
         ]
         return {**scale_numbers(scale), "optimizer_state_dict": inner, "fp32_groups": masters}
@@ -270,7 +270,7 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
     for number, (group, _) in enumerate(counted):
         numel = sum(numel for _, numel in group.sizes)  # a flat master has no padding
         *_, buffer = shared_buffers(dict(group.sizes), ranks=1, paddings=None, first=numel, known_from="FP16_Optimizer")
-        stored = draft.stored(buffer, buffer.axes(), 0)
+        stored = draft.ranges(buffer, buffer.axes(), 0)
         flat_masters.append(draft.flat(WEIGHT, group.dtypes[WEIGHT], numel, stored))
         if group.state_names:
             state[number] = _flat_states(draft, facts, group, stored, numel=numel, counters=group.counters)
@@ -296,7 +296,7 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
             values = {
                 name: write_count(draft, facts, atom, name)
                 if is_plain_number(atom, name)
-                else draft.whole(atom.name, name, atom.dtype_of(name, facts.dtypes))
+                else draft.full(atom.name, name, atom.dtype_of(name, facts.dtypes))
                 for name in atom.states
                 if name != WEIGHT
             }
@@ -321,10 +321,12 @@ def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Me
     for atom in index.atoms.values():
         if atom.name in grouped or atom.kind is Kind.BUFFER or 0 not in atom.global_shape:
             continue
-        alike = [atoms for atoms in members if any(len(own.global_shape) == len(atom.global_shape) for own in atoms)]
-        homes = members if len(members) == 1 else alike
+        same_rank = [
+            atoms for atoms in members if any(len(member.global_shape) == len(atom.global_shape) for member in atoms)
+        ]
+        homes = members if len(members) == 1 else same_rank
         if len(homes) == 1:
-            homes[0].insert(sum(order[own.name] < order[atom.name] for own in homes[0]), atom)
+            homes[0].insert(sum(order[member.name] < order[atom.name] for member in homes[0]), atom)
         else:
             unknown.append(f"{atom.name} {list(atom.global_shape)}")
     if unknown:

@@ -48,8 +48,8 @@ def is_pipeline(facts: RunFacts) -> bool:
 
     An `nn.Sequential` names its parameters alike, so that names alone say nothing.
     """
-    told = facts.index.topology.pp > 1 or facts.extras.get(PIPELINE) is not None
-    return told and _names_layers(facts.index.atoms)
+    recorded = facts.index.topology.pp > 1 or facts.extras.get(PIPELINE) is not None
+    return recorded and _names_layers(facts.index.atoms)
 
 
 def _names_layers(names: Iterable[str]) -> bool:
@@ -79,28 +79,30 @@ class Pipeline:
     @property
     def tied_stages(self) -> dict[str, set[int]]:
         """Key of tied layers to the stages with their trained parameters."""
-        found: dict[str, set[int]] = {}
+        stages_by_key: dict[str, set[int]] = {}
         for stage, names in enumerate(self.stages):
             for name in names:
                 key = tied_key(name)
                 if key is not None:
-                    found.setdefault(key, set()).add(stage)
-        return found
+                    stages_by_key.setdefault(key, set()).add(stage)
+        return stages_by_key
 
-    def tied_uses(self, told: Uses) -> Uses:
+    def tied_uses(self, stated: Uses) -> Uses:
         """Key of tied layers to the layers that use them, increasing: those with a file, and those of `told`."""
         seen: dict[str, set[int]] = {key: set() for key in self.tied_stages}
         for layer, start in self.layers.items():
             key = tied_key(start)
             if key is not None:
                 seen.setdefault(key, set()).add(layer)
-        return {key: sorted({*own, *told.get(key, ())}) for key, own in seen.items()}
+        return {key: sorted({*layers, *stated.get(key, ())}) for key, layers in seen.items()}
 
-    def hidden(self, told: Uses) -> list[str]:
+    def hidden(self, stated: Uses) -> list[str]:
         """Keys of tied layers that more layers use than have a file or are `told`: one for each stage, and two."""
-        every = self.tied_uses(told).items()
+        uses = self.tied_uses(stated).items()
         return [
-            key for key, own in every if len(own) < max(len(self.tied_stages.get(key, ())), 1 if key in told else 2)
+            key
+            for key, layers in uses
+            if len(layers) < max(len(self.tied_stages.get(key, ())), 1 if key in stated else 2)
         ]
 
     def agrees(self, bounds: Sequence[int], uses: Uses) -> bool:
@@ -108,8 +110,8 @@ class Pipeline:
         if not any(self.stages):
             return True
         placed = {key: {stage_at(bounds, layer) for layer in layers} for key, layers in uses.items()}
-        tied = all(placed.get(key, set()) == own for key, own in self.tied_stages.items())
-        return tied and all(stage_at(bounds, layer) == own for layer, own in self.layer_stages.items())
+        tied = all(placed.get(key, set()) == stages for key, stages in self.tied_stages.items())
+        return tied and all(stage_at(bounds, layer) == stages for layer, stages in self.layer_stages.items())
 
     def disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
         """Two parameters of one group and stage that do not come in the order of the module, else None.
@@ -119,10 +121,10 @@ class Pipeline:
         group_of = {name: number for number, group in enumerate(groups) for name in group.params}
         for names in self.stages:
             for number in range(len(groups)):
-                own = [name for name in names if group_of.get(name) == number]
-                for one, other in pairwise(own):
-                    if _place(one) > _place(other):
-                        return one, other
+                members = [name for name in names if group_of.get(name) == number]
+                for first, second in pairwise(members):
+                    if _place(first) > _place(second):
+                        return first, second
         return None
 
     def stage_of(self, name: str) -> set[int]:
@@ -152,16 +154,16 @@ def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
     keys = {key for name in facts.index.atoms if (key := tied_key(name)) is not None}
     unsaid = sorted(keys - tied.keys())
     if unsaid:
-        said = ",".join(f"{key}:1,{key}:9" for key in unsaid)
-        raise UsageError(f"expected the numbers of the layers that use {', '.join(unsaid)}, as in --set tied={said}")
+        example = ",".join(f"{key}:1,{key}:9" for key in unsaid)
+        raise UsageError(f"expected the numbers of the layers that use {', '.join(unsaid)}, as in --set tied={example}")
     layers |= {uses[0]: f"{_TIED}{key}." for key, uses in tied.items() if key in keys}
     return Pipeline(dict(sorted(layers.items())), ())
 
 
 def pipeline_of(facts: RunFacts) -> Pipeline | None:
     """The pipeline of the source, or None where it is not one."""
-    found = facts.extras.mapping(PIPELINE)
-    layers, stages = found.get("layers"), found.get("stages")
+    record = facts.extras.mapping(PIPELINE)
+    layers, stages = record.get("layers"), record.get("stages")
     if not isinstance(layers, dict) or not isinstance(stages, list):
         return None
     return Pipeline({int(str(number)): str(start) for number, start in layers.items()}, stages)
@@ -176,12 +178,12 @@ def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
         layer: OrderedDict[object, object] = OrderedDict()
         for name, atom in facts.index.atoms.items():
             if name.startswith(start):
-                layer[name.removeprefix(start)] = draft.whole(name, WEIGHT, facts.module_dtype(atom))
+                layer[name.removeprefix(start)] = draft.full(name, WEIGHT, facts.module_dtype(atom))
         for name, value in facts.extras.with_prefix(MODULE_STATE):
             if name.startswith(start):
                 layer[name.removeprefix(start)] = draft.carried(value)
         of_layer = {f"{name}.": version for name, version in metadata.items() if f"{name}.".startswith(start)}
         if of_layer:
-            versions = ((name.removeprefix(start).removesuffix("."), own) for name, own in of_layer.items())
+            versions = ((name.removeprefix(start).removesuffix("."), version) for name, version in of_layer.items())
             vars(layer)["_metadata"] = OrderedDict(versions)
         yield draft.finish(layer)

@@ -78,7 +78,7 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
     for name, text in texts.items():
         form, words = _FORMS[name]
         spans = pairwise(re.findall(r"\d+", text) if name in ("stages", "partition") else ())
-        if not (re.fullmatch(form, text) and all(int(one) < int(other) for one, other in spans)):
+        if not (re.fullmatch(form, text) and all(int(low) < int(high) for low, high in spans)):
             wrong.append(f"{name}={text}: expected {words}")
     if texts and ("stages" in texts) == ("partition" in texts):
         wrong.append("say either stages or partition")
@@ -127,11 +127,11 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     """
     if count == len(pipeline.stages) and not settings.partitions:
         owned = {name for names in pipeline.stages for name in names}
-        kept: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
+        places: list[dict[str, int]] = [{name: at for at, name in enumerate(names)} for names in pipeline.stages]
         for name in facts.index.atoms:
             for stage in () if name in owned else pipeline.stage_of(name):
-                kept[stage][name] = len(kept[stage])
-        return Stages(kept)
+                places[stage][name] = len(places[stage])
+        return Stages(places)
     disorder = pipeline.disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
@@ -141,7 +141,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
         )
     uses = pipeline.tied_uses(settings.tied)
     layers = max(
-        [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(own[-1] + 1 for own in uses.values() if own)]
+        [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(users[-1] + 1 for users in uses.values() if users)]
     )
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
@@ -177,15 +177,15 @@ def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: in
     """What the user says that does not fit the files, which have `layers` layers at least."""
     if settings.bounds and len(settings.bounds) != count + 1:
         yield f"stages: {len(settings.bounds) - 1} of them for pp={count}"
-    said = settings.bounds[-1] if settings.bounds else settings.layers
-    if 0 < said < layers:
-        yield f"{said} layers: there are layers up to number {layers - 1}"
+    stated = settings.bounds[-1] if settings.bounds else settings.layers
+    if 0 < stated < layers:
+        yield f"{stated} layers: there are layers up to number {layers - 1}"
     if settings.matched and max(settings.matched) >= layers:
         yield f"type: layer {max(settings.matched)} of {layers}; layers says how many there are"
-    for key, told in settings.tied.items():
+    for key, layers_stated in settings.tied.items():
         if key not in pipeline.tied_uses({}):
             yield f"tied={key}: tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
-        others = (at for at in told if at in pipeline.layers and tied_key(pipeline.layers[at]) != key)
+        others = (at for at in layers_stated if at in pipeline.layers and tied_key(pipeline.layers[at]) != key)
         yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
 
 
@@ -215,11 +215,11 @@ def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[
         first = 0 if tied_key(name) is None else bounds[-1]
         for layer in _layers_of(name, uses):
             places[stage_at(bounds, layer)].setdefault(name, layer - first)
-    bare = [str(stage) for stage, own in enumerate(places) if trained and trained.isdisjoint(own)]
-    if bare:
+    untrained = [str(stage) for stage, names in enumerate(places) if trained and trained.isdisjoint(names)]
+    if untrained:
         raise TopologyError(
             f"expected trained parameters on each stage, as DeepSpeed makes no optimizer without; of stages="
-            f"{','.join(map(str, bounds))} there are none on {', '.join(bare)}. Choose other stages or fewer, {_ELSE}"
+            f"{','.join(map(str, bounds))} none are on {', '.join(untrained)}. Choose other stages or fewer, {_ELSE}"
         )
     return [*places]
 
@@ -234,8 +234,8 @@ def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
     """
     if layers <= stages:
         return tuple(min(stage, layers) for stage in range(stages + 1))
-    each, more = divmod(layers, stages)
-    return tuple(each * stage + min(stage, more) for stage in range(stages + 1))
+    size, rest = divmod(layers, stages)
+    return tuple(size * stage + min(stage, rest) for stage in range(stages + 1))
 
 
 def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
@@ -253,13 +253,13 @@ def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0, inf, 0)}  # heaviest, lightest, last start
     for stop in range(1, count + 1):
         for number in range(1, min(stop, stages) + 1):
-            ways = (
-                (max(best[start, number - 1][0], own), min(best[start, number - 1][1], own), start)
+            options = (
+                (max(best[start, number - 1][0], weight), min(best[start, number - 1][1], weight), start)
                 for start in reversed(range(stop))
                 if (start, number - 1) in best
-                for own in [before[stop] - before[start]]
+                for weight in [before[stop] - before[start]]
             )
-            best[stop, number] = min(ways, key=lambda way: way[0] - way[1])
+            best[stop, number] = min(options, key=lambda option: option[0] - option[1])
     bounds = [count]
     for number in range(stages, 0, -1):
         bounds.append(best[bounds[-1], number][2])

@@ -128,7 +128,7 @@ def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message
 
 @pytest.mark.parametrize(
     ("count", "settings", "bare"),
-    [(5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 there are none on 1"), (2, {"stages": "0,6,7"}, "none on 1")],
+    [(5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 none are on 1"), (2, {"stages": "0,6,7"}, "none are on 1")],
 )
 def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bare: str) -> None:
     with pytest.raises(TopologyError, match="expected trained parameters on each stage") as error:
