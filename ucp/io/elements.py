@@ -41,8 +41,8 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if dtype.value.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
-        return found
+        numpy_type: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
+        return numpy_type
     return np.dtype(dtype.value)
 
 
@@ -119,10 +119,10 @@ def mean_dtype(dtypes: Iterable[DType]) -> DType:
     >>> mean_dtype([DType.BFLOAT16]), mean_dtype([DType.INT64])
     (<DType.FLOAT32: 'float32'>, <DType.FLOAT64: 'float64'>)
     """
-    held = set(dtypes)
-    if held & {DType.COMPLEX64, DType.COMPLEX128}:
+    distinct = set(dtypes)
+    if distinct & {DType.COMPLEX64, DType.COMPLEX128}:
         return DType.COMPLEX128
-    exact = all(dtype.is_floating and dtype is not DType.FLOAT64 for dtype in held)
+    exact = all(dtype.is_floating and dtype is not DType.FLOAT64 for dtype in distinct)
     return DType.FLOAT32 if exact else DType.FLOAT64
 
 
@@ -147,26 +147,28 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
     raw = np.dtype(f"V{a.dtype.itemsize}") if a.dtype.itemsize > 8 else np.dtype(f"u{a.dtype.itemsize}")
     wide = np.complex128 if a.dtype.kind == "c" else np.float64
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for low in range(0, flat_a.size, _WINDOW):
         one, other = flat_a[low : low + _WINDOW], flat_b[low : low + _WINDOW]
         where = np.flatnonzero(one.view(raw) != other.view(raw))
         if where.size:
             with np.errstate(invalid="ignore", over="ignore"):
                 largest = float(np.max(np.abs(one[where].astype(wide) - other[where].astype(wide))))
-            found.append(Difference(numel=int(where.size), first=low + int(where[0]), largest=largest))
-    if not found:
+            differences.append(Difference(numel=int(where.size), first=low + int(where[0]), largest=largest))
+    if not differences:
         return None
-    largest = float(np.max([own.largest for own in found]))  # not a number stays so
-    return Difference(numel=sum(own.numel for own in found), first=found[0].first, largest=largest)
+    largest = float(np.max([difference.largest for difference in differences]))  # not a number stays so
+    return Difference(
+        numel=sum(difference.numel for difference in differences), first=differences[0].first, largest=largest
+    )
 
 
 def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """`a`, with the bits of `b` where both are not a number."""
     import numpy as np
 
-    found: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
-    return found
+    merged: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
+    return merged
 
 
 def codec_name(itemsize: int) -> str:

@@ -76,7 +76,7 @@ class SourceFile(Protocol):
     nbytes: int
     """Bytes."""
     gap: int
-    """Bytes between two ranges up to which they are read by one call, and these in vain."""
+    """Unneeded bytes between two ranges up to which one call reads both."""
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> None:
         """Fill `views`, in order, with the bytes from `offset` on. Raises MalformedError past the end of the file."""
@@ -92,8 +92,8 @@ class SourceFile(Protocol):
         self.read_into([memoryview(data)], offset)
         return bytes(data)
 
-    def prefetch(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Have stretches (first byte, one past the last) come that will be read in this order, if it takes long."""
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Start to fetch ranges (first byte, one past the last) that will be read in this order, if it is remote."""
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
@@ -171,7 +171,7 @@ class LocalFile(SourceFile):
             raise _read_error(self.path, error) from error
         return data if len(data) == nbytes else super().read(offset, nbytes)
 
-    def prefetch(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Nothing: the system reads ahead."""
 
     def close(self) -> None:
@@ -207,18 +207,18 @@ class Sources:
         return file
 
     def prefetch(self, extents: Iterable[Extent], *, batch: int) -> None:
-        """Announce what will be read of stores, in about this order, under a number, so that it is on its way."""
+        """Announce reads of remote files, roughly in this order, as announcement number `batch`."""
         remote = [extent for extent in extents if is_url(extent.path)]
         if remote:
             self._get_prefetcher().expect(remote, batch=batch)
 
     def cancel(self, *, batch: int) -> None:
-        """Forget what was announced under that number, or an earlier one, and not read."""
+        """Cancel the reads of announcements up to number `batch`."""
         if self._prefetcher is not None:
             self._prefetcher.cancel(batch=batch)
 
     def close(self) -> None:
-        """Close all files; what was announced and not read is broken off."""
+        """Close all files, and cancel announced reads."""
         if self._prefetcher is not None:
             self._prefetcher.cancel(batch=None)
         while self._open:
@@ -235,7 +235,7 @@ class Sources:
 def open_source(path: str, *, version: str = "", prefetcher: Prefetcher | None = None) -> SourceFile:
     """The file at `path`, or the concatenation of its parts when only those are there.
 
-    `version`, `ahead`: of an object of a store, what it is expected to be, and who has it read ahead.
+    `version`, `prefetcher`: of an object in a bucket, its expected version and who prefetches it.
 
     Raises
     ------
@@ -272,12 +272,12 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def close_connections() -> None:
-    """End connections to stores, which a process must not inherit: to be called before one is forked."""
+    """Close connections to stores before a fork: a child must not inherit them."""
     if "ucp.io.remote.ends" in sys.modules:
         from ucp.io.remote import connections, ends
 
         lock = connections.fork_lock()
-        if lock.acquire(blocking=False):  # else a conversion of another thread has connections that it still needs
+        if lock.acquire(blocking=False):  # otherwise a conversion in another thread needs its connections
             try:
                 ends.clear()
                 connections.close_connections()

@@ -1,7 +1,6 @@
-"""A look at a path that may be anything: what cannot be read there is taken for absent.
+"""File-system queries for local paths and URLs; what cannot be read counts as absent.
 
-Formats tell by it whether a path is a checkpoint of theirs, and say nothing of those that are not. A path may be a URL:
-what `os` does for a path on this machine is done here for either.
+Formats use them to recognise their checkpoints.
 
 >>> path_of("s3://bucket/run") / "step1"
 RemotePath('s3://bucket/run/step1')
@@ -46,13 +45,13 @@ def is_url(path: str) -> bool:
 
 
 def path_of(text: str | PathLike[str]) -> Path:
-    """A path that readers can go about in, on this machine or, for a URL, in a store."""
+    """A local path, or for a URL a `RemotePath`."""
     text = os.fspath(text)
     return RemotePath(text) if is_url(text) else Path(text)
 
 
 def parse_path(text: str | PathLike[str]) -> Path:
-    """The path that a user names; a store is seen afresh there. Raises UsageError for a URL that is not read."""
+    """The path that a user names; cached listings there are dropped. Raises UsageError for an unsupported URL."""
     text = as_url(os.fspath(text))
     if not is_url(text) or scheme_of(text) == "file":
         return Path(text)
@@ -65,7 +64,7 @@ def parse_path(text: str | PathLike[str]) -> Path:
 
 
 def refresh(paths: Iterable[str]) -> None:
-    """Ask stores again for those of `paths` that are URLs when they are next looked at."""
+    """Drop cached listings of those of `paths` that are URLs."""
     folders = {os.path.dirname(path) for path in paths if is_url(path)}
     if folders:
         from ucp.io.remote.listing import forget
@@ -81,12 +80,12 @@ def to_absolute(path: str | PathLike[str]) -> str:
 
 
 def resolve_from(folder: Path, path: str) -> Path:
-    """`path` as it is seen from `folder`: a URL and an absolute path are what they are wherever they are named."""
+    """`path` relative to `folder`; URLs and absolute paths are unchanged."""
     return path_of(path) if is_url(path) or os.path.isabs(path) else folder / path
 
 
 def exists(path: str | PathLike[str]) -> bool:
-    """Whether anything is at a path, be it a link that leads nowhere."""
+    """Whether anything is at a path, even a broken link."""
     text = os.fspath(path)
     return RemotePath(text).exists() if is_url(text) else os.path.lexists(text)
 

@@ -99,7 +99,7 @@ def read_weight_map(path: str) -> dict[str, str]:
     places = read_object(path).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {described(places)}")
-    odd = [own for own in places.values() if not (own and isinstance(own, str) and os.path.basename(own) == own)]
+    odd = [file for file in places.values() if not (file and isinstance(file, str) and os.path.basename(file) == file)]
     if odd:
         raise MalformedError(f"expected names of files beside {path} in its weight_map; got {odd[:1]}")
     return places
@@ -183,8 +183,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     try:
-        found = entry if isinstance(entry, _Entry) else msgspec.convert(entry, _Entry)
-        (first, stop), shape, code = found.data_offsets, found.shape, found.dtype
+        fields = entry if isinstance(entry, _Entry) else msgspec.convert(entry, _Entry)
+        (first, stop), shape, code = fields.data_offsets, fields.shape, fields.dtype
         is_valid = min(first, stop, *shape) >= 0 and max(first, stop, *shape) < 1 << 63 and len(shape) <= _MOST_DIMS
     except msgspec.ValidationError:
         is_valid = False
@@ -200,5 +200,5 @@ def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     return TensorRef(path=path, offset=start + first, dtype=dtype, shape=sizes, strides=contiguous_strides(sizes))
 
 
-def _malformed(path: str, found: str) -> MalformedError:
-    return MalformedError(f"{path}: not a whole safetensors file: {found}. Copy it again")
+def _malformed(path: str, problem: str) -> MalformedError:
+    return MalformedError(f"{path}: not a whole safetensors file: {problem}. Copy it again")

@@ -104,8 +104,8 @@ def is_memory(place: int | Path) -> bool:
     answer = ctypes.create_string_buffer(256)
     libc = _libc()
     status = libc.fstatfs(place, answer) if isinstance(place, int) else libc.statfs(os.fsencode(place), answer)
-    found = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-    return status == 0 and found == _TMPFS_MAGIC
+    magic = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return status == 0 and magic == _TMPFS_MAGIC
 
 
 def sync(path: Path) -> None:

@@ -180,7 +180,7 @@ def load_into(
         decision, resume = _plan(live, request, resume_options, objects, clock)
     run, index = decision.run, decision.index
     try:
-        traffic = carry(decision.items, decision.landing, ranks, replace(request.carry, records=index.records))
+        traffic = carry(decision.items, decision.memories, ranks, replace(request.carry, records=index.records))
         run_together(ranks, lambda: None if ranks.rank else check_unchanged(index.files))  # one looks for all
     except Exception as error:
         error.add_note("It was found under way: the model may be partly overwritten, do not use it")
@@ -222,7 +222,7 @@ def _plan(
     loaded = {item.name for item in decision.items if not item.is_optimizer_state} | run.model.derived
     model = run_together(ranks, lambda: run.prepare(run.model, loaded))  # with memory for everything
     decision = replace(decision, run=replace(run, model=model))
-    decision = replace(decision, landing=run_together(ranks, lambda: _find_memory(decision)))
+    decision = replace(decision, memories=run_together(ranks, lambda: _find_memory(decision)))
     clock.lap("plan")
     return decision, resume
 
@@ -259,9 +259,9 @@ def _restore_optimizer(decision: Decision) -> None:
     """Give the optimizer what was loaded."""
     if decision.run.optimizer is None:
         return
-    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in decision.fresh}
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in decision.without_states}
     counts: dict[str, set[str]] = {}
-    for item, tensor in zip(decision.items, decision.landing, strict=True):
+    for item, tensor in zip(decision.items, decision.memories, strict=True):
         if item.is_optimizer_state:
             states.setdefault(item.name, {})[item.state] = tensor
             if decision.index.atoms[item.slice.param].is_count(item.state):

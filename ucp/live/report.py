@@ -147,7 +147,7 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         step=index.step,
         names=tuple(dict.fromkeys(i.name for i in items if not i.is_optimizer_state or i.state == WEIGHT)),
         states=tuple(dict.fromkeys(item.state for item in items if item.is_optimizer_state)),
-        fresh=decision.fresh,
+        fresh=decision.without_states,
         nbytes_read=traffic.nbytes[traffic.rank],
         nbytes_total=sum(traffic.nbytes),
         ranks=len(traffic.nbytes),

@@ -50,8 +50,14 @@ def describe(
     states = _States(written)
     atoms = {atom.name: states.atom(atom) for atom in index.atoms.values()}
     records = [
-        Checksum(file=states.file(own.path), offset=own.offset, nbytes=own.nbytes, crc32=own.crc32, name=own.name)
-        for own in (index.records if written is None else ())
+        Checksum(
+            file=states.file(record.path),
+            offset=record.offset,
+            nbytes=record.nbytes,
+            crc32=record.crc32,
+            name=record.name,
+        )
+        for record in (index.records if written is None else ())
     ]
 
     def describe_file(path: str) -> StoredFile:
@@ -87,7 +93,7 @@ def describe(
         casts=tuple(casts),
         notes=index.notes,
         dropped=index.dropped,
-        lost=tuple(StoredLoss(why=why, chosen=chosen, params=own) for (why, chosen), own in losses.items()),
+        lost=tuple(StoredLoss(why=why, chosen=chosen, params=details) for (why, chosen), details in losses.items()),
         unselected=index.unselected,
         unordered=index.unordered,
     )

@@ -19,8 +19,8 @@ class StoreFormat(Format):
     def detect(self, path: Path) -> Evidence | None:
         """A folder with a manifest, or the manifest itself; or one that lost it, so that reading says what to copy."""
         root = path.parent if path.name == MANIFEST else path
-        found = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
-        return Evidence(root, (MANIFEST,)) if found else None
+        is_store = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
+        return Evidence(root, (MANIFEST,)) if is_store else None
 
     def read(self, path: Path) -> Index:
         """Index of the store. Raises ChangedError when a file it refers to is not the one it was made from."""

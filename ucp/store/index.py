@@ -113,9 +113,9 @@ def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, .
     if not path.endswith(".pt"):
         text = read_text(path)
         _check(path, stored, nbytes=len(text), crc32=zlib_ng.crc32(text))
-        whole = Record(path=path, name=stored.file, offset=0, nbytes=len(text), crc32=stored.crc32)
+        record = Record(path=path, name=stored.file, offset=0, nbytes=len(text), crc32=stored.crc32)
         try:
-            return from_json(parsed(text)), (whole,)
+            return from_json(parsed(text)), (record,)
         except (ValueError, RecursionError, MalformedError) as error:
             raise MalformedError(f"expected JSON of ucp in {path}; {error}. It is damaged: copy it again") from error
     with open_source(path) as file:

@@ -79,11 +79,11 @@ class StoreTarget(Target):
             if dtype is not state.dtype or not is_inline(state)
         ]
         files, placements = _compressed(slices) if options.compress else _safetensors(slices, layout=layout)
-        extras = list(_laid(index.extras))
+        extras = list(_layout_extras(index.extras))
         return TargetPlan(
             files=(*files, *(file for _, file, _ in extras)),
             placements=tuple(placements),
-            raw=tuple(copy for _, _, own in extras for copy in own),
+            raw=tuple(copy for _, _, copies in extras for copy in copies),
             casts=tuple(f"{line}, as asked" for line in describe_casts(index, slices)),
             compress=options.compress,
         )
@@ -104,7 +104,7 @@ class StoreTarget(Target):
                     nbytes=file.nbytes,
                     crc32=receipts.files[file.path],
                 )
-                for extra, file, _ in _laid(index.extras)
+                for extra, file, _ in _layout_extras(index.extras)
             ],
             casts=plan.casts,
             identify=recogniser(index),
@@ -134,31 +134,33 @@ def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
     """Neighbouring parameters together; in a pack wide types come first, so that every tensor is aligned."""
     packs: list[list[Slice]] = []
     room = 0
-    for own in slices:
-        starts_atom = not packs or packs[-1][-1].param != own.param
+    for slice_ in slices:
+        starts_atom = not packs or packs[-1][-1].param != slice_.param
         if not packs or (starts_atom and room <= 0):
             packs.append([])
             room = limit
-        packs[-1].append(own)
-        room -= own.nbytes
-    order = {state: n for n, state in enumerate(dict.fromkeys(own.state for own in slices))}
+        packs[-1].append(slice_)
+        room -= slice_.nbytes
+    order = {state: n for n, state in enumerate(dict.fromkeys(slice_.state for slice_ in slices))}
     for pack in packs:
-        yield sorted(pack, key=lambda own: (-own.dtype.itemsize, order[own.state]))
+        yield sorted(pack, key=lambda slice_: (-slice_.dtype.itemsize, order[slice_.state]))
 
 
 def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFile], list[Placement]]:
     """Packs, or a file for each state."""
     if layout == "per-parameter":
-        paths = [f"atoms/{_folder(own.param)}/{_folder(own.state)}.safetensors" for own in slices]
+        paths = [f"atoms/{_folder(slice_.param)}/{_folder(slice_.state)}.safetensors" for slice_ in slices]
         check_named(
-            zip((own.param for own in slices), paths, strict=True),
+            zip((slice_.param for slice_ in slices), paths, strict=True),
             expected="names that can be those of files (atoms/<parameter>/<state>.safetensors, characters but letters, "
             "digits and _.-~ as %XX)",
             remedy="keep them in packs, which have no such bound: drop --layout per-parameter",
         )
-        parts = [[own] for own in slices]
+        parts = [[slice_] for slice_ in slices]
     else:
-        twice = [name for name, count in Counter(f"{own.param}/{own.state}" for own in slices).items() if count > 1]
+        twice = [
+            name for name, count in Counter(f"{slice_.param}/{slice_.state}" for slice_ in slices).items() if count > 1
+        ]
         if twice:
             raise DestinationError(
                 "expected parameters and states whose names differ when they are joined by '/', as tensors of packs "
@@ -169,11 +171,11 @@ def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFi
         paths = [f"packs/{number:05d}.safetensors" for number in range(len(parts))]
     files, placements = [], []
     for path, part in zip(paths, parts, strict=True):
-        entries = [(f"{own.param}/{own.state}", own.dtype, own.local_shape) for own in part]
+        entries = [(f"{slice_.param}/{slice_.state}", slice_.dtype, slice_.local_shape) for slice_ in part]
         header = layout_safetensors(entries, metadata={"format": "pt", "producer": producer()})
         files.append(OutputFile(path=path, nbytes=header.nbytes, literals=(Literal(0, header.header),)))
         offsets = header.offsets.values()
-        placements += [Placement(slice=own, path=path, offset=at) for own, at in zip(part, offsets, strict=True)]
+        placements += [Placement(slice=slice_, path=path, offset=at) for slice_, at in zip(part, offsets, strict=True)]
     return files, placements
 
 
@@ -186,14 +188,14 @@ def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placeme
     files, placements = [], []
     for number, pack in enumerate(_packs(slices, ENCODED_PACK)):
         files.append(OutputFile(path=f"packs/{number:05d}.zst", nbytes=0))
-        starts = accumulate((own.nbytes for own in pack), initial=0)
+        starts = accumulate((slice_.nbytes for slice_ in pack), initial=0)
         placements += [
-            Placement(slice=own, path=files[-1].path, offset=at) for own, at in zip(pack, starts, strict=False)
+            Placement(slice=slice_, path=files[-1].path, offset=at) for slice_, at in zip(pack, starts, strict=False)
         ]
     return files, placements
 
 
-def _laid(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
+def _layout_extras(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
     """Every extra with its file: JSON where the value is plain, else one of torch.save with the same recipe."""
     for extra in extras:
         rank = "" if extra.rank is None else f"@rank{extra.rank}"

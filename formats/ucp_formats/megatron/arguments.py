@@ -38,7 +38,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_layers", "encoder_num_layers"),
     "num_experts": ("num_experts", "num_moe_experts"),
     "pads_buckets": ("ddp_pad_buckets_for_high_nccl_busbw",),
-    "untied": ("untie_embeddings_and_output_weights",),
+    "has_output_weight": ("untie_embeddings_and_output_weights",),
     "iteration": ("iteration",),
 }
 """Field of `Arguments` to the names of its argument over the years, newest first (megatron/training/arguments.py)."""
@@ -46,7 +46,7 @@ _FLAGS = frozenset[str]().union(
     ("swiglu", "gated_linear_unit", "group_query_attention", "use_distributed_optimizer", "overlap_grad_reduce"),
     ("ckpt_fully_parallel_save", "bf16", "fp16"),
     _NAMES["pads_buckets"],
-    _NAMES["untied"],
+    _NAMES["has_output_weight"],
 )
 """Arguments that are true or false."""
 _SIZES = frozenset[str]().union(
@@ -96,7 +96,7 @@ class Arguments:
     """Experts of a layer."""
     pads_buckets: bool | None = None
     """Whether the end of a bucket is padded to a multiple of 65536 elements."""
-    untied: bool | None = None
+    has_output_weight: bool | None = None
     """Whether the output layer has its own weight."""
     iteration: int | None = None
     """Training steps."""

@@ -307,13 +307,13 @@ def assign_groups(
     )
 
 
-def drop_rank_settings(group: ParamGroup, stepped: Container[str]) -> ParamGroup:
+def drop_rank_settings(group: ParamGroup, names_with_step: Container[str]) -> ParamGroup:
     """A group without settings that follow from the layout of the run or are states of its parameters.
 
     `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;
-    `stepped`: names of parameters that have it.
+    `names_with_step`: names of parameters that have it.
     """
     settings = {"is_expert_parallel"}
-    if all(name in stepped for name in group.params):
+    if all(name in names_with_step for name in group.params):
         settings.add(STEP)
     return replace(group, hyper={key: value for key, value in group.hyper.items() if key not in settings})

@@ -41,9 +41,9 @@ def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_
 
     That of the chunks is left out where they differ by stage.
     """
-    there = holder_axes("pp", pp, known_from, {stage for stage, _ in chunks})
-    within = {chunk for _, chunk in chunks}
-    return there + (holder_axes("vpp", vpp, known_from, within) if len(within) == 1 else ())
+    stage_axes = holder_axes("pp", pp, known_from, {stage for stage, _ in chunks})
+    virtual_chunks = {chunk for _, chunk in chunks}
+    return stage_axes + (holder_axes("vpp", vpp, known_from, virtual_chunks) if len(virtual_chunks) == 1 else ())
 
 
 def with_source(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
@@ -77,7 +77,7 @@ def split_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obje
     chunks = [(stage, virtual) for virtual in range(vpp) for stage in range(pp)]
     pattern = hybrid_pattern(arguments)
     if pattern and _BAR in pattern:
-        counts = {chunk: len(own) for chunk, own in zip(chunks, pattern.split(_BAR), strict=True)}
+        counts = {chunk: len(letters) for chunk, letters in zip(chunks, pattern.split(_BAR), strict=True)}
         return _ranges(counts)
     first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
     counts = {}
@@ -113,17 +113,17 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
     if pattern and vpp > 1:
         return f"layers: vpp={vpp}, and a hybrid model has chunks only where its pattern has {_BAR!r} between them"
     first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
-    uneven = any(own is not None and own % vpp for own in (first, last))
+    uneven = any(count is not None and count % vpp for count in (first, last))
     if not uneven and rest >= 0 and rest % max(parts, 1) == 0 and (parts or not rest):
         return None
-    told = f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else ""
-    return f"layers: {pp} stages of {vpp} chunk{'s' if vpp > 1 else ''} do not divide {layers}{told}"
+    ends = f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else ""
+    return f"layers: {pp} stages of {vpp} chunk{'s' if vpp > 1 else ''} do not divide {layers}{ends}"
 
 
 def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
     """The letters of the layers of a hybrid model, those of multi-token prediction left out."""
-    found = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
-    return found.partition("/")[0] if isinstance(found, str) else None
+    letters = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
+    return letters.partition("/")[0] if isinstance(letters, str) else None
 
 
 def _shares(
@@ -137,5 +137,5 @@ def _shares(
 
 
 def _number(arguments: Mapping[str, object], names: tuple[str, ...]) -> int | None:
-    found = next((arguments[name] for name in names if arguments.get(name) is not None), None)
-    return found if isinstance(found, int) else None
+    number = next((arguments[name] for name in names if arguments.get(name) is not None), None)
+    return number if isinstance(number, int) else None

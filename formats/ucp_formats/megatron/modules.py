@@ -50,13 +50,13 @@ class ModuleChoice:
         """Which they are, and why. `same_keys`: whether runs with the other kind find the same keys."""
         local = self.settings[_ARGUMENT] == _LOCAL
         which = "megatron-core's own" if local else "Transformer Engine's"
-        told = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
+        keys = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
         if self.known_from:
-            return f"{told}, as {self.known_from}"
+            return f"{keys}, as {self.known_from}"
         if same_keys:
             return f"the source does not say by which modules its layers were built ({_ARGUMENT}): the keys fit both"
         return (
-            f"{told}, Megatron's default, because the source does not say by which its layers were built. A run with "
+            f"{keys}, Megatron's default, because the source does not say by which its layers were built. A run with "
             f"megatron-core's own does not find them all: for it add --set {_ARGUMENT}={_LOCAL}"
         )
 
@@ -128,24 +128,24 @@ def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -
     return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
 
 
-def choose_modules(index: Index, recorded: Mapping[str, object], asked: Mapping[str, object]) -> ModuleChoice:
-    """The modules to write for. `recorded`: arguments of the source; `asked`: those that the user gave.
+def choose_modules(index: Index, recorded: Mapping[str, object], requested: Mapping[str, object]) -> ModuleChoice:
+    """The modules to write for. `recorded`: arguments of the source; `requested`: those that the user gave.
 
     Raises UsageError for modules that Megatron does not have.
     """
-    if asked.get(_ARGUMENT, _ENGINE) not in _VALUES:
-        raise UsageError(f"expected {_ARGUMENT} to be one of {', '.join(_VALUES)}; got {asked[_ARGUMENT]!r}")
-    found = next((extra.value for extra in index.extras if extra.name == MODULES), None)
-    shown = found if isinstance(found, dict) else {}
+    if requested.get(_ARGUMENT, _ENGINE) not in _VALUES:
+        raise UsageError(f"expected {_ARGUMENT} to be one of {', '.join(_VALUES)}; got {requested[_ARGUMENT]!r}")
+    extra_value = next((extra.value for extra in index.extras if extra.name == MODULES), None)
+    shown = extra_value if isinstance(extra_value, dict) else {}
     settings = {_GROUPED: shown[_GROUPED]} if _GROUPED in shown and _GROUPED not in recorded else {}
-    said, seen = recorded.get(_ARGUMENT), shown.get(_ARGUMENT)
-    beside = f" and its keys ({shown.get(_SEEN)}) show" if seen in _VALUES else " say"
-    chosen, why = said, f"the arguments of the source{beside}"
-    if _ARGUMENT in asked:
-        chosen, why = asked[_ARGUMENT], "--set asks for"
-    elif seen in _VALUES and (said not in _VALUES or (said == _LOCAL) != (seen == _LOCAL)):
-        against = f", though its arguments say {said}" if said in _VALUES else ""
+    recorded_kind, seen = recorded.get(_ARGUMENT), shown.get(_ARGUMENT)
+    evidence = f" and its keys ({shown.get(_SEEN)}) show" if seen in _VALUES else " say"
+    chosen, why = recorded_kind, f"the arguments of the source{evidence}"
+    if _ARGUMENT in requested:
+        chosen, why = requested[_ARGUMENT], "--set asks for"
+    elif seen in _VALUES and (recorded_kind not in _VALUES or (recorded_kind == _LOCAL) != (seen == _LOCAL)):
+        against = f", though its arguments say {recorded_kind}" if recorded_kind in _VALUES else ""
         chosen, why = seen, f"those of the source are: it has {shown.get(_SEEN)}{against}"
-    elif said not in _VALUES:
+    elif recorded_kind not in _VALUES:
         chosen, why = _ENGINE, ""
     return ModuleChoice(settings={**settings, _ARGUMENT: chosen}, known_from=why)

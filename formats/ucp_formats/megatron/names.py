@@ -112,7 +112,7 @@ def parse_rank_folder(name: str) -> RankFolder | None:
     match = _RANK_FOLDER.fullmatch(name)
     if match is None:
         return None
-    numbers = tuple(int(found) for found in match.group("first", "second") if found is not None)
+    numbers = tuple(int(text) for text in match.group("first", "second") if text is not None)
     return RankFolder(name=name, tp=int(match["tp"]), numbers=numbers)
 
 

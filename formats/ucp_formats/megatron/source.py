@@ -114,8 +114,8 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
         reason = f"{len(ranks)} folders such as {ranks[0]}" if len(ranks) > 1 else f"folder {ranks[0]}"
         return Located(root=path, content=SavedAs.TORCH, reasons=(reason,))
     if parse_iteration(path.name) is not None and (path / DCP_METADATA).is_file():
-        beside = f"beside a {METADATA} that names no backend" if exists(path / METADATA) else f"without {METADATA}"
-        return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {beside}",))
+        context = f"beside a {METADATA} that names no backend" if exists(path / METADATA) else f"without {METADATA}"
+        return Located(root=path, content=SavedAs.TORCH_DCP, reasons=(f"{DCP_METADATA} {context}",))
     return None
 
 

@@ -91,16 +91,18 @@ class Dcp:
         kinds = [(tensor.dtype.value, chunk.sizes) for tensor in saved for chunk in tensor.chunks]
         items = iter(read_items(self.folder, places, kinds))
         wrong: dict[str, list[str]] = {}
-        found = {tensor.key: _stored(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved}
+        tensors = {
+            tensor.key: _to_stored_tensor(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved
+        }
         if wrong:
             raise of_other_saves(
                 self.folder,
                 {
-                    file: f"{counted(len(own), 'item')} not as announced, such as {own[0]}"
-                    for file, own in wrong.items()
+                    file: f"{counted(len(messages), 'item')} not as announced, such as {messages[0]}"
+                    for file, messages in wrong.items()
                 },
             )
-        return found
+        return tensors
 
     def objects(self, places: Mapping[str, ItemPlace]) -> dict[str, StoredObject]:
         """The objects at `places`, by key. Raises MalformedError naming all that cannot be read."""
@@ -122,7 +124,7 @@ def read_dcp(folder: str) -> Dcp:
     """
     if not exists(os.path.join(folder, METADATA)) and path_of(folder).is_dir() and local_files(names_of_folder(folder)):
         parts = _read_local(folder)
-        metadata = _merged(folder, parts)
+        metadata = _merge_ranks(folder, parts)
     else:
         metadata = read_metadata(os.path.join(folder, METADATA))
         parts = {METADATA: metadata}
@@ -138,7 +140,7 @@ _ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
 
 def local_files(names: Iterable[str]) -> dict[int, str]:
     """Rank to the name of its metadata, in the order of the ranks."""
-    return dict(sorted((int(found[1]), name) for name in names if (found := _LOCAL.fullmatch(name))))
+    return dict(sorted((int(match[1]), name) for name in names if (match := _LOCAL.fullmatch(name))))
 
 
 def rank_of(name: str) -> int | None:
@@ -147,8 +149,8 @@ def rank_of(name: str) -> int | None:
     >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
     (3, None)
     """
-    found = _ITEMS.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _ITEMS.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _read_local(folder: str) -> dict[str, DcpMetadata]:
@@ -165,7 +167,7 @@ def _read_local(folder: str) -> dict[str, DcpMetadata]:
     return {name: read_metadata(os.path.join(folder, name)) for name in files.values()}
 
 
-def _merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
+def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     """One for all: chunks of all ranks, and of objects that several have the first.
 
     Raises MalformedError where a rank describes a key otherwise than others do.
@@ -174,13 +176,13 @@ def _merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     objects: dict[str, ItemPlace] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, part in parts.items():
-        for key, own in part.tensors.items():
-            known = tensors.setdefault(key, own)
-            if (known.shape, known.dtype) != (own.shape, own.dtype):
-                forms = f"{known.dtype} {list(known.shape)} by other ranks, {own.dtype} {list(own.shape)}"
+        for key, tensor in part.tensors.items():
+            known = tensors.setdefault(key, tensor)
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                forms = f"{known.dtype} {list(known.shape)} by other ranks, {tensor.dtype} {list(tensor.shape)}"
                 raise of_other_saves(folder, {name: f"{key} is {forms} here"})
-            if known is not own:
-                tensors[key] = known._replace(chunks=known.chunks + own.chunks)
+            if known is not tensor:
+                tensors[key] = known._replace(chunks=known.chunks + tensor.chunks)
         objects = {**part.objects, **objects}
         for key, path in part.paths.items():
             if paths.setdefault(key, path) != path:
@@ -189,9 +191,9 @@ def _merged(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)
 
 
-def _stored(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str]]) -> StoredTensor:
+def _to_stored_tensor(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str]]) -> StoredTensor:
     chunks = []
-    for (offsets, sizes, at), (ref, _) in zip(saved.chunks, items, strict=True):
+    for (offsets, sizes, place), (ref, _) in zip(saved.chunks, items, strict=True):
         if type(ref) is TensorRef and ref.dtype is saved.dtype:
             is_squeezed = [n for n in ref.shape if n != 1] == [n for n in sizes if n != 1] and ref.is_contiguous
             if ref.shape == sizes or is_squeezed:  # the same elements with dims of one element more or fewer
@@ -200,6 +202,6 @@ def _stored(saved: SavedTensor, items: Sequence[Item], wrong: dict[str, list[str
                 continue
         got = f"{ref.dtype} {list(ref.shape)}" if type(ref) is TensorRef else f"a {type(ref).__name__}"
         text = f"{saved.key} at {list(offsets)}: expected {saved.dtype} {list(sizes)}; got {got}"
-        wrong.setdefault(at.file, []).append(text)
+        wrong.setdefault(place.file, []).append(text)
     records = items[0].records if len(items) == 1 else tuple(chain.from_iterable([item.records for item in items]))
     return StoredTensor(saved, tuple(chunks), records)

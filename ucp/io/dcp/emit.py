@@ -128,7 +128,7 @@ class DcpDraft:
         )
         data = emit_pickle(root).data
         index = OutputFile(path=f"{self._folder}{METADATA}", nbytes=len(data), literals=(Literal(0, data),))
-        return (*(own.finish() for own in self._files), Drafted(index, ()))
+        return (*(draft_file.finish() for draft_file in self._files), Drafted(index, ()))
 
     def _place(self, key: str, offsets: TorchSize | None, item: _Item, chunk: NewChunk) -> int:
         file = self._newest.get(chunk.rank)

@@ -146,9 +146,9 @@ def _read_item(known: list[Template], ends: _Ends, file: SourceFile, start: int,
                 known.insert(0, known.pop(number))
             return item
     archive = read_embedded(file, start=start, nbytes=nbytes)
-    made = make_template(Window(file, start, nbytes), archive) if len(known) < _MOST_TEMPLATES else None
-    if made is not None:
-        known.insert(0, made)
+    template_of_item = make_template(Window(file, start, nbytes), archive) if len(known) < _MOST_TEMPLATES else None
+    if template_of_item is not None:
+        known.insert(0, template_of_item)
     return Item(archive.root, archive.records)
 
 

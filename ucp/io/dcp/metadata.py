@@ -119,7 +119,7 @@ def read_metadata(path: str) -> DcpMetadata:
         tensors=reader.tensors,
         objects=reader.objects,
         paths=paths,
-        facts={str(key): value for key, value in attributes.items() if key not in _TAKEN},
+        facts={str(key): value for key, value in attributes.items() if key not in _OWN_FIELDS},
     )
 
 
@@ -146,7 +146,7 @@ def _read_root(path: str) -> object:
 
 _ROOTS = ("Metadata", "MCoreMetadata")
 """Classes of the whole; megatron-core 0.15 subclasses torch's."""
-_TAKEN = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
+_OWN_FIELDS = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
 _Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
 
 
@@ -215,10 +215,12 @@ class _Reader:
             return
         chunks = []
         for entry in saved:
-            own = _state(entry)
-            offsets, sizes = _shape(own.get("offsets")), _shape(own.get("sizes"))
+            chunk_state = _state(entry)
+            offsets, sizes = _shape(chunk_state.get("offsets")), _shape(chunk_state.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
-                self._wrong.append(f"{key}: a chunk at {described(own.get('offsets'))}, {described(own.get('sizes'))}")
+                self._wrong.append(
+                    f"{key}: a chunk at {described(chunk_state.get('offsets'))}, {described(chunk_state.get('sizes'))}"
+                )
                 return
             place = self._storage.get((key, offsets))
             if 0 in sizes:
@@ -291,13 +293,13 @@ def _state(value: object) -> Mapping[object, object]:
 def _shape(value: object) -> tuple[int, ...] | None:
     """Sizes or offsets; None for anything else."""
     if type(value) is TorchSize:
-        return _kept(value)
+        return _intern_shape(value)
     if isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value):
         return tuple(value)
     return None
 
 
 @lru_cache(maxsize=1 << 12)
-def _kept(size: TorchSize) -> tuple[int, ...] | None:
+def _intern_shape(size: TorchSize) -> tuple[int, ...] | None:
     """The plain tuple, one object for all tensors of a shape, of which a model has few."""
     return tuple(size) if min(size, default=0) >= 0 else None

@@ -62,26 +62,28 @@ def callables_of(value: object) -> Iterator[GlobalName]:
     >>> [str(name) for name in callables_of({"key": [made]})]
     ['builtins.map', 'os.system']
     """
-    stubs = [own for own in walk([value]) if isinstance(own, Stub)]
+    stubs = [node for node in walk([value]) if isinstance(node, Stub)]
     yield from (stub.made_by for stub in stubs)
     arguments = walk(part for stub in stubs for part in (stub.args, stub.kwargs))
-    yield from (own for own in arguments if isinstance(own, GlobalName))
+    yield from (argument for argument in arguments if isinstance(argument, GlobalName))
 
 
 def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
     """A note on callables in `values` (where, value) that are not `usual` ("module.name"); or none."""
-    found: dict[str, dict[str, None]] = {}
+    places_by_callable: dict[str, dict[str, None]] = {}
     for where, value in values:
         for name in callables_of(value):
             if str(name) not in _USUAL and str(name) not in usual:
                 text = str(name) if str(name).isprintable() else repr(str(name))
-                found.setdefault(text, {})[where] = None
-    if found:
-        told = [f"{name} (in {', '.join(where)})" for name, where in found.items()]
-        more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-        places = dict.fromkeys(place.partition("/")[0] for own in found.values() for place in own if place != GROUPS)
+                places_by_callable.setdefault(text, {})[where] = None
+    if places_by_callable:
+        descriptions = [f"{name} (in {', '.join(where)})" for name, where in places_by_callable.items()]
+        more = f" and {len(descriptions) - _SHOWN} more" if len(descriptions) > _SHOWN else ""
+        places = dict.fromkeys(
+            place.partition("/")[0] for callers in places_by_callable.values() for place in callers if place != GROUPS
+        )
         hint = f"; --set drop={','.join(places)} leaves it out of what is written" if places else ""
         yield (
-            f"{CALLS} {', '.join(told[:_SHOWN])}{more}, which no framework needs. ucp calls nothing and carries it as "
-            f"it is{hint}"
+            f"{CALLS} {', '.join(descriptions[:_SHOWN])}{more}, which no framework needs. ucp calls nothing and "
+            f"carries it as it is{hint}"
         )

@@ -131,10 +131,10 @@ def tensor(value: object, where: str) -> TensorRef:
 
 def shapes(value: object, where: str) -> dict[str, Shape]:
     """Name to shape, in order."""
-    found: dict[str, Shape] = {}
+    shape_by_name: dict[str, Shape] = {}
     for name, shape in mapping(value, where).items():
         sizes = sequence(shape, f"the shape of {name!r} in {where}")
         if not all(type(n) is int and n >= 0 for n in sizes):
             _wrong("sizes", f"{name!r} in {where}", shape)
-        found[text(name, f"a name in {where}")] = tuple(int(n) for n in sizes if isinstance(n, int))
-    return found
+        shape_by_name[text(name, f"a name in {where}")] = tuple(int(n) for n in sizes if isinstance(n, int))
+    return shape_by_name

@@ -48,14 +48,14 @@ def _plain(name: str, args: tuple[object, ...]) -> object:
     """What a call of a function of Python itself stands for."""
     match name, args:
         case (("builtins.set" | "builtins.frozenset"), (() | ((list() | tuple()),))):
-            members = [member for own in args if isinstance(own, list | tuple) for member in own]
+            members = [member for arg in args if isinstance(arg, list | tuple) for member in arg]
             check_keys(members)
             return set(members) if name == "builtins.set" else frozenset(members)
         case (("builtins.bytes" | "builtins.bytearray" | "_codecs.encode"), _):
             return _bytes(args, bytearray if name == "builtins.bytearray" else bytes)
         case "builtins.complex", (float(real), float(imaginary)):
             return complex(real, imaginary)
-        case "builtins.slice", (_, _, _) if all(own is None or _is_short(own) for own in args):
+        case "builtins.slice", (_, _, _) if all(arg is None or _is_short(arg) for arg in args):
             return slice(*args)
         case "builtins.range", (int(start), int(stop), int(step)) if step != 0 and all(map(_is_short, args)):
             return range(start, stop, step)

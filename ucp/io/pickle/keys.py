@@ -24,9 +24,9 @@ _MOST_NODES = 256
 """Members of one key, those of its members counted: hashing and comparing recurse, and are repeated."""
 _MOST_ALIKE = 100
 """Keys of one container that may have one hash."""
-_APART = 1 << 60
+_DISTINCT_BELOW = 1 << 60
 """Whole numbers below it have different hashes (but -1 and -2)."""
-_NUMBERS_APART = range(1 - _APART, _APART)
+_NUMBERS_APART = range(1 - _DISTINCT_BELOW, _DISTINCT_BELOW)
 _SIMPLE = frozenset({str, bool, bytes, type(None), GlobalName, Stub})
 """Types of which a writer cannot choose the hash of many keys."""
 _LEAVES = _SIMPLE | {float, complex, TensorRef, InlineTensor, StorageRef}
@@ -48,12 +48,12 @@ class _Slots:
     A larger table needs no more probes: modulo a smaller power of two, its probes are those of the smaller table.
     """
 
-    __slots__ = ("_hashes", "_left", "_taken")
+    __slots__ = ("_hashes", "_probes_left", "_used")
 
     def __init__(self, keys: Iterable[object]) -> None:
         self._hashes = array("q")
-        self._taken = bytearray(8)
-        self._left = _FREE_PROBES
+        self._used = bytearray(8)
+        self._probes_left = _FREE_PROBES
         for key in keys:
             if type(key) not in _SIMPLE:
                 self.add(hash(key))
@@ -61,25 +61,25 @@ class _Slots:
     def add(self, hashed: int) -> None:
         """Put a key in. Raises ValueError where that, and what was before, takes too many probes."""
         self._hashes.append(hashed)
-        self._left += _PROBES_PER_KEY
-        if 3 * len(self._hashes) <= 2 * len(self._taken):
+        self._probes_left += _PROBES_PER_KEY
+        if 3 * len(self._hashes) <= 2 * len(self._used):
             self._put(hashed)
             return
-        self._taken = bytearray(2 * len(self._taken))
-        for own in self._hashes:
-            self._put(own)
+        self._used = bytearray(2 * len(self._used))
+        for known_hash in self._hashes:
+            self._put(known_hash)
 
     def _put(self, hashed: int) -> None:
-        taken, mask = self._taken, len(self._taken) - 1
+        used, mask = self._used, len(self._used) - 1
         perturb = hashed % (1 << 64)
         slot = perturb & mask
-        while taken[slot]:
+        while used[slot]:
             perturb >>= 5
             slot = (5 * slot + perturb + 1) & mask
-            self._left -= 1
-            if self._left < 0:
+            self._probes_left -= 1
+            if self._probes_left < 0:
                 raise ValueError("expected keys that spread over a hash table; got keys that were chosen to collide")
-        taken[slot] = 1
+        used[slot] = 1
 
 
 class Keys:

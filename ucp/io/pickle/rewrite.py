@@ -104,10 +104,10 @@ class Rewriter:
         body = Frames()
         while not self.is_whole:
             stop = min(self.at + _BATCH_NBYTES, len(self.data))
-            found = _common().findall(self.data, self.at, stop)
-            rest = max(len(other) for _, _, other in found[-2:])
+            matches = _common().findall(self.data, self.at, stop)
+            rest = max(len(other) for _, _, other in matches[-2:])
             self.at = self.instruction = stop - rest
-            piece = b"".join([stays + _REQUESTS[asks] for stays, asks, _ in found])
+            piece = b"".join([stays + _REQUESTS[asks] for stays, asks, _ in matches])
             if rest or stop == len(self.data):
                 piece += self._step(self.take(1))
             if piece:

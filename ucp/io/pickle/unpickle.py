@@ -108,7 +108,7 @@ class _Machine(pickle.Unpickler):
         self._persistent = persistent
         self._keys = Keys()
         self._names: dict[tuple[str, str], GlobalName] = {}
-        self._left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
+        self._values_left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
         """Refuse to import: a rewritten pickle asks for names as for all the rest."""
@@ -116,24 +116,24 @@ class _Machine(pickle.Unpickler):
 
     def persistent_load(self, request: tuple[object, object, int]) -> object:
         """The answer to a request: operands and code of an instruction."""
-        left, right, code = request
-        if code == _NEW and type(left) is GlobalName and type(right) is tuple:  # the commonest are answered in place
-            return Stub(left, right)
+        operand, right, code = request
+        if code == _NEW and type(operand) is GlobalName and type(right) is tuple:  # the commonest are answered in place
+            return Stub(operand, right)
         if code == _CALL and type(right) is tuple:
-            return self.counted_keys(called(left, self.counted(right)))
-        if code == FILL_AND_BUILD and isinstance(left, tuple):
-            target, state, items = left
+            return self.counted_keys(called(operand, self.counted(right)))
+        if code == FILL_AND_BUILD and isinstance(operand, tuple):
+            target, state, items = operand
             return self.build(target, self.fill(state, items))
-        return _ANSWERS[code](self, left, right)
+        return _ANSWERS[code](self, operand, right)
 
     def counted(self, args: object) -> tuple[object, ...]:
         """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
         if type(args) is not tuple:
             raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
         values = len(args)
-        for own in args:
-            if type(own) is tuple or isinstance(own, Sized):  # the commonest first
-                values += len(own)
+        for arg in args:
+            if type(arg) is tuple or isinstance(arg, Sized):  # the commonest first
+                values += len(arg)
         self.count(values)
         return args
 
@@ -145,8 +145,8 @@ class _Machine(pickle.Unpickler):
 
     def count(self, values: int) -> None:
         """Take so many values for copied. Raises PickleFaultError when no file of this length has so many."""
-        self._left -= values
-        if self._left < 0:
+        self._values_left -= values
+        if self._values_left < 0:
             raise PickleFaultError("calls that copy the same values again and again")
 
     def fill(self, target: object, items: tuple[object, ...]) -> object:
@@ -208,7 +208,7 @@ class _Machine(pickle.Unpickler):
             key = NAME_MAPPING.get(key) or (IMPORT_MAPPING.get(module, module), qualname)
         return self._names.get(key) or self._names.setdefault(key, GlobalName(*key))
 
-    def found(self, pid: object) -> object:
+    def load_persistent(self, pid: object) -> object:
         """What a persistent id stands for."""
         if self._persistent is None:
             raise PickleFaultError("a persistent id, which has no meaning in this file")
@@ -242,6 +242,6 @@ _ANSWERS: dict[int, Callable[..., object]] = {
     0x90: _Machine.extend,
     0x91: lambda _, items, __: called(GlobalName("builtins", "frozenset"), (items,)),
     0x93: _Machine.name,
-    ord("Q"): lambda m, pid, _: m.found(pid),
+    ord("Q"): lambda m, pid, _: m.load_persistent(pid),
 }
 """What an instruction gives, by its code: of the machine and the operands that `rewrite` says."""

@@ -176,7 +176,9 @@ class _Copy:
             if id(part) in self._copies:
                 rest.pop()
             elif isinstance(part, tuple | set | frozenset):
-                rest += [own for own in part if isinstance(own, self._through) and id(own) not in self._copies]
+                rest += [
+                    member for member in part if isinstance(member, self._through) and id(member) not in self._copies
+                ]
                 if rest[-1] is part:
                     self._copies[id(part)] = type(part)(map(self._copy, part))
             else:
@@ -291,11 +293,11 @@ def _pairs(a: object, b: object, step: Step | None) -> Sequence[tuple[object, ob
             return [(one, other, Step(at, step)) for at, (one, other) in both]
         case _:
             raise TypeError(f"two values of {type(a)} and {type(b)}")
-    found = []
+    pairs = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
         (name, one), (_, other) = (side.get(key, (None, ABSENT)) for side in sides)
-        found.append((one, other, Step(sides[1][key][0] if key in sides[1] else name, step)))
-    return found + more
+        pairs.append((one, other, Step(sides[1][key][0] if key in sides[1] else name, step)))
+    return pairs + more
 
 
 def _comparable(key: object) -> object:
@@ -357,19 +359,19 @@ def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
             if (one.dtype, one.shape) == (other.dtype, other.shape):
                 yield TensorPair(place=_place(step), a=one, b=other)
                 continue
-        yield Apart(place=_place(step), a=_shown(one), b=_shown(other))
+        yield Apart(place=_place(step), a=_show(one), b=_show(other))
 
 
 def _place(step: Step | None) -> str:
     steps: list[str] = []
     while step is not None and len(steps) < _STEPS:
         is_name = step.is_field or (isinstance(step.name, str) and len(step.name) <= _SHOWN)
-        steps.append(f".{step.name}" if is_name else f"[{_shown(step.name)}]")
+        steps.append(f".{step.name}" if is_name else f"[{_show(step.name)}]")
         step = step.within
     return ("..." if step is not None else "") + "".join(reversed(steps)).removeprefix(".")
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     if value is ABSENT:
         return "-"
     match value:

@@ -173,20 +173,20 @@ class _Storages:
 
     def find(self, pid: object) -> StorageRef:
         """The storage of a persistent id. Raises ValueError."""
-        asked = StorageId.parse(pid)
-        known = self._known.get(asked)
+        storage_id = StorageId.parse(pid)
+        known = self._known.get(storage_id)
         if known is not None:
             return known
-        name = self._prefix + asked.key
+        name = self._prefix + storage_id.key
         member = self._members.get(name)
         if member is None:
             raise ValueError(f"a storage {name!r} that the archive does not hold")
-        if member.nbytes != asked.nbytes:
-            raise ValueError(f"a storage of {asked.nbytes} bytes; the member {name!r} has {member.nbytes}")
+        if member.nbytes != storage_id.nbytes:
+            raise ValueError(f"a storage of {storage_id.nbytes} bytes; the member {name!r} has {member.nbytes}")
         path, offset, nbytes = self._window.file.path, self._window.start + self._offsets[name], member.nbytes
         self._records[name] = Record(path=path, name=name, offset=offset, nbytes=nbytes, crc32=member.crc32)
-        self._known[asked] = StorageRef(path=path, offset=offset, nbytes=nbytes, dtype=asked.dtype)
-        return self._known[asked]
+        self._known[storage_id] = StorageRef(path=path, offset=offset, nbytes=nbytes, dtype=storage_id.dtype)
+        return self._known[storage_id]
 
     def records(self) -> tuple[Record, ...]:
         """Recorded checksums of the storages found so far, in the order of the file."""
@@ -195,10 +195,12 @@ class _Storages:
 
 def _prefix(window: Window, members: dict[str, ZipMember]) -> str:
     """The folder that holds data.pkl: torch names it after the file."""
-    found = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
-    if len(found) != 1:
+    folders = [
+        name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")
+    ]
+    if len(folders) != 1:
         raise MalformedError(
-            f"{window.where}: expected one member <folder>/data.pkl; got {len(found)} among {len(members)} members. "
+            f"{window.where}: expected one member <folder>/data.pkl; got {len(folders)} among {len(members)} members. "
             "This zip archive was not written by torch.save"
         )
-    return found[0]
+    return folders[0]

@@ -41,7 +41,7 @@ class Part:
 
 def layouts_of(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
     """(parameter, state) to its layout, of those that are divided or copied over ranks."""
-    return {(own.slice.param, own.slice.state): own.layout for own in parts if own.layout and own.layout.all_axes}
+    return {(part.slice.param, part.slice.state): part.layout for part in parts if part.layout and part.layout.all_axes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ def target_plan(
     lies, outermost first, each taken where the layouts of the files do not have it. `names_rounded`: see
     `ucp.core.target.describe_casts`.
     """
-    placements = tuple(place for own in drafted for place in own.placements)
+    placements = tuple(place for file_draft in drafted for place in file_draft.placements)
     layouts: dict[tuple[str, str], Layout] = {}
-    for own in drafted:
-        for key, layout in own.layouts.items():
+    for file_draft in drafted:
+        for key, layout in file_draft.layouts.items():
             if key not in layouts or len(layout.all_axes) > len(
                 layouts[key].all_axes
             ):  # a master, not the model's weight
@@ -91,9 +91,9 @@ def target_plan(
         if outer:
             layouts[param, state] = Layout((*outer, *inner.axes), inner.flat)
     return TargetPlan(
-        files=tuple(own.file for own in drafted),
+        files=tuple(file_draft.file for file_draft in drafted),
         placements=placements,
-        raw=tuple(copy for own in drafted for copy in own.raw),
+        raw=tuple(copy for file_draft in drafted for copy in file_draft.raw),
         notes=tuple(dict.fromkeys(notes)),
         casts=describe_casts(index, (place.slice for place in placements), names_rounded=names_rounded),
         topology=topology,
@@ -111,9 +111,9 @@ class FileDraft:
         self._moved: dict[NewStorage, TensorRef] = {}
         self._known: dict[NewStorage, bytes] = {}
 
-    def tensor(self, own: Slice) -> NewTensor:
+    def tensor(self, slice_: Slice) -> NewTensor:
         """A tensor that is all of the local tensor of a slice."""
-        return self.filled(own.dtype, own.local_shape, [Part(offset=0, slice=own)])
+        return self.filled(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
 
     def filled(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
         """A tensor of `shape` with slices in it; zero elsewhere."""

@@ -47,11 +47,11 @@ def read_legacy(window: Window) -> object:
         """Remember a storage of the object; what stands in its place is never looked into."""
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
             return pid[1]
-        asked = StorageId.parse(pid)
-        first = seen.setdefault(asked.key, asked)
-        if (first.kind, first.numel) != (asked.kind, asked.numel):
-            raise ValueError(f"a storage {asked.key!r} of two kinds or lengths")
-        return _view(storages[asked.key], asked) if storages else None
+        storage_id = StorageId.parse(pid)
+        first = seen.setdefault(storage_id.key, storage_id)
+        if (first.kind, first.numel) != (storage_id.kind, storage_id.numel):
+            raise ValueError(f"a storage {storage_id.key!r} of two kinds or lengths")
+        return _view(storages[storage_id.key], storage_id) if storages else None
 
     place = reader.at
     reader.next(note)
@@ -85,14 +85,14 @@ class _Pickles:
                 return parsed
 
 
-def _view(whole: StorageRef, asked: StorageId) -> StorageRef:
+def _view(storage: StorageRef, storage_id: StorageId) -> StorageRef:
     """The part of a storage that is asked for."""
-    if asked.view is None:
-        return whole
-    start, count = (n * asked.itemsize for n in asked.view)
-    if start + count > whole.nbytes:
-        raise ValueError(f"a view past the end of storage {asked.key!r}")
-    return replace(whole, offset=whole.offset + start, nbytes=count)
+    if storage_id.view is None:
+        return storage
+    start, count = (n * storage_id.itemsize for n in storage_id.view)
+    if start + count > storage.nbytes:
+        raise ValueError(f"a view past the end of storage {storage_id.key!r}")
+    return replace(storage, offset=storage.offset + start, nbytes=count)
 
 
 def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start: int) -> dict[str, StorageRef]:
@@ -100,18 +100,18 @@ def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start:
     storages = {}
     at = start
     for key in keys:
-        asked = seen[key]
+        storage_id = seen[key]
         numel = int.from_bytes(window.read(at, 8), "little", signed=True)
-        if numel != asked.numel:
+        if numel != storage_id.numel:
             raise MalformedError(
-                f"{window.where}: expected {asked.numel} elements of storage {key!r} at byte {at}; got {numel}. "
+                f"{window.where}: expected {storage_id.numel} elements of storage {key!r} at byte {at}; got {numel}. "
                 "The file is damaged, or its parts were joined wrongly"
             )
         at += 8
         storages[key] = StorageRef(
-            path=window.file.path, offset=window.start + at, nbytes=asked.nbytes, dtype=asked.dtype
+            path=window.file.path, offset=window.start + at, nbytes=storage_id.nbytes, dtype=storage_id.dtype
         )
-        at += asked.nbytes
+        at += storage_id.nbytes
     if at != window.nbytes:
         state = "truncated" if at > window.nbytes else "followed by other bytes"
         raise MalformedError(f"{window.where}: expected {at} bytes; got {window.nbytes}: it is {state}. Copy it again")

@@ -53,8 +53,8 @@ class Window:
     @property
     def where(self) -> str:
         """The archive, for messages."""
-        whole = self.start == 0 and self.nbytes == self.file.nbytes
-        return self.file.path if whole else f"{self.file.path} (archive at byte {self.start})"
+        is_full_file = self.start == 0 and self.nbytes == self.file.nbytes
+        return self.file.path if is_full_file else f"{self.file.path} (archive at byte {self.start})"
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes at `offset` of the archive. Raises MalformedError outside it."""
@@ -223,7 +223,7 @@ def _zip64(window: Window, extra: bytes, sizes: tuple[int, int, int]) -> tuple[i
     raise _damaged(window, "a member of 4 GiB or more without its zip64 sizes")
 
 
-def _damaged(window: Window, found: str) -> MalformedError:
+def _damaged(window: Window, problem: str) -> MalformedError:
     return MalformedError(
-        f"{window.where}: not a whole zip archive: {found}. It is truncated or damaged; copy it again"
+        f"{window.where}: not a whole zip archive: {problem}. It is truncated or damaged; copy it again"
     )

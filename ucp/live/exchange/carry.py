@@ -269,11 +269,11 @@ class _Buffers:
         import torch
 
         shared = stages[:-1]
-        landing = LandingTensors(tensors)
+        tensors_of_items = LandingTensors(tensors)
         sizes = [stage.largest_window() for stage in shared]
         gathers = (len(stage.members) * (size.round_nbytes + STATUS) for stage, size in zip(shared, sizes, strict=True))
         gathered = max(gathers, default=0)
-        solo = [item for stage in stages for item in stage.items if landing.memory(item) is None]
+        solo = [item for stage in stages for item in stage.items if tensors_of_items.memory(item) is None]
         if solo:  # also what the members of a set may come to read for themselves
             stage = Stage(members=(ranks.rank,), items=solo, size=WindowSize.within(memory, 1))
             sizes.append(stage.largest_window())

@@ -98,7 +98,7 @@ def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ra
 
 
 def _find_differing(
-    reads: Sequence[ReadItem], landing: LandingTensors, reader: Reader, part_nbytes: int
+    reads: Sequence[ReadItem], tensors: LandingTensors, reader: Reader, part_nbytes: int
 ) -> Iterator[int]:
     """Numbers of the items that differ."""
     import torch
@@ -112,7 +112,7 @@ def _find_differing(
         start_reading(reader, reads, segments, [part.numpy().data for part in parts])()
         for segment, part in zip(segments, parts, strict=True):
             read = reads[segment.slice_number]
-            pairs = landing.pieces(read, segment, part)
+            pairs = tensors.pieces(read, segment, part)
             as_bytes = ([view_bytes(tensor.cpu().contiguous()) for tensor in pair] for pair in pairs)
             if not all(torch.equal(memory, values) for memory, values in as_bytes):
                 yield read.item

@@ -79,7 +79,7 @@ class Used:
 
     present: Collection[str]
     """Those that a model has."""
-    stepped: Collection[str]
+    optimized: Collection[str]
     """Those that an optimizer steps."""
 
 
@@ -93,13 +93,13 @@ class Decision:
     """What to load into."""
     items: tuple[LoadItem, ...]
     """What to load, in the order of the model."""
-    fresh: tuple[str, ...] = ()
+    without_states: tuple[str, ...] = ()
     """Parameters that get no state."""
     hyper: tuple[Mapping[str, object], ...] = ()
     """Hyper-parameters to set in each group of the optimizer."""
     findings: Findings = field(default_factory=Findings)
     """What did not fit, and what is worth knowing."""
-    landing: Sequence[torch.Tensor] = ()
+    memories: Sequence[torch.Tensor] = ()
     """Memory for each of `items`."""
 
 
@@ -114,7 +114,12 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     if run.optimizer is not None:
         check_moments(detect_first_step(index), options.zero_moments)
     tensors = run.model.tensors
-    findings = Findings(notes=[*run.model.notes, *(f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts)])
+    findings = Findings(
+        notes=[
+            *run.model.notes,
+            *(f"--accept {accepted_doubt.kind}: {accepted_doubt.text}" for accepted_doubt in index.doubts),
+        ]
+    )
     by_name = match_tensors(tensors, index, rename=options.rename, findings=findings)
     matched = filter_fitting(tensors, by_name, index, findings)
     differing = [
@@ -151,12 +156,12 @@ def find_used_atoms(matching: Matching, ranks: Ranks) -> Used:
             bits[numbers[name] // 8] |= 1 << numbers[name] % 8
         return bytes(bits)
 
-    stepped = {name for group in matching.groups for name in group.params}
+    optimized = {name for group in matching.groups for name in group.params}
     used = []
-    for bits_of_ranks in zip(*ranks.share((to_bits(matching.present), to_bits(stepped))), strict=True):
+    for bits_of_ranks in zip(*ranks.share((to_bits(matching.present), to_bits(optimized))), strict=True):
         union = reduce(or_, (int.from_bytes(bits, "little") for bits in bits_of_ranks)).to_bytes(nbytes, "little")
         used.append(frozenset(name for name, number in numbers.items() if union[number // 8] >> number % 8 & 1))
-    return Used(present=used[0], stepped=used[1])
+    return Used(present=used[0], optimized=used[1])
 
 
 def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
@@ -169,13 +174,15 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     find_unexpected(tensors, used.present, index, findings)
     loaded = [tensor for tensor in tensors if tensor.name not in run.model.derived]
     items = plan_weights(loaded, matched, index, findings=findings)
-    fresh: list[str] = []
+    without_states: list[str] = []
     hyper: list[dict[str, object]] = []
     if run.optimizer is not None:
         hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
         parts = {tensor.name: tensor.part for tensor in tensors}
         params = [_globalize(param, parts, run) for param in run.optimizer.params(hyper)]
-        states, fresh = match_states(params, parts, matched, index, stepped=used.stepped, findings=findings)
+        states, without_states = match_states(
+            params, parts, matched, index, optimized=used.optimized, findings=findings
+        )
         note_rounded(items, params, findings)
         _check_steps(states, params, index)
         items += states
@@ -183,7 +190,14 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
         findings.check(index.path)
     if not matched and tensors:
         raise findings.make_no_match_error(index.path)
-    return Decision(index=index, run=run, items=tuple(items), fresh=tuple(fresh), hyper=tuple(hyper), findings=findings)
+    return Decision(
+        index=index,
+        run=run,
+        items=tuple(items),
+        without_states=tuple(without_states),
+        hyper=tuple(hyper),
+        findings=findings,
+    )
 
 
 def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
@@ -191,8 +205,8 @@ def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) ->
     if run.has_global_parts or param.name not in parts:
         return param
     part = parts[param.name]
-    apart = {state: part.narrow_to(state_part) for state, state_part in param.apart.items()}
-    return replace(param, part=param.part and part.narrow_to(param.part), apart=apart)
+    parts_by_state = {state: part.narrow_to(state_part) for state, state_part in param.apart.items()}
+    return replace(param, part=param.part and part.narrow_to(param.part), apart=parts_by_state)
 
 
 def _check_steps(states: Sequence[LoadItem], params: Sequence[LiveParam], index: Index) -> None:

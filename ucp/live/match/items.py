@@ -200,7 +200,7 @@ def match_states(
     matched: Mapping[str, str],
     index: Index,
     *,
-    stepped: Collection[str],
+    optimized: Collection[str],
     findings: Findings,
 ) -> tuple[list[LoadItem], list[str]]:
     """Optimizer states to load, and the parameters that the saved optimizer had never stepped.
@@ -215,7 +215,7 @@ def match_states(
     findings.problems.extend(index.loss_reasons(lost))
     findings.problems.extend([] if index.unnamed is None else [index.unnamed.reason])
     items: list[LoadItem] = []
-    fresh: list[LiveParam] = []
+    without_states: list[LiveParam] = []
     for param in params:
         atom, part = index.atoms[matched[param.name]], param.part or parts[param.name]
         if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also if the checkpoint has no more than the weight
@@ -227,8 +227,8 @@ def match_states(
         is_new = index.unnamed is None and has_optimizer and atom.name not in grouped
         if is_new and not param.is_frozen and 0 not in atom.global_shape:
             findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
-        fresh.append(param)
-    filled = [param for param in fresh if 0 not in index.atoms[matched[param.name]].global_shape]
+        without_states.append(param)
+    filled = [param for param in without_states if 0 not in index.atoms[matched[param.name]].global_shape]
     # SGD, say, keeps no states of a parameter
     stateful = [param for param in filled if param.keeps is None or param.keeps.keys() - {WEIGHT}]
     has_states = any(item.state != WEIGHT for item in items)
@@ -243,11 +243,11 @@ def match_states(
         )
     present = set(matched.values())
     for atom in index.atoms.values():
-        if atom.name in present and atom.name not in stepped and _list_states(atom) and 0 not in atom.global_shape:
+        if atom.name in present and atom.name not in optimized and _list_states(atom) and 0 not in atom.global_shape:
             findings.problems.append(
                 f"{atom.name}: the checkpoint has {', '.join(_list_states(atom))}, and the optimizer does not step it"
             )
-    return items, [param.name for param in fresh]
+    return items, [param.name for param in without_states]
 
 
 def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findings: Findings) -> None:

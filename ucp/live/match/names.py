@@ -169,15 +169,15 @@ def _find_styles(index: Index, tensors: Sequence[LiveTensor], options: NameOptio
         if not all(_is_read(family, options.checkpoint_names(tensor), style) for tensor in tensors):
             continue
         try:
-            _, made = restyle(index, family, style, source)
+            _, recipes = restyle(index, family, style, source)
         except (FamilyError, UnsupportedError) as error:
             failures[style] = str(error)
             continue
-        if all(_is_in(made, options.checkpoint_names(tensor)) for tensor in tensors):
-            translated[style] = made
+        if all(_is_in(recipes, options.checkpoint_names(tensor)) for tensor in tensors):
+            translated[style] = recipes
     with_shapes = set()
     for style, by_name in translated.items():
-        shapes = {name: made.shape for name, made in by_name.items()}
+        shapes = {name: recipe.shape for name, recipe in by_name.items()}
         if all(_has_shape(tensor, options, shapes) for tensor in tensors):
             with_shapes.add(style)
     return _Styles(family=family, tensors=translated, with_shapes=frozenset(with_shapes), failures=failures)

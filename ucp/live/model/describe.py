@@ -119,9 +119,9 @@ def _allocate_model(
 def _list_modules(model: object) -> list[nn.Module]:
     from torch import nn
 
-    given = [*model] if isinstance(model, list | tuple) else [model]
-    modules = [module for module in given if isinstance(module, nn.Module)]
-    if not modules or len(modules) < len(given):
-        got = ", ".join(type(value).__name__ for value in given) or "none"
+    values = [*model] if isinstance(model, list | tuple) else [model]
+    modules = [module for module in values if isinstance(module, nn.Module)]
+    if not modules or len(modules) < len(values):
+        got = ", ".join(type(value).__name__ for value in values) or "none"
         raise UsageError(f"expected a torch module, or a list of them (chunks of a virtual pipeline); got {got}")
     return modules

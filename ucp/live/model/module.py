@@ -119,7 +119,9 @@ def _find_memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tenso
 
 def _check_loadable(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     partitioned = [
-        f"{name}: a parameter that DeepSpeed ZeRO-3 has partitioned" for name, own in named if hasattr(own, "ds_id")
+        f"{name}: a parameter that DeepSpeed ZeRO-3 has partitioned"
+        for name, tensor in named
+        if hasattr(tensor, "ds_id")
     ]
     if partitioned:
         raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{listed(partitioned)}")

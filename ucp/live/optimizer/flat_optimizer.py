@@ -70,9 +70,9 @@ class FlatOptimizer:
         params = []
         for name in (name for group in self.groups() for name in group.params):
             slot = self._find_slot(name)
-            apart = {state: flat_range.part for state, flat_range in slot.ranges_by_state.items()}
+            parts_by_state = {state: flat_range.part for state, flat_range in slot.ranges_by_state.items()}
             if slot.flat_range.numel or slot.key != name:
-                params.append(replace(tensors[slot.key], name=name, apart=apart))
+                params.append(replace(tensors[slot.key], name=name, apart=parts_by_state))
         return params
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
@@ -95,14 +95,14 @@ class FlatOptimizer:
         for name, values in states.items():
             by_key.setdefault(self._find_slot(name).key, {})[name] = values
         for key, members in by_key.items():
-            stepped = {name: values for name, values in members.items() if values}
-            for name in (members.keys() - stepped.keys()) if stepped else ():
+            members_with_states = {name: values for name, values in members.items() if values}
+            for name in (members.keys() - members_with_states.keys()) if members_with_states else ():
                 # if others of its tensor have states, those of a parameter that never had a gradient are zero
                 for (tensor_key, state), tensor in self.flat_states.items():
                     if tensor_key == key:
                         self.slots[name].range_of(state).narrow(tensor).zero_()
-            agreed = _merge_counts(stepped, counts, remedy=self.remedy)
-            merged = {state: value for values in stepped.values() for state, value in values.items()}
+            agreed = _merge_counts(members_with_states, counts, remedy=self.remedy)
+            merged = {state: value for values in members_with_states.values() for state, value in values.items()}
             self.base.put({key: {**merged, **agreed}}, {key: frozenset(agreed)})
         self.flat_states.clear()
 

@@ -293,15 +293,15 @@ def describe_masters(
     weights = {model.owners[id(param)]: param for param in model_params}
     if masters is None:
         masters = _match_in_order(foreign, weights, params)
-        doubts = tuple(_note_equal_weights({name: weights[name] for name in masters}))
+        notes = tuple(_note_equal_weights({name: weights[name] for name in masters}))
     else:
         _check_masters(masters, weights, foreign)
-        doubts = ()
+        notes = ()
     owners = {**model.owners, **{id(master): name for name, master in masters.items()}}
     live = describe_optimizer(optimizer, replace(model, owners=owners))
     memory = {**live.memory, **{name: local_of(master) for name, master in masters.items()}}
     note = f"{counted(len(masters), 'weight is', 'weights are')} cast from masters that the optimizer steps"
-    model = replace(model, derived=model.derived | masters.keys(), notes=(*model.notes, note, *doubts))
+    model = replace(model, derived=model.derived | masters.keys(), notes=(*model.notes, note, *notes))
     return model, replace(live, memory=memory, weights={name: weights[name] for name in masters})
 
 
@@ -311,8 +311,8 @@ def _match_in_order(
     """Masters by name if order, shapes and values agree; none unless they all do."""
     import torch
 
-    stepped = set(map(id, params))
-    others = {name: param for name, param in weights.items() if param.requires_grad and id(param) not in stepped}
+    param_ids = set(map(id, params))
+    others = {name: param for name, param in weights.items() if param.requires_grad and id(param) not in param_ids}
     if len(others) != len(foreign):
         return {}
     for weight, master in zip(others.values(), foreign, strict=True):
@@ -345,11 +345,11 @@ def _check_masters(
     masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], foreign: Sequence[torch.Tensor]
 ) -> None:
     """Raise UsageError for masters that do not belong to a parameter of the model."""
-    stepped = set(map(id, foreign))
+    master_ids = set(map(id, foreign))
     problems = [f"{name}: the model has no such parameter" for name in masters if name not in weights]
     for name in masters.keys() & weights.keys():
         master, weight = masters[name], weights[name]
-        if id(master) not in stepped:
+        if id(master) not in master_ids:
             problems.append(f"{name}: the optimizer does not step it, or it is the model's own")
         elif master.shape != weight.shape or local_of(master).shape != local_of(weight).shape:
             problems.append(f"{name}: has shape {list(master.shape)}, and its weight {list(weight.shape)}")

@@ -96,8 +96,8 @@ def _read_states(index: Index, read: Callable[[Extra], object]) -> Iterator[Sche
 def _find_misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> Iterator[str]:
     """Why `saved` is not a state of the scheduler whose state is `live`."""
     if _list_entries(live) != _list_entries(saved):
-        kept = ", ".join(_list_entries(saved)) or "nothing"
-        yield f"it kept {kept}; this one keeps {', '.join(_list_entries(live))}"
+        entries = ", ".join(_list_entries(saved)) or "nothing"
+        yield f"it kept {entries}; this one keeps {', '.join(_list_entries(live))}"
         return
     for key, value in live.items():
         other = saved.get(key, value)

@@ -172,7 +172,7 @@ class _Rules:
             chunk = self._chunk_of_layer.get(int(layer["number"]))
             return () if chunk is None else (chunk,)
         first, last = (0, 0), (self._mesh.pp - 1, self._mesh.vpp - 1)
-        if name == EMBEDDING and OUTPUT not in self._weights and not self._arguments.untied:
+        if name == EMBEDDING and OUTPUT not in self._weights and not self._arguments.has_output_weight:
             return (first, last)
         return (first,) if name.startswith("embedding.") else (last,) if name.startswith(_ON_LAST_STAGE) else ()
 

@@ -215,7 +215,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         param: _make_atom(tensor, states, groups, model.names, layouts.get(param))
         for param, tensor in model.weights.items()
     }
-    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not arguments.untied
+    is_tied = EMBEDDING in atoms and OUTPUT not in atoms and not arguments.has_output_weight
     recorded = "" if common.sharding in (None, states.layout) else f" (recorded: {common.sharding})"
     checked = check_masters(atoms, layout=states.layout, tied=is_tied)
     return Index(

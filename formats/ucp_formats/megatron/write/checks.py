@@ -1,12 +1,12 @@
-"""What a run of Megatron cannot be: settings that the tensors contradict, layouts that do not divide the model.
+"""Checks of settings against the tensors, and of a topology against the model.
 
-`--set NAME=VALUE` gives arguments of Megatron. A wrong argument is worse than none: Megatron takes the model from them
-(`--use-checkpoint-args`), and so does `ucp`. So one that the tensors or the topology contradict is no choice either.
+`--set NAME=VALUE` sets arguments of Megatron. Megatron builds the model from them (`--use-checkpoint-args`), as `ucp`
+does, so settings must not contradict the tensors or the topology.
 
-A layout that Megatron would not start at is refused, with every reason. The rules are megatron-core's own (0.13 to
-0.19): TransformerConfig.__post_init__ for heads, groups and layers, MoELayer for experts, MambaMixer for its heads and
-groups, and `divide` in column- and row-parallel layers for everything else. The vocabulary is apart: `torch_dist` is
-loaded at any number of padded rows (`allow_shape_mismatch`).
+A topology that Megatron would not start with is refused, by the rules of megatron-core 0.13 to 0.19:
+TransformerConfig.__post_init__ for heads, groups and layers, MoELayer for experts, MambaMixer for its heads and groups,
+and `divide` in column- and row-parallel layers for the rest. The vocabulary is an exception: `torch_dist` can be loaded
+with any number of padded rows (`allow_shape_mismatch`).
 """
 
 from __future__ import annotations
@@ -67,107 +67,106 @@ _NAMES = {
     ),
     "training data seen": "consumed_train_samples",
 }
-"""What Megatron takes from a checkpoint (training/checkpointing.py: load_args_from_checkpoint) and what ucp reads."""
+"""Arguments that Megatron reads from a checkpoint (checkpointing.py: load_args_from_checkpoint), or that ucp reads."""
 SETTINGS = {name: about for about, names in _NAMES.items() for name in names.split()}
 SETTINGS |= dict.fromkeys(sorted(READ_ARGUMENTS - SETTINGS.keys()), "layout and progress of the run")
-"""Setting to what it is about."""
-_UNTIED = "untie_embeddings_and_output_weights"
+"""Setting to its topic."""
+_UNTIE = "untie_embeddings_and_output_weights"
 _HALVES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
-"""Types that a model computes in, by the argument that says so."""
+"""16-bit type to the argument that selects it."""
 
 
-def check_settings(asked: Mapping[str, object], recorded: Mapping[str, object]) -> None:
-    """Raise UsageError naming all settings whose value is impossible, or of another kind than what was recorded.
-
-    `recorded`: arguments of the source; empty where it has none.
-    """
-    numbers = {name: own for name, own in asked.items() if name in READ_ARGUMENTS and isinstance(own, int)}
+def check_settings(settings: Mapping[str, object], recorded: Mapping[str, object]) -> None:
+    """Raise UsageError naming all settings with an impossible value, or of another type than `recorded` arguments."""
+    numbers = {name: value for name, value in settings.items() if name in READ_ARGUMENTS and isinstance(value, int)}
     wrong = [
         *(f"{name}: {number} is below 0" for name, number in numbers.items() if number < 0),
-        *(f"{name}: {text}" for name, value in asked.items() if (text := _other_kind(value, recorded.get(name)))),
+        *(f"{name}: {text}" for name, value in settings.items() if (text := _find_mistype(value, recorded.get(name)))),
     ]
     if wrong:
         raise UsageError(f"expected arguments of Megatron with --set; got\n{listed(wrong)}")
     try:
-        read_arguments(dict(asked), "--set")
+        read_arguments(dict(settings), "--set")
     except MalformedError as error:
         raise UsageError(str(error)) from error
 
 
-def _other_kind(value: object, recorded: object) -> str:
-    """What is wrong with a value beside the one that was recorded; empty when nothing is."""
+def _find_mistype(value: object, recorded: object) -> str:
+    """The problem with the type of a value; empty without one."""
     if value is None or not isinstance(recorded, bool | int | float | str | list | tuple):
         return ""
-    alike = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
-    return "" if type(value) in alike else f"{value!r}, and the source has {shown(recorded)}"
+    types = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
+    return "" if type(value) in types else f"{value!r}, and the source has {shown(recorded)}"
 
 
-def check_asked(
-    asked: Mapping[str, object], model: TargetModel, *, before: Mapping[str, object], written: Mapping[str, object]
+def check_consistency(
+    settings: Mapping[str, object], model: TargetModel, *, recorded: Mapping[str, object], written: Mapping[str, object]
 ) -> None:
-    """Raise UsageError naming every value in `asked` that what is written contradicts.
+    """Raise UsageError naming every setting that contradicts the checkpoint to write.
 
-    `before`: the arguments without what was asked for. `written`: those that the checkpoint will carry.
+    `recorded`: arguments of the source. `written`: arguments in the checkpoint.
     """
-    if not asked:
+    if not settings:
         return
     lines = [
         f"{name} = {value!r}: it is {written[name]!r} by --topology, --layout and what is written"
-        for name, value in asked.items()
+        for name, value in settings.items()
         if name in written and written[name] != value
     ]
     counts = {"num_layers": (model.layers, "layers"), "num_experts": (model.experts, "experts in a layer")}
     lines += [
-        f"{name} = {asked[name]!r}: there are {count} {what}"
+        f"{name} = {settings[name]!r}: there are {count} {what}"
         for name, (count, what) in counts.items()
-        if name in asked and (asked[name] or 0) != count
+        if name in settings and (settings[name] or 0) != count
     ]
-    is_untied = any(own.name == OUTPUT for own in model.tensors)
-    if _UNTIED in asked and bool(asked[_UNTIED]) != is_untied:
-        lines.append(f"{_UNTIED} = {asked[_UNTIED]!r}: there is {'an' if is_untied else 'no'} {OUTPUT}")
-    lines += [*_hybrid_problems(asked, model), *_types(asked, model)]
     shapes = model.shapes
-    known = compare_sizes(model.family, before, shapes, pads_on_load=True)
-    lines += [own for own in compare_sizes(model.family, written, shapes, pads_on_load=True) if own not in known]
+    is_untied = OUTPUT in shapes
+    if _UNTIE in settings and bool(settings[_UNTIE]) != is_untied:
+        lines.append(f"{_UNTIE} = {settings[_UNTIE]!r}: there is {'an' if is_untied else 'no'} {OUTPUT}")
+    lines += [*_hybrid_problems(settings, model), *_type_problems(settings, model)]
+    old_lines = compare_sizes(model.family, recorded, shapes, pads_on_load=True)
+    lines += [line for line in compare_sizes(model.family, written, shapes, pads_on_load=True) if line not in old_lines]
     if lines:
         raise UsageError(
-            f"expected --set to say what holds for the checkpoint that is written; got\n{listed(lines)}\n"
+            f"expected values of --set that agree with the checkpoint to write; got\n{listed(lines)}\n"
             "Drop these, or convert a checkpoint of the model that you mean"
         )
 
 
-def _hybrid_problems(asked: Mapping[str, object], model: TargetModel) -> Iterator[str]:
-    """The pattern of a hybrid model, against what its layers hold."""
-    pattern, letters = hybrid_pattern(asked), layer_letters(own.name for own in model.tensors)
+def _hybrid_problems(settings: Mapping[str, object], model: TargetModel) -> Iterator[str]:
+    """Contradictions between the pattern of a hybrid model and its layers."""
+    pattern, letters = hybrid_pattern(settings), layer_letters(model.shapes)
     if pattern is None:
         return
-    if any(len(own) > 1 for own in letters):
+    if any(len(letter) > 1 for letter in letters):
         yield (
-            f"hybrid pattern {pattern!r}: the layers hold attention and a feed-forward each, as those of a GPT. A "
-            "hybrid run of megatron-core 0.20 loads the checkpoint of a GPT by itself: write it as one"
+            f"hybrid pattern {pattern!r}: every layer has attention and a feed-forward, as in a GPT. A hybrid run of "
+            "megatron-core 0.20 loads the checkpoint of a GPT by itself: write it as one"
         )
         return
-    said = pattern.replace("|", "")
-    if len(said) != len(letters) or any(a != b for a, b in zip(said, letters, strict=True) if a in LETTERS.values()):
+    layers = pattern.replace("|", "")
+    if len(layers) != len(letters) or any(
+        a != b for a, b in zip(layers, letters, strict=True) if a in LETTERS.values()
+    ):
         yield f"hybrid pattern {pattern!r}: by their tensors the layers are {''.join(letters)!r}"
 
 
-def _types(asked: Mapping[str, object], model: TargetModel) -> Iterator[str]:
-    """Types other than those that the model's tensors have; a model in float32 may compute in any."""
-    there = {own.dtype for own in model.tensors if own.kind is not Kind.BUFFER and own.dtype in _HALVES}
-    for dtype, name in _HALVES.items() if there else ():
-        if name in asked and bool(asked[name]) != (dtype in there):
-            held = " and ".join(sorted(own.value for own in there))
-            yield f"{name} = {asked[name]!r}: the model's weights are {held} (--dtype weight=... casts them)"
+def _type_problems(settings: Mapping[str, object], model: TargetModel) -> Iterator[str]:
+    """Contradictions with the types of the weights; a model in float32 may compute in any."""
+    dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is not Kind.BUFFER and tensor.dtype in _HALVES}
+    for dtype, name in _HALVES.items() if dtypes else ():
+        if name in settings and bool(settings[name]) != (dtype in dtypes):
+            names = " and ".join(sorted(dtype.value for dtype in dtypes))
+            yield f"{name} = {settings[name]!r}: the model's weights are {names} (--dtype weight=... casts them)"
 
 
 _MAMBA = ".mixer.A_log"
 _MOST_KINDS = 4
-"""Kinds of tensors that are named in one line."""
+"""Kinds of tensors to name in one line."""
 
 
 def check_division(run: TargetRun) -> None:
-    """Prove that a run of this layout can hold the model. Raises TopologyError with all that speaks against it."""
+    """Check that a run of this topology can hold the model. Raises TopologyError with all reasons against it."""
     mesh, arguments, model = run.topology, run.arguments, run.model
     problems = [
         find_grid_problem(mesh),
@@ -178,16 +177,16 @@ def check_division(run: TargetRun) -> None:
         f"experts: ep={mesh.ep} does not divide {model.experts}" if model.experts % mesh.ep else None,
         stage_problem(model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=arguments),
     ]
-    lines = [own for own in problems if own]
+    lines = list(filter(None, problems))
     if lines:
         raise TopologyError(
-            f"expected a layout that divides the model into equal parts, as Megatron does; got {mesh} for "
+            f"expected a topology that divides the model into equal parts, as Megatron does; got {mesh} for "
             f"{run.index.path}:\n{listed(lines, most=40)}\nChoose other degrees"
         )
 
 
 def _head_problems(tp: int, arguments: Mapping[str, object], model: TargetModel) -> Iterator[str]:
-    """Heads, and groups of heads that share keys and values: as many as heads, unless grouped."""
+    """Attention and Mamba heads, and their groups."""
     heads = _number(arguments, "num_attention_heads")
     grouped = arguments.get("group_query_attention", True)
     groups = (_number(arguments, "num_query_groups") if grouped else 0) or heads
@@ -195,22 +194,22 @@ def _head_problems(tp: int, arguments: Mapping[str, object], model: TargetModel)
         yield f"heads: tp={tp} does not divide num_attention_heads={heads}"
     if groups and groups != heads and groups % tp and tp % groups:
         yield f"groups of queries: num_query_groups={groups} is neither a multiple nor a divisor of tp={tp}"
-    mamba = next((own.shape[0] for own in model.tensors if own.name.endswith(_MAMBA)), 0)
-    shared = _number(arguments, "mamba_num_groups")
-    if mamba % tp:
-        yield f"heads of Mamba: tp={tp} does not divide {mamba}"
-    if mamba and shared % tp:
-        yield f"groups of Mamba: tp={tp} does not divide mamba_num_groups={shared}"
+    mamba_heads = next((tensor.shape[0] for tensor in model.tensors if tensor.name.endswith(_MAMBA)), 0)
+    mamba_groups = _number(arguments, "mamba_num_groups")
+    if mamba_heads % tp:
+        yield f"heads of Mamba: tp={tp} does not divide {mamba_heads}"
+    if mamba_heads and mamba_groups % tp:
+        yield f"groups of Mamba: tp={tp} does not divide mamba_num_groups={mamba_groups}"
 
 
 def _number(arguments: Mapping[str, object], name: str) -> int:
-    """A whole number; 0 where the arguments have none."""
+    """An integer argument; 0 without one."""
     value = arguments.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _cut_problems(model: TargetModel, mesh: Topology) -> Iterator[str]:
-    """Dims that are cut into parts of other lengths: a line per axis, every kind of tensor once."""
+    """Dims that an axis does not divide evenly: a line per axis, with every kind of tensor once."""
     degrees = {"tp": mesh.tp, "etp": mesh.expert_tp}
     uneven: dict[str, dict[str, None]] = {}
     kinds: dict[tuple[str, tuple[int, ...]], TargetTensor] = {}
@@ -221,20 +220,20 @@ def _cut_problems(model: TargetModel, mesh: Topology) -> Iterator[str]:
             continue
         layout = tensor.match.layout(axes=degrees, global_shape=shape)
         first = {axis.axis: 0 for axis in layout.axes}
-        wanted = [piece.box.sizes for piece in place(layout, shape, coords=first)]
+        expected = [piece.box.sizes for piece in place(layout, shape, coords=first)]
         for axis in layout.axes:
             last = {**first, axis.axis: axis.parts - 1}
-            if [piece.box.sizes for piece in place(layout, shape, coords=last)] != wanted:
+            if [piece.box.sizes for piece in place(layout, shape, coords=last)] != expected:
                 uneven.setdefault(axis.axis, {})[f"{name} {list(shape)}"] = None
     for axis_name, names in uneven.items():
-        shown = ", ".join(list(names)[:_MOST_KINDS])
+        examples = ", ".join(list(names)[:_MOST_KINDS])
         more = f" and {len(names) - _MOST_KINDS} more like it" if len(names) > _MOST_KINDS else ""
-        yield f"dims: {axis_name}={degrees[axis_name]} does not divide {shown}{more}"
+        yield f"dims: {axis_name}={degrees[axis_name]} does not divide {examples}{more}"
 
 
 def _rows(run: TargetRun) -> tuple[int, int]:
-    """Rows of the embedding, padding counted, in the files (0 without one) and in the run."""
-    rows = next((own.shape[0] for own in run.model.tensors if own.name == EMBEDDING), 0)
+    """Rows of the embedding, with padding, in the files (0 without one) and in the run."""
+    rows = run.model.shapes.get(EMBEDDING, (0,))[0]
     return rows, _number(run.arguments, "padded_vocab_size") or rows
 
 
@@ -245,14 +244,13 @@ def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
         yield f"vocabulary: padded_vocab_size={padded}, and there are {rows} rows; {elsewhere}"
     elif padded % tp:
         multiple = max(_number(run.arguments, "make_vocab_size_divisible_by"), 1) * tp
-        next_one = -(-padded // multiple) * multiple
-        given = f"say what the run pads to, as in --set padded_vocab_size={next_one}"
-        remedy = elsewhere if run.is_legacy else given
+        option = f"set the rows of the run, as in --set padded_vocab_size={-(-padded // multiple) * multiple}"
+        remedy = elsewhere if run.is_legacy else option
         yield f"vocabulary: tp={tp} does not divide padded_vocab_size={padded}; {remedy}"
 
 
 def vocabulary_notes(run: TargetRun) -> Iterator[str]:
-    """What a run makes of the rows of the vocabulary, without a word."""
+    """Notes on rows of the vocabulary that the run silently adds or drops."""
     tp, (rows, padded) = run.topology.tp, _rows(run)
     if not rows:
         return

@@ -30,7 +30,7 @@ from ucp_formats.megatron.groups import is_by_named_optimizer
 from ucp_formats.megatron.modules import choose_modules
 from ucp_formats.megatron.names import RELEASE, TRACKER
 from ucp_formats.megatron.write.arguments import derive_arguments, parse_config, scaling_note, update_arguments
-from ucp_formats.megatron.write.checks import SETTINGS, check_asked, check_division, check_settings
+from ucp_formats.megatron.write.checks import SETTINGS, check_consistency, check_division, check_settings
 from ucp_formats.megatron.write.extras import (
     common_state,
     consumed_samples,
@@ -118,7 +118,7 @@ class MegatronTarget(Target):
         run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
         check_division(run)
         asked = parse_values(options.settings)
-        check_asked(asked, run.model, before=run_arguments(index), written=run.arguments)
+        check_consistency(asked, run.model, recorded=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
         drafted = write(run, _folder(index))
         notes = (*notes, *extra_notes(run))

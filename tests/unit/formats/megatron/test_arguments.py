@@ -22,7 +22,7 @@ def test_a_namespace_is_read(value: Stub) -> None:
 
 
 def test_a_dict_does_as_well() -> None:
-    assert read_arguments({"bf16": True, "untie_embeddings_and_output_weights": True}, "a.pt").untied is True
+    assert read_arguments({"bf16": True, "untie_embeddings_and_output_weights": True}, "a.pt").has_output_weight is True
 
 
 def test_none_says_nothing() -> None:
@@ -33,7 +33,7 @@ def test_none_says_nothing() -> None:
 
 def test_what_is_absent_or_none_is_none() -> None:
     found = read_arguments({"virtual_pipeline_model_parallel_size": None}, "a.pt")
-    assert (found.vpp, found.tp, found.untied) == (None,) * 3
+    assert (found.vpp, found.tp, found.has_output_weight) == (None,) * 3
 
 
 def test_old_names_are_understood_and_new_ones_win() -> None:
@@ -43,7 +43,7 @@ def test_old_names_are_understood_and_new_ones_win() -> None:
 
 
 def test_flags_may_be_numbers() -> None:
-    assert read_arguments({"untie_embeddings_and_output_weights": 0}, "a.pt").untied is False
+    assert read_arguments({"untie_embeddings_and_output_weights": 0}, "a.pt").has_output_weight is False
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def states_of(params, source):
     names = {name: name for name in source.atoms}
     parts = {name: LivePart.full(own.global_shape) for name, own in source.atoms.items()}
     stepped = {param.name for param in params}
-    wants, fresh = match_states(params, parts, names, source, stepped=stepped, findings=findings)
+    wants, fresh = match_states(params, parts, names, source, optimized=stepped, findings=findings)
     return [(want.name, want.state, want.slice.dtype) for want in wants], fresh, findings
 
 

@@ -72,7 +72,7 @@ class ExpertMap:
     def make_pattern(self, shape: tuple[int, ...], *, layer: int | None, ep: int) -> Pattern | None:
         """How a tensor of all experts of a layer, [experts, ...], lies over `ep` ranks; None as for `find_order`."""
         copies: Counter[int] = Counter()
-        held = []
+        pieces_of_ranks = []
         for rank in range(ep):
             order = self.find_order(layer=layer, ep=rank)
             if order is None:
@@ -81,8 +81,8 @@ class ExpertMap:
             for position, expert in enumerate(order):
                 pairs.append(RegionPair(_slab(shape, expert), _slab(shape, position), copies[expert]))
                 copies[expert] += 1
-            held.append(tuple(pairs))
-        return pattern("pieces", held=tuple(held))
+            pieces_of_ranks.append(tuple(pairs))
+        return pattern("pieces", held=tuple(pieces_of_ranks))
 
 
 def _slab(shape: tuple[int, ...], position: int) -> Box:

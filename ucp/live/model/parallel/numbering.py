@@ -66,9 +66,9 @@ def survey_numbers(model: LiveModel) -> NumberSurvey:
     declared: dict[tuple[int, str], tuple[int, ...]] = {}
     for (chunk, path), members in layers.items():
         prefix = f"{chunk}.{path}" if model.chunks > 1 else path
-        given = [model.layer_numbers.get(f"{prefix}{number}") for number in sorted(members)]
-        if None not in given:
-            declared[chunk, path] = tuple(number - 1 for number in given if number is not None)
+        layer_numbers = [model.layer_numbers.get(f"{prefix}{number}") for number in sorted(members)]
+        if None not in layer_numbers:
+            declared[chunk, path] = tuple(number - 1 for number in layer_numbers if number is not None)
     shared = (name for name, tensor in model.handles.items() if getattr(tensor, "shared_embedding", False))
     return NumberSurvey(
         layers={key: tuple(sorted(members)) for key, members in layers.items()},

@@ -64,7 +64,7 @@ def test_what_holds_may_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "pattern", "told"),
     [
-        (LLAMA, "*-*-*-*-", "attention and a feed-forward each, as those of a GPT"),
+        (LLAMA, "*-*-*-*-", "every layer has attention and a feed-forward"),
         (MAMBA, "M*MM", "by their tensors the layers are 'M\\*M-'"),
         (MAMBA, "M*M", "by their tensors the layers are"),
     ],
