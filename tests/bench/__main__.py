@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from subprocess import CalledProcessError
 
-from tests.bench import load, load_plan, remote
+from tests.bench import remote
+from tests.bench.loading import load, load_plan
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
 from tests.bench.rivals.contest import beside_dcp, beside_deepspeed

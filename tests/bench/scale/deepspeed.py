@@ -2,7 +2,7 @@
 
 `write_expert_run` is what native mixture of experts leaves (expert files, groups of experts cut over fewer ranks), and
 `write_pipeline_run` a pipeline of tensor-parallel stages, as Megatron-DeepSpeed trains. What is in a file, and under
-which name, is compared with the fixtures that DeepSpeed wrote (tests/unit/bench/test_scale_deepspeed.py).
+which name, is compared with the fixtures that DeepSpeed wrote (tests/bench/scale/test_scale_deepspeed.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A mixture of experts over tensor-, pipeline- and expert-parallel ranks with the distributed optimizer, saved as
 `fully_reshardable`. torch's own classes make `.metadata`, with the plans of all ranks in it, as megatron-core saves
 them; the common state, and the objects of ranks, are those of a kept fixture, with sizes and degrees of our own. Keys,
-shapes, chunks and bytes of items are compared with that fixture (tests/unit/bench/test_scale_megatron.py). Which copy
+shapes, chunks and bytes of items are compared with that fixture (tests/bench/scale/test_scale_megatron.py). Which copy
 of a tensor is saved by which rank is the writer's affair: here they take turns.
 """
 

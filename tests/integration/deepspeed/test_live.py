@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
-from tests.integration.deepspeed.resume_matrix import Cell, Verdict, judge, load_all
-from tests.integration.deepspeed.resume_sources import OTHERS, SOURCES, Target
-from tests.integration.deepspeed.test_deepspeed_resume import FP16_STAGE_0, TOLERANCE
+from tests.integration.deepspeed.resume.resume_matrix import Cell, Verdict, judge, load_all
+from tests.integration.deepspeed.resume.resume_sources import OTHERS, SOURCES, Target
+from tests.integration.deepspeed.resume.test_deepspeed_resume import FP16_STAGE_0, TOLERANCE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
 import ucp
-from tests.integration.deepspeed.resume_sources import FIXTURES
+from tests.integration.deepspeed.resume.resume_sources import FIXTURES
 from tests.integration.deepspeed.test_deepspeed_parallel import autotp, grid
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

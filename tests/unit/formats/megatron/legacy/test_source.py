@@ -65,7 +65,7 @@ def read(index: Index, name: str, state: str) -> torch.Tensor:
 
 
 CELLS = [(layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS]
-"""Every layout with every optimizer: tests/integration/megatron/test_megatron_legacy_cells.py reads them all."""
+"""Every layout with every optimizer: tests/integration/megatron/matrix/test_megatron_legacy_cells.py reads them all."""
 SOME = [(layout, OPTIMIZERS[number % len(OPTIMIZERS)]) for number, layout in enumerate(LAYOUTS)]
 """Each layout with an optimizer, and each optimizer with a layout."""
 

@@ -20,7 +20,7 @@ from ucp.conversion.prepare import prepare
 from ucp.core.tensor import TensorRef
 from ucp.errors import MissingLibraryError, UcpError, UsageError
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[3] / "fixtures"
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
 """Asked of `source`, whose counter no optimizer group has."""
 ONCE_BYTES_MOVE = {"resume", "overwrite", "fsync", "verify", "part", "finalize", "observer"}

@@ -1,6 +1,6 @@
 """Load checkpoints with real DeepSpeed, one after another in one process group, and say what came back.
 
-    torchrun --nproc-per-node 2 tests/integration/deepspeed/resume_worker.py JOBS.json
+    torchrun --nproc-per-node 2 tests/integration/deepspeed/resume/resume_worker.py JOBS.json
 
 A job is one fresh engine of another initial seed: it loads a checkpoint with `load_checkpoint`, or live with
 `ucp.load_into` (and then saves one), gathers the truth of what it then holds, trains on, and writes `truth.json` and
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
+_FIXTURES = Path(__file__).resolve().parents[4] / "fixtures"
 sys.path.insert(0, str(_FIXTURES / "make" / "deepspeed"))
 
 import deepspeed  # noqa: E402

@@ -1,6 +1,6 @@
-"""One rank of `tests.bench.load`: loads a checkpoint into a model of whole parameters, and says what it cost.
+"""One rank of `tests.bench.loading.load`: loads a checkpoint into a model of whole parameters, and says what it cost.
 
-torchrun --nproc-per-node 4 tests/bench/load_worker.py CHECKPOINT EXCHANGE RATE OUT
+torchrun --nproc-per-node 4 tests/bench/loading/load_worker.py CHECKPOINT EXCHANGE RATE OUT
 
 RATE: bytes per second that all ranks together get of the store, 0 for as many as there are. Reading is held up by a
 clock that they share, as a file server would hold it up.

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make integration` installs it")
 
-from tests.integration.deepspeed.resume_matrix import (
+from tests.integration.deepspeed.resume.resume_matrix import (
     Cell,
     Verdict,
     cells,
@@ -25,11 +25,11 @@ from tests.integration.deepspeed.resume_matrix import (
     matrix_table,
     other_table,
 )
-from tests.integration.deepspeed.resume_sources import SAME
+from tests.integration.deepspeed.resume.resume_sources import SAME
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "resume-matrix.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "reference" / "resume-matrix.md"
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Largest relative difference of a loss. In fp32 a sum over ranks in another order differs by some 1e-7, which five

@@ -17,8 +17,7 @@ import torch
 
 import ucp
 from tests.integration.matrix_page import write_section
-from tests.integration.megatron.megatron_jobs import FIXTURES, Load, Loaded, load_all, make_sources
-from tests.integration.megatron.megatron_matrix import (
+from tests.integration.megatron.matrix.megatron_matrix import (
     MAKER,
     SOURCES,
     TIED,
@@ -29,7 +28,8 @@ from tests.integration.megatron.megatron_matrix import (
     judge_sources,
     names_to_make,
 )
-from tests.integration.megatron.megatron_tables import loads_table, readings_table, refused_table
+from tests.integration.megatron.matrix.megatron_tables import loads_table, readings_table, refused_table
+from tests.integration.megatron.megatron_jobs import FIXTURES, Load, Loaded, load_all, make_sources
 from ucp.errors import MissingStateError, TopologyError
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors import safe_open
 
 import ucp
-from tests.integration.deepspeed.resume_sources import OTHERS, SAME, SOURCES, TARGETS, Source, Target
+from tests.integration.deepspeed.resume.resume_sources import OTHERS, SAME, SOURCES, TARGETS, Source, Target
 
 _HERE = Path(__file__).resolve().parent
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.source import PACKAGES, ROOT, source_modules, syntax_tree, tracked_files
+from tests.unit.project.source import PACKAGES, ROOT, source_modules, syntax_tree, tracked_files
 
 MENTION = re.compile(r"`([\w./-]+)`")
 ROOM = re.compile(r"(?:ucp|ucp_cli|ucp_formats|ucp_patterns|formats|patterns|tests|docs|fixtures)/[\w./-]+")

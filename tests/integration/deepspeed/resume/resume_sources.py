@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).resolve().parents[4] / "fixtures" / "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)

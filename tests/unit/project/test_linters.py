@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from tests.house.source import PACKAGES, ROOT, source_modules, tracked_files
+from tests.unit.project.source import PACKAGES, ROOT, source_modules, tracked_files
 
 NOT_LINTED: frozenset[str] = frozenset()
 """Python files that ruff does not look at: none."""

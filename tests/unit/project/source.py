@@ -7,7 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = {
     "ucp": "ucp",
     "ucp_cli": "ucp_cli",

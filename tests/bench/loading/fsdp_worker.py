@@ -1,6 +1,6 @@
 """One rank of an FSDP2 run of about 210M parameters that saves as accelerate does; torchrun starts four of them.
 
-    torchrun --nproc-per-node 4 tests/bench/fsdp_worker.py FOLDER
+    torchrun --nproc-per-node 4 tests/bench/loading/fsdp_worker.py FOLDER
 
 The model has the names and shapes of a Llama. Optimizer states are those of one step of AdamW.
 """

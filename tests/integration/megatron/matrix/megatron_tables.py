@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.integration.megatron.matrix.megatron_matrix import KINDS, REFERENCES, SOURCES, TARGETS, Cell, Reading, Source
 from tests.integration.megatron.megatron_jobs import Loaded
-from tests.integration.megatron.megatron_matrix import KINDS, REFERENCES, SOURCES, TARGETS, Cell, Reading, Source
 
 TITLES = {"gpt": "GPT", "llama": "Llama-GQA", "mixtral": "Mixtral"}
 EXPERT_LAYOUTS = tuple(source.label for source in SOURCES if "ep" in source.job)

@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make slice` installs it")
 
-from tests.integration.deepspeed import resume_matrix
-from tests.integration.deepspeed.test_deepspeed_resume import TOLERANCE
+from tests.integration.deepspeed.resume import resume_matrix
+from tests.integration.deepspeed.resume.test_deepspeed_resume import TOLERANCE
 from tests.integration.live.test_load_sharded import TWO, check, told
-from tests.integration.megatron import megatron_jobs, megatron_matrix
+from tests.integration.megatron import megatron_jobs
+from tests.integration.megatron.matrix import megatron_matrix
 from tests.integration.torch import test_dcp_resume as dcp
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

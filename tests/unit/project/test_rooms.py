@@ -1,0 +1,78 @@
+"""Rooms that a newcomer finds: a dozen entries a folder, modules of a size that one reads, short chains of imports."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from tests.unit.project.source import ROOT, source_modules, syntax_tree, tracked_files
+
+ENTRIES = 12
+LINES = 400
+CHAIN = 18
+DATA = frozenset({Path("patterns/ucp_patterns/families"), Path("fixtures")})
+"""Folders of data, an entry per model family or checkpoint, and not of code."""
+
+
+def test_a_folder_has_at_most_a_dozen_entries() -> None:
+    entries = defaultdict(set)
+    for path in tracked_files():
+        if path.suffix == ".py":
+            for parent in path.parents[:-1]:
+                entries[parent].add(path.relative_to(parent).parts[0])
+    crowded = {
+        str(folder): len(names)
+        for folder, names in entries.items()
+        if len(names) > ENTRIES and not any(folder.is_relative_to(data) for data in DATA)
+    }
+    assert crowded == {}
+
+
+def test_a_module_is_at_most_400_lines() -> None:
+    lengths = {
+        str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in source_modules().values()
+    }
+    assert {path: length for path, length in lengths.items() if length > LINES} == {}
+
+
+def test_a_chain_of_imports_is_at_most_18_modules_long() -> None:
+    chain = longest_chain({name: imports_at_start(name) for name in source_modules()})
+    assert len(chain) <= CHAIN, " -> ".join(chain)
+
+
+def test_a_long_chain_is_noticed() -> None:
+    assert longest_chain({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == ["a", "b", "c"]
+
+
+def imports_at_start(module: str) -> set[str]:
+    """The project's modules that `module` imports when it is imported itself, not later or for the type checker.
+
+    A package is imported before its modules, so a module that imports its own package starts nothing.
+    """
+    modules = source_modules()
+    imported = set()
+    for statement in syntax_tree(modules[module]).body:
+        if isinstance(statement, ast.ImportFrom):
+            submodules = {f"{statement.module}.{alias.name}" for alias in statement.names}
+            imported |= submodules & modules.keys() or {statement.module} & modules.keys()
+        elif isinstance(statement, ast.Import):
+            imported |= {alias.name for alias in statement.names} & modules.keys()
+    return {name for name in imported if not f"{module}.".startswith(f"{name}.")}
+
+
+def longest_chain(imports: dict[str, set[str]]) -> list[str]:
+    """The longest way from module to imported module. Imports are not circular: Python would have refused them."""
+
+    @cache
+    def chain(module: str) -> tuple[str, ...]:
+        return module, *longest(chain(imported) for imported in imports[module])
+
+    return list(longest(chain(module) for module in sorted(imports)))
+
+
+def longest(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The first of the longest chains; empty if there is none."""
+    return max(chains, key=len, default=())
