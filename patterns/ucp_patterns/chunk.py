@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunk, regions_of
+from ucp_patterns.shard import check_dim, chunk, regions_of
 
 
 @dataclass(frozen=True, slots=True)

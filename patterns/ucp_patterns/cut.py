@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, regions_of
+from ucp_patterns.shard import check_dim, regions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ the same piece (grouped attention with fewer key and value heads than tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ucp.core.layout import Overlap, Pattern, join_shapes
-from ucp.core.region import RegionPair
-from ucp_patterns.dim import DimRange, check_dim, regions_of
+from ucp.core.region import Box, RegionPair
+
+DimRange = tuple[int, int, int]
+"""First element and one past the last, of a dim of the global tensor, and the number of the copy."""
 
 _MOST_BLOCKS = 8192
 """Gate and up of twice as many experts as any layer has; each block costs some 30 microseconds per rank."""
@@ -90,3 +92,43 @@ class Shard(Pattern):
         """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
         shapes = tuple(map(tuple, local_shapes))
         return join_shapes(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
+
+
+def check_dim(shape: Sequence[int], dim: int) -> int:
+    """Length of the dim. Raises ValueError when the tensor lacks it."""
+    if dim >= len(shape):
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no dim {dim} to cut")
+    return shape[dim]
+
+
+def regions_of(shape: tuple[int, ...], dim: int, ranges: Iterable[DimRange]) -> tuple[RegionPair, ...]:
+    """A part that holds `ranges` of a dim one after another; one empty box where that is nothing."""
+    zero = (0,) * len(shape)
+    pairs = []
+    local = 0
+    for start, stop, copy in ranges:
+        if stop > start:
+            sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
+            pairs.append(RegionPair(Box(_at(zero, dim, start), sizes), Box(_at(zero, dim, local), sizes), copy))
+            local += stop - start
+    nothing = Box(zero, (*shape[:dim], 0, *shape[dim + 1 :]))
+    return tuple(pairs) or (RegionPair(nothing, nothing),)
+
+
+def chunks(length: int, parts: int) -> list[tuple[int, int]]:
+    """`torch.chunk` of a dim: ranges of ceil(length / parts), the last ones shorter, or empty.
+
+    >>> chunks(9, 4)
+    [(0, 3), (3, 6), (6, 9), (9, 9)]
+    """
+    return [chunk(length, parts, index) for index in range(parts)]
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """One of `chunks`."""
+    length_of_each = -(-length // parts)
+    return min(index * length_of_each, length), min((index + 1) * length_of_each, length)
+
+
+def _at(offsets: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*offsets[:dim], value, *offsets[dim + 1 :])

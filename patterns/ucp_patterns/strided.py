@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ucp.core.layout import Overlap, Pattern
 from ucp.core.region import RegionPair
-from ucp_patterns.dim import check_dim, chunk, chunks, regions_of
+from ucp_patterns.shard import check_dim, chunk, chunks, regions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def test_a_checksum_that_nobody_compares_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tests.fuzz.trial.RESUMED", 0.0)
     fuzzer = Fuzzer(tmp_path, 0, (base("z2-dp4-bf16.packed"),))
     assert fuzzer.run(0)[1] is Label.REFUSED
-    monkeypatch.setattr(sys.modules["ucp.conversion.execute"], "mismatches", lambda *_: [])
+    monkeypatch.setattr(sys.modules["ucp.conversion.execute"], "find_mismatches", lambda *_: [])
     assert fuzzer.run(0)[1] is Label.SILENT
 
 

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(\d+)")
 def end_ranges(nbytes: int) -> tuple[tuple[int, int], ...]:
     """The first and the last block of a file: first byte, one past the last.
 
-    >>> ends(600 << 10), ends(100)
+    >>> end_ranges(600 << 10), end_ranges(100)
     (((0, 262144), (352256, 614400)), ((0, 100),))
     """
     last = max(0, nbytes - BLOCK)

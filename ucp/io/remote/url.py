@@ -104,7 +104,7 @@ def check_url(url: str) -> None:
 def redact(text: str) -> str:
     """Replace passwords and queries of URLs, and secrets of the environment, by ***.
 
-    >>> redacted("cannot connect to http://me:pw@host/x?X-Amz-Signature=1f")
+    >>> redact("cannot connect to http://me:pw@host/x?X-Amz-Signature=1f")
     'cannot connect to http://***@host/x?***'
     """
     text = _QUERY.sub("?***", _USER.sub("***@", text)) if "://" in text else text
