@@ -12,7 +12,7 @@ from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.errors import MalformedError
 
-FIXTURES = Path(__file__).parents[4] / "fixtures" / "megatron"
+FIXTURES = Path(__file__).parents[5] / "fixtures" / "megatron"
 
 
 @pytest.mark.parametrize(

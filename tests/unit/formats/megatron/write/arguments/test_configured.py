@@ -13,7 +13,7 @@ import ucp
 from ucp.api import convert
 from ucp.errors import MisfitError
 
-LLAMA = Path(__file__).parents[5] / "fixtures" / "huggingface" / "llama" / "model"
+LLAMA = Path(__file__).parents[6] / "fixtures" / "huggingface" / "llama" / "model"
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
