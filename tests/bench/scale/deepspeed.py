@@ -184,7 +184,7 @@ def _training(groups: Sequence[Group], ranks: int) -> dict[str, object]:
     """What a model-states file says of the training so far."""
     return {
         "optimizer": None,
-        "param_shapes": [OrderedDict((name, tuple([*own])) for name, own in group.shapes.items()) for group in groups],
+        "param_shapes": [OrderedDict((name, (*own,)) for name, own in group.shapes.items()) for group in groups],
         "frozen_param_shapes": None,
         "shared_params": {},
         "frozen_param_fragments": None,
