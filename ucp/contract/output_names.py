@@ -71,8 +71,8 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     if long:
         raise DestinationError(
             f"expected paths of at most {most_path} bytes, and {most_component} for each part, below {folder}; got "
-            f"{format_count(len(long), 'longer one')}:\n{format_list(map(_format_name, long))}\nchoose a shorter destination, or "
-            "a layout or target that makes no files of names"
+            f"{format_count(len(long), 'longer one')}:\n{format_list(map(_format_name, long))}\nchoose a shorter "
+            "destination, or a layout or target that makes no files of names"
         )
 
 

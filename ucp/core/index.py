@@ -356,7 +356,8 @@ class Index(Report):
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"<{self.format} checkpoint {self.path}: {format_count(len(self.atoms), 'parameter')}, {self.topology}{step}>"
+        params = format_count(len(self.atoms), "parameter")
+        return f"<{self.format} checkpoint {self.path}: {params}, {self.topology}{step}>"
 
     def page(self) -> Page:
         """What it is, what is missing, its states, its notes."""

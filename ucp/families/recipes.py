@@ -159,8 +159,8 @@ def _check_once(index: Index, recipes: Mapping[str, TensorRecipe]) -> None:
             problems.append(f"{source}: {count:,} of its {numel:,} elements would be taken")
     if problems:
         raise UnsupportedError(
-            f"expected names and shapes under which every element is kept, and kept once; got\n{format_list(problems)}\n"
-            "Correct the rules that tensors are joined and split by"
+            "expected names and shapes under which every element is kept, and kept once; "
+            f"got\n{format_list(problems)}\nCorrect the rules that tensors are joined and split by"
         )
 
 

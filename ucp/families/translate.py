@@ -102,7 +102,8 @@ def _to_canonical(
 
 def _parts_error(family: Family, problems: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
-        f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{format_list(problems)}\n{_REMEDY}"
+        f"expected every tensor that makes up a parameter of {family.name!r}, once; "
+        f"got\n{format_list(problems)}\n{_REMEDY}"
     )
 
 

@@ -65,8 +65,8 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
         changed.append(file.path)
     if changed:
         raise ChangedError(
-            f"objects were replaced while they were read:\n{format_list(changed)}\nWait until whoever writes there is done, "
-            "then begin again"
+            f"objects were replaced while they were read:\n{format_list(changed)}\nWait until whoever writes there is "
+            "done, then begin again"
         )
 
 
@@ -156,8 +156,8 @@ def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool
     if damage and not overwrite:
         files, verb = format_count(len(damage), "file"), "is" if len(damage) == 1 else "are"
         raise DestinationError(
-            f"this conversion was finished, but {files} in {dst} {verb} not as written:\n{format_list(damage)}\nCopy them "
-            "again, or write all of them again with --overwrite in place of --resume"
+            f"this conversion was finished, but {files} in {dst} {verb} not as written:\n{format_list(damage)}\nCopy "
+            "them again, or write all of them again with --overwrite in place of --resume"
         )
     return not damage
 

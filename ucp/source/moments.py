@@ -184,9 +184,9 @@ def find_odd_moments(index: Index) -> Iterator[Doubt]:
     ]
     if odd:
         text = (
-            f"expected moments in the shapes of their parameters; {index.path} has {format_count(len(odd), 'moment')} of "
-            f"another shape:\n{format_list(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own "
-            "(GaLore projects them). Save it again beside this model, or take the weights alone (--include "
+            f"expected moments in the shapes of their parameters; {index.path} has {format_count(len(odd), 'moment')} "
+            f"of another shape:\n{format_list(odd)}\nThe optimizer is of another model, or keeps moments in a form of "
+            "its own (GaLore projects them). Save it again beside this model, or take the weights alone (--include "
             "'*/weight'; ucp.load_into without optimizer)"
         )
         yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)

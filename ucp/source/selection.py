@@ -125,11 +125,10 @@ def describe_part(full: Index, index: Index) -> Iterator[str]:
         lacking = [name for name in had if state not in index.atoms[name].states]
         if lacking:
             yield (
-                f"{state} is left out of {format_count(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
-                f"the optimizer starts afresh for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from "
-                "zeros where parameters lie flat, and resumes for the others. Leave it out of all (--exclude '*/"
-                + state
-                + "'), or of none"
+                f"{state} is left out of {format_count(len(lacking), 'parameter')} and kept of "
+                f"{len(had) - len(lacking):,}: the optimizer starts afresh for "
+                f"{lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from zeros where parameters lie "
+                "flat, and resumes for the others. Leave it out of all (--exclude '*/" + state + "'), or of none"
             )
 
 
@@ -173,7 +172,8 @@ def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappin
     with_states = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
     if with_states:
         raise UsageError(
-            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{format_list(with_states)}"
+            "--set frozen: expected parameters without optimizer states; these were "
+            f"stepped:\n{format_list(with_states)}"
         )
     grouped = {name for group in index.groups for name in group.params}
     atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob

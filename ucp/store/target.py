@@ -125,8 +125,8 @@ def _check_groups(index: Index) -> None:
     if wrong:
         raise DestinationError(
             "expected hyper-parameters that are plain values, as atoms keep them; got\n"
-            f"{format_list(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, or "
-            "make them numbers and save again"
+            f"{format_list(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, "
+            "or make them numbers and save again"
         )
 
 

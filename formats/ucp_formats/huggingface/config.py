@@ -235,8 +235,8 @@ def derive_config(
     if lines:
         raise MisfitError(
             f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
-            f"{where}\n{format_list(lines)}\nName a folder with the config.json of the model (--set config=DIR), or write "
-            f"the weights alone (--set config={NONE})"
+            f"{where}\n{format_list(lines)}\nName a folder with the config.json of the model (--set config=DIR), or "
+            f"write the weights alone (--set config={NONE})"
         )
     return ModelConfig(values=values, where=f"the arguments that {where} records")
 

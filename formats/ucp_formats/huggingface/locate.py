@@ -191,8 +191,8 @@ def check_model(located: Located[ModelFiles] | None, path: Path) -> Located[Mode
         raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.root}")
     if located is not None and located.choices:
         raise UsageError(
-            f"{path} holds a model in {format_count(len(located.choices), 'form')}, which may differ; pass the file of the "
-            f"right one:\n{format_list(str(located.root / name) for name in located.choices)}"
+            f"{path} holds a model in {format_count(len(located.choices), 'form')}, which may differ; pass the file of "
+            f"the right one:\n{format_list(str(located.root / name) for name in located.choices)}"
         )
     example = (
         "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "

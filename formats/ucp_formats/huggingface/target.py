@@ -243,8 +243,8 @@ def _notes(index: Index, written: Index, slices: Sequence[Slice], limit: int, *,
     changes = Counter((dtype, stored) for dtype, stored in dtypes if dtype is not stored)
     for (dtype, stored), count in () if is_cast else changes.items():
         yield (
-            f"{format_count(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype weight={stored} "
-            "keeps them as they are"
+            f"{format_count(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype "
+            f"weight={stored} keeps them as they are"
         )
     large = [tensor.param for tensor in slices if tensor.nbytes > limit]
     if large:

@@ -202,8 +202,8 @@ def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[
                 copies[file, os.path.basename(first.path)] += 1
     for (file, other), count in copies.items():
         problems.wrong.append(
-            f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard once, "
-            "so one file is a copy of the other, or of another save"
+            f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard "
+            "once, so one file is a copy of the other, or of another save"
         )
     tensors = {}
     for name, boxes in shards.items():

@@ -249,7 +249,8 @@ class _DcpIndexer:
         ]
         if unplaced:
             names = format_list(unplaced)
-            yield f"{format_count(len(unplaced), 'tensor')} sharded by no known pattern, read by recorded boxes:\n{names}"
+            count = format_count(len(unplaced), "tensor")
+            yield f"{count} sharded by no known pattern, read by recorded boxes:\n{names}"
         if not self._is_sharded:
             yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
@@ -257,7 +258,8 @@ class _DcpIndexer:
             yield f"taken for tied, as all elements are equal:\n{pairs}"
         files = [name for folder in self._folders for name, nbytes in folder.unreferenced_files().items() if nbytes]
         if files:
-            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{format_list(files)}"
+            names = format_list(files)
+            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{names}"
 
 
 def _tensor_of(entry: StateEntry) -> StoredTensor:
@@ -284,7 +286,8 @@ def _check_not_flat(names: Iterable[str], where: str) -> None:
     if flat:
         raise UnsupportedError(
             f"{where} was saved as FSDP1's LOCAL_STATE_DICT, whose flat parameters have neither names nor shapes:\n"
-            f"{format_list(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by torch.save"
+            f"{format_list(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by "
+            "torch.save"
         )
 
 

@@ -39,7 +39,7 @@ from ucp.core.topology import Topology
 from ucp.errors import MisfitError, UsageError, format_count
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.torch_file.draft import FinishedFile, FileDraft, Part, make_target_plan
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part, make_target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.extras import STEP_KEYS, TRAIN_STATE, extra_paths
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
@@ -340,7 +340,7 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     bare = list(find_missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
-            f"{format_count(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "
-            f"{bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load "
-            "with DefaultLoadPlanner(allow_partial_load=True)"
+            f"{format_count(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such "
+            f"as {bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; "
+            "load with DefaultLoadPlanner(allow_partial_load=True)"
         )

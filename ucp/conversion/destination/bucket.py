@@ -97,8 +97,8 @@ class BucketDestination:
         if too_long:
             raise DestinationError(
                 f"expected keys of at most {_MAX_KEY} bytes below {self.dst}; got "
-                f"{format_count(len(too_long), 'longer one')}:\n{format_list(too_long)}\nchoose a shorter destination, or a "
-                "layout or target that names no file after a parameter"
+                f"{format_count(len(too_long), 'longer one')}:\n{format_list(too_long)}\nchoose a shorter destination, "
+                "or a layout or target that names no file after a parameter"
             )
         free = shutil.disk_usage(self._scratch_parent).free
         self._room = plan_room(job, _tensor_files(job), free=free, place=str(self._scratch_parent))
@@ -185,8 +185,8 @@ class BucketDestination:
         if changed:
             raise DestinationError(
                 f"{format_count(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
-                f"conversion or by hand:\n{format_list(changed)}\nSee that nothing else writes there, then continue with "
-                "--resume"
+                f"conversion or by hand:\n{format_list(changed)}\nSee that nothing else writes there, then continue "
+                "with --resume"
             )
         self._journal.note_last([file.path for file in self._metadata])
         for file in self._metadata:

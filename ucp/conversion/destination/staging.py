@@ -160,8 +160,8 @@ class Staging:
         links = [f"{path} -> {os.readlink(path)}" for path in places if path.is_symlink()]
         if links:
             raise DestinationError(
-                f"expected no link in {self.folder}, where ucp writes and removes files; got\n{format_list(links)}\nremove "
-                "the links, or choose another destination"
+                f"expected no link in {self.folder}, where ucp writes and removes files; "
+                f"got\n{format_list(links)}\nremove the links, or choose another destination"
             )
 
     def _empty(self) -> None:

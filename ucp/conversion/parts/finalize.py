@@ -59,8 +59,8 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
     runs = list(list_runs(staging))
     head = (
-        f"{len(todo):,} of {format_count(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "
-        f"bytes) of the conversion to {staging.dst} are missing"
+        f"{len(todo):,} of {format_count(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of "
+        f"{job.nbytes:,} bytes) of the conversion to {staging.dst} are missing"
     )
     if not runs:
         return UnfinishedError(f"{head}. Run the same command with --resume in place of --finalize, or its parts")
@@ -77,8 +77,8 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
     again = [f"--part {share}" for share in missing][:_MOST_NAMED]
     more = ", ..." if len(missing) > len(again) else ""
     return UnfinishedError(
-        f"{head}:\n{format_list(lines)}\nrun the same command with {', '.join(again)}{more} in place of --finalize, then "
-        "finalize again"
+        f"{head}:\n{format_list(lines)}\nrun the same command with {', '.join(again)}{more} in place of --finalize, "
+        "then finalize again"
     )
 
 

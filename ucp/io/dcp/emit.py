@@ -26,7 +26,7 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
-from ucp.io.torch_file.draft import FinishedFile, Part, replace_tensors, collect_layouts
+from ucp.io.torch_file.draft import FinishedFile, Part, collect_layouts, replace_tensors
 from ucp.io.torch_file.layout import KnownBytes, TorchZip, layout_torch_zip
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT

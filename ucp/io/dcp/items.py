@@ -96,8 +96,9 @@ def mixed_saves_error(folder: str, files: Mapping[str, str]) -> MalformedError:
     """The error for files that are sound and not what `.metadata` describes. `files`: name to what is wrong."""
     lines = (f"{file}: {what}" for file, what in sorted(files.items()))
     return MalformedError(
-        f"{folder}: .metadata and {format_count(len(files), 'file is', 'files are')} of different saves, or files have one "
-        f"another's names:\n{format_list(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of one save"
+        f"{folder}: .metadata and {format_count(len(files), 'file is', 'files are')} of different saves, or files have "
+        f"one another's names:\n{format_list(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of "
+        "one save"
     )
 
 
@@ -140,7 +141,8 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
         raise mixed_saves_error(folder, foreign)
     if wrong:
         raise MalformedError(
-            f"{format_count(len(wrong), 'item')} in {folder} cannot be read:\n{format_list(wrong)}\nCopy the files again"
+            f"{format_count(len(wrong), 'item')} in {folder} cannot be read:\n{format_list(wrong)}\nCopy the files "
+            "again"
         )
     return [item for item in items if item is not None]
 

@@ -221,7 +221,8 @@ class _Reader:
             offsets, sizes = _parse_shape(chunk_state.get("offsets")), _parse_shape(chunk_state.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
                 self._wrong.append(
-                    f"{key}: a chunk at {describe_value(chunk_state.get('offsets'))}, {describe_value(chunk_state.get('sizes'))}"
+                    f"{key}: a chunk at {describe_value(chunk_state.get('offsets'))}, "
+                    f"{describe_value(chunk_state.get('sizes'))}"
                 )
                 return
             place = self._storage.get((key, offsets))
@@ -237,13 +238,14 @@ class _Reader:
         """Raise one error with everything wrong."""
         if self._wrong:
             raise MalformedError(
-                f"{self._path} contradicts itself in {format_count(len(self._wrong), 'place')}:\n{format_list(self._wrong)}\n"
-                "Copy it again from where it was saved"
+                f"{self._path} contradicts itself in "
+                f"{format_count(len(self._wrong), 'place')}:\n{format_list(self._wrong)}\nCopy it again from where it "
+                "was saved"
             )
         if self._unknown:
             raise UnsupportedError(
-                f"{self._path}: {format_count(len(self._unknown), 'tensor')} of an element type that is not read here:\n"
-                f"{format_list(self._unknown)}"
+                f"{self._path}: {format_count(len(self._unknown), 'tensor')} of an element type that is not read "
+                f"here:\n{format_list(self._unknown)}"
             )
 
 

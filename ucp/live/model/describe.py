@@ -106,7 +106,8 @@ def _allocate_model(
     if replaced:
         raise LoadError(
             "expected reset_parameters and init_weights to fill the tensors of the model in place; these were replaced"
-            f"\n{format_list(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the optimizer"
+            f"\n{format_list(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the "
+            "optimizer"
         )
     handles = {
         name: after.handles[name][tuple(slice(0, length) for length in handle.shape)]  # without padding

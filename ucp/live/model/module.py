@@ -51,8 +51,8 @@ def describe_modules(
     overlaps = list(find_overlaps({name: local_of(tensor) for name, tensor in handles.items()}))
     if overlaps:
         raise LoadError(
-            f"expected every tensor in memory of its own; these share some\n{format_list(overlaps)}\nand are not the same "
-            "elements in the same order, as tied ones are. Give each its own before load_into "
+            f"expected every tensor in memory of its own; these share some\n{format_list(overlaps)}\nand are not the "
+            "same elements in the same order, as tied ones are. Give each its own before load_into "
             "(param.data = param.data.clone())"
         )
     memory = {name: _find_memory(tensor, dtype) for name, tensor in handles.items()}

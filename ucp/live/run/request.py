@@ -176,8 +176,8 @@ def _find_checkpoint(
         if layout is not None and layout.ranks != ranks:
             remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
             raise UsageError(
-                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those along ep "
-                f"are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
+                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those "
+                f"along ep are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
             )
         mesh = RunMesh.from_topology(layout, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)

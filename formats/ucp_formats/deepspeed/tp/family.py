@@ -79,8 +79,8 @@ class FamilyRules:
         except UnknownFamilyError as error:
             if over:
                 raise UnknownFamilyError(
-                    f"expected a model family that says how {format_count(len(shapes), 'tensor is', 'tensors are')} split "
-                    f"over {over} tensor-parallel ranks; {error}"
+                    f"expected a model family that says how {format_count(len(shapes), 'tensor is', 'tensors are')} "
+                    f"split over {over} tensor-parallel ranks; {error}"
                 ) from None
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "

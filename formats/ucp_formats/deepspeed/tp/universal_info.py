@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from ucp.core.layout import Overlap
 from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
-from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence, format_value, text
+from ucp.io.pickle.fields import Shape, format_value, require_integer, require_mapping, require_sequence, text
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.tp.layout import (
     AFFINE_VERSION,
@@ -115,8 +115,8 @@ class UniversalCheckpointInfo:
         affine = require_mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
         if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
             raise UnsupportedError(
-                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {format_value(affine['version'])}. Use a "
-                "newer ucp"
+                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {format_value(affine['version'])}. "
+                "Use a newer ucp"
             )
         self._affine = require_mapping(affine.get("params", {}), f"{_AFFINE} of {where}")
         self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
@@ -144,8 +144,8 @@ class UniversalCheckpointInfo:
         if wrong:
             raise MalformedError(
                 f"universal_checkpoint_info of {self._where} does not fit {format_count(len(wrong), 'parameter')}:\n"
-                f"{format_list(wrong)}\nthe record is of another model or contradicts itself: correct the patterns where "
-                "they are made (universal_checkpoint_info() of the model) and save again"
+                f"{format_list(wrong)}\nthe record is of another model or contradicts itself: correct the patterns "
+                "where they are made (universal_checkpoint_info() of the model) and save again"
             )
         return layouts
 

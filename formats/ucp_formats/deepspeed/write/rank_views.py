@@ -121,7 +121,8 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
     if uneven:
         raise TopologyError(
             f"expected ep to divide dp and the numbers of experts; got {wanted}, which does not divide\n"
-            f"{format_list(uneven)}\nchoose ep among {shared_divisors(experts.counts.values())}, and a dp that it divides"
+            f"{format_list(uneven)}\nchoose ep among {shared_divisors(experts.counts.values())}, and a dp that it "
+            "divides"
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
         raise TopologyError(

@@ -79,7 +79,8 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
     lost = {name: states for name, states in lost.items() if states}
     names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
-    line = f"{names} of {format_count(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
+    params = format_count(len(lost), "parameter")
+    line = f"{names} of {params}: no trained parameter is in an optimizer group of the source"
     return replace(plan, lost=lost, dropped=(line, *plan.dropped)) if lost else plan
 
 

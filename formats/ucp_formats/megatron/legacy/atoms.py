@@ -113,8 +113,8 @@ def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dic
     layouts = {name: _find_layout(run, model, params, missing) for name, params in params_by_name.items()}
     if missing:
         raise MissingFileError(
-            f"{format_count(len(missing), 'parameter')} of {run.folder} with parts that no file holds:\n{format_list(missing)}\n"
-            "Copy the folders of all ranks from where they were saved"
+            f"{format_count(len(missing), 'parameter')} of {run.folder} with parts that no file "
+            f"holds:\n{format_list(missing)}\nCopy the folders of all ranks from where they were saved"
         )
     union = Union()
     return {

@@ -121,8 +121,8 @@ def add_buffers(
     if problems:
         names = (f"{param.slot.key} {list(param.ref.shape)}" for param in remaining.values())
         raise MalformedError(
-            f"{optimizer.where}: {format_count(len(problems), 'range')} of its buffers without a parameter of the model:\n"
-            f"{format_list(problems)}\nparameters that were not found:\n{format_list(names)}\n"
+            f"{optimizer.where}: {format_count(len(problems), 'range')} of its buffers without a parameter of the "
+            f"model:\n{format_list(problems)}\nparameters that were not found:\n{format_list(names)}\n"
             "The file is of another run than the model, or its weights were changed after it was saved"
         )
     if remaining:

@@ -230,6 +230,7 @@ class _Naming:
         count = sum(len(group.entries) for group in self.groups)
         return (
             f"{where}: expected states of the parameters below, in the order of the model; got {count} without "
-            f"names, and {reason}:\n{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\n"
-            "The file is of another run than the model, or was changed by hand"
+            "names, and "
+            f"{reason}:\n{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\nThe "
+            "file is of another run than the model, or was changed by hand"
         )

@@ -19,7 +19,7 @@ from ucp.contract.ranks import Checksums
 from ucp.core.index import STEP, AtomIndex, Extra, Index, ParamGroup
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, format_count, format_list
-from ucp.io.pickle.fields import describe_value, require_mapping, format_value
+from ucp.io.pickle.fields import describe_value, format_value, require_mapping
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import assign_groups, drop_rank_settings, is_by_named_optimizer, is_expert
@@ -94,8 +94,8 @@ def _read_optimizers(run: LegacyRun, model: LegacyModel, checksums: Checksums) -
     ]
     if missing:
         raise MissingFileError(
-            f"{run.folder} was saved with a distributed optimizer; {format_count(len(missing), 'file')} of it missing:\n"
-            f"{format_list(missing)}\nCopy them from where they were saved"
+            f"{run.folder} was saved with a distributed optimizer; {format_count(len(missing), 'file')} of it "
+            f"missing:\n{format_list(missing)}\nCopy them from where they were saved"
         )
     extras: dict[str, dict[int, object]] = {}
     with Prober() as prober:

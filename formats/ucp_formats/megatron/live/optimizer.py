@@ -162,8 +162,8 @@ def _chain_members(optimizer: Any) -> list[Any]:
     if unsupported:
         raise UnsupportedError(
             f"expected one of megatron-core's {', '.join(_SUPPORTED)}, or several chained; got\n"
-            f"{format_list(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to megatron "
-            "and load the result as Megatron does"
+            f"{format_list(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to "
+            "megatron and load the result as Megatron does"
         )
     return [outer for outer in chained if not getattr(outer, "is_stub_optimizer", False)]
 

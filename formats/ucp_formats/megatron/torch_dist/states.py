@@ -124,7 +124,8 @@ def from_state_keys(
         raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{format_list(problems)}")
     if transposed:
         states.notes.append(
-            f"states of {format_count(transposed, 'expert')} are stored transposed (GroupedMLP of megatron-core up to 0.15)"
+            f"states of {format_count(transposed, 'expert')} are stored transposed (GroupedMLP of megatron-core up to "
+            "0.15)"
         )
     return states
 

@@ -114,8 +114,9 @@ def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
     ]
     if problems:
         raise CoverError(
-            f"the pieces in {where} do not tile {format_count(len(problems), 'region')} of the model's own tensors exactly "
-            f"once:\n{format_list(problems)}\n.metadata is damaged or of another run: copy it again from where it was saved"
+            f"the pieces in {where} do not tile {format_count(len(problems), 'region')} of the model's own tensors "
+            f"exactly once:\n{format_list(problems)}\n.metadata is damaged or of another run: copy it again from where "
+            "it was saved"
         )
 
 

@@ -133,8 +133,8 @@ def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: I
     ]
     if masters:
         lines.append(
-            f"masters of {format_count(len(masters), 'parameter')}: {_reason(run, ())}. Their weights are written in the "
-            "type that the model computes in"
+            f"masters of {format_count(len(masters), 'parameter')}: {_reason(run, ())}. Their weights are written in "
+            "the type that the model computes in"
         )
     return tuple(lines)
 

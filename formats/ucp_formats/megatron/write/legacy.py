@@ -29,7 +29,7 @@ from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.families.family import Family
 from ucp.io.pickle.values import GlobalName
-from ucp.io.torch_file.draft import FinishedFile, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate
 from ucp_formats.megatron.legacy.files import Grid

@@ -38,7 +38,7 @@ from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError
 from ucp.io.dcp.emit import DcpDraft, NewChunk
-from ucp.io.torch_file.draft import FinishedFile, FileDraft
+from ucp.io.torch_file.draft import FileDraft, FinishedFile
 from ucp_formats.megatron.mesh import with_source
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments import namespace

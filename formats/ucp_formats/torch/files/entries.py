@@ -220,8 +220,9 @@ class _Collector:
         for other, first in zip(values, firsts, strict=True):
             if first:
                 raise MalformedError(
-                    f"expected one value of {show_path(path)} on all ranks; rank {rank} has {describe_value(value)}, rank "
-                    f"{other} {describe_value(values[other])}. The files are of different runs, or of different steps"
+                    f"expected one value of {show_path(path)} on all ranks; rank {rank} has {describe_value(value)}, "
+                    f"rank {other} {describe_value(values[other])}. The files are of different runs, or of different "
+                    "steps"
                 )
         return value
 

@@ -181,8 +181,8 @@ def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[Save
     if missing:
         raise MissingFileError(
             f"expected a file of each of {format_count(ranks, 'rank')} in {located.root}; "
-            f"{format_count(len(missing), 'file is', 'files are')} not there:\n{format_list(missing)}\nCopy them from where the "
-            "run saved them: every node keeps its own"
+            f"{format_count(len(missing), 'file is', 'files are')} not there:\n{format_list(missing)}\nCopy them from "
+            "where the run saved them: every node keeps its own"
         )
     return located
 

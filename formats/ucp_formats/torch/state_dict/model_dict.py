@@ -103,8 +103,9 @@ def model_path(dicts: Dicts, trained: OptimizedParams, where: str) -> Path:
         return exact[0]
     raise UnsupportedError(
         f"{where}: expected one dict of tensors that can be the model; got {len(paths)}, and nothing tells the model "
-        f"from an average of it or from another model:\n{format_list('/'.join(map(str, path)) or '.' for path in paths)}\n"
-        "Save the one that the optimizer trains under the name model, or the others into files of their own"
+        "from an average of it or from another "
+        f"model:\n{format_list('/'.join(map(str, path)) or '.' for path in paths)}\nSave the one that the optimizer "
+        "trains under the name model, or the others into files of their own"
     )
 
 

@@ -171,8 +171,8 @@ class OptimizerEntries:
         settings = [key for key in strays if not key.startswith(f"{STATE}.")]
         if len(settings) < len(strays):
             raise MalformedError(
-                f"{where}: the optimizer has {format_count(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
-                f"{format_list(strays)}"
+                f"{where}: the optimizer has {format_count(len(strays), 'entry', 'entries')} of no parameter of the "
+                f"model:\n{format_list(strays)}"
             )
         if settings:
             saved.notes.append(

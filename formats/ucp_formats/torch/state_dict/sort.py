@@ -126,8 +126,8 @@ def _drop_absent(saved: StateDict) -> None:
             replace(group, params=tuple(name for name in group.params if name not in absent)) for group in saved.groups
         )
         saved.notes.append(
-            f"{format_count(len(absent), 'parameter')} in groups of the optimizer without states, and not in the model, "
-            f"left out (frozen ones, if get_state_dict was to ignore them):\n{format_list(sorted(absent))}"
+            f"{format_count(len(absent), 'parameter')} in groups of the optimizer without states, and not in the "
+            f"model, left out (frozen ones, if get_state_dict was to ignore them):\n{format_list(sorted(absent))}"
         )
 
 
@@ -146,8 +146,8 @@ def _check(saved: StateDict, where: str) -> None:
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise UnsupportedError(
-            f"{where}: expected one optimizer of each parameter; more than one trains\n{format_list(twice)}\nThey are of "
-            "several models: save each model with its optimizer in a file of its own"
+            f"{where}: expected one optimizer of each parameter; more than one trains\n{format_list(twice)}\nThey are "
+            "of several models: save each model with its optimizer in a file of its own"
         )
     shapes: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {}
     for name, states in saved.states.items():
@@ -180,7 +180,7 @@ def _set_trained(saved: StateDict) -> None:
     if saved.states and unstepped:
         saved.frozen = frozenset(name for name in unstepped if 0 not in (saved.model[name].shape or ()))
         saved.notes.append(
-            f"{format_count(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            "taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
+            f"{format_count(len(unstepped), 'parameter')} in a group of the optimizer without states, which others "
+            "have: taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
             f"--set frozen=none. If neither holds, their states are missing from the file:\n{format_list(unstepped)}"
         )

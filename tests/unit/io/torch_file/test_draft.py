@@ -10,7 +10,7 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.torch_file.archive import read_archive
-from ucp.io.torch_file.draft import FinishedFile, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part
 
 
 def own(param: str, numel: int, *, start: int = 0, stop: int | None = None) -> Slice:

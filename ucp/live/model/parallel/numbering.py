@@ -205,8 +205,8 @@ class _Numbering:
         if errors:
             raise LoadError(
                 "expected layers that stages number consecutively from 0 to the last, or each from 0; got\n"
-                f"{format_list(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, from 1), "
-                "the same on stages that hold the same layers"
+                f"{format_list(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, "
+                "from 1), the same on stages that hold the same layers"
             )
         return layers
 

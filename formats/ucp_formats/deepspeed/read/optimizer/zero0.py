@@ -103,8 +103,9 @@ def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
         ]
         if wrong:
             raise MalformedError(
-                f"expected the shapes of the module in param_shapes of {optimizer.where}; got\n{format_list(wrong)}\nthe "
-                "file was changed after it was saved: take an unchanged copy, or set param_shapes to None"
+                f"expected the shapes of the module in param_shapes of {optimizer.where}; "
+                f"got\n{format_list(wrong)}\nthe file was changed after it was saved: take an unchanged copy, or set "
+                "param_shapes to None"
             )
         return [tuple(group) for group in optimizer.recorded]
     named = [
@@ -181,8 +182,8 @@ def names_by_shape(
     if places is None:
         raise UnsupportedError(
             "no assignment of the module's parameters, in their order, to the "
-            f"{format_count(sum(map(len, slots)), 'parameter group')} of {where} fits the shapes of the optimizer states. "
-            f"{REMEDY}"
+            f"{format_count(sum(map(len, slots)), 'parameter group')} of {where} fits the shapes of the optimizer "
+            f"states. {REMEDY}"
         )
     if unclear:
         raise UnsupportedError(
@@ -235,7 +236,8 @@ def _add_slots(
     masters = optimizer.masters[number] if optimizer.masters else ()
     if len(group.slots) != len(params) or (masters and len(masters) != len(params)):
         problems.wrong.append(
-            f"group {number} has {format_count(len(group.slots), 'parameter')}; expected {len(params)}: {', '.join(params)}"
+            f"group {number} has {format_count(len(group.slots), 'parameter')}; expected {len(params)}: "
+            f"{', '.join(params)}"
         )
         return
     for at, (slot, (name, shape)) in enumerate(zip(group.slots, params.items(), strict=True)):

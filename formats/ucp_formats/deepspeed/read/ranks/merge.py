@@ -204,8 +204,9 @@ def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) 
     ]
     if partial:
         raise UnsupportedError(
-            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{format_list(partial)}\nucp does "
-            "not read experts spread over tensor-parallel ranks: resume with tensor-parallel degree 1 and save again"
+            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{format_list(partial)}\nucp "
+            "does not read experts spread over tensor-parallel ranks: resume with tensor-parallel degree 1 and save "
+            "again"
         )
     return rules.layouts(
         {

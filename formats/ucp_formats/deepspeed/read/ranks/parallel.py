@@ -55,8 +55,8 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
         module.extras.append(Extra(name=_INFO, value=recorded_layouts(layouts)))
     means = [name for name, layout in layouts.items() if layout.overlap is Overlap.MEAN]
     averaged = (
-        f"{format_count(len(means), 'parameter is', 'parameters are')} trained by each tensor-parallel rank for itself; "
-        f"their weights and moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
+        f"{format_count(len(means), 'parameter is', 'parameters are')} trained by each tensor-parallel rank for "
+        f"itself; their weights and moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
     )
     sizes = {name: rules.padded_vocabulary(name, layout.global_shape) for name, layout in layouts.items()}
     padded = [

@@ -143,8 +143,8 @@ def check_flat(groups: Iterable[Group]) -> None:
     ]
     if misshapen:
         raise UnsupportedError(
-            f"a flat buffer of DeepSpeed holds states of the shape of their parameters only; got\n{format_list(misshapen)}\n"
-            "write stage-0 files (--to deepspeed --topology zero=0)"
+            "a flat buffer of DeepSpeed holds states of the shape of their parameters only; "
+            f"got\n{format_list(misshapen)}\nwrite stage-0 files (--to deepspeed --topology zero=0)"
         )
 
 

@@ -84,7 +84,8 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
         wrong.append("say either stages or partition")
     if wrong:
         raise UsageError(
-            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; got\n{format_list(wrong)}"
+            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; "
+            f"got\n{format_list(wrong)}"
         )
     tied: dict[str, tuple[int, ...]] = {}
     for part in filter(None, texts.get("tied", "").split(",")):

@@ -158,8 +158,8 @@ def _units(flat: Collection[str], shapes: Shapes, full: Collection[str], where: 
     if gathered:
         raise UnsupportedError(
             f"{where} was saved by FSDP1 between a forward pass and its backward pass: the parameters are not "
-            f"sharded, and of the type in which the model computes:\n{format_list(gathered)}\nSave after optimizer.step(), "
-            "and evaluate under torch.no_grad()"
+            f"sharded, and of the type in which the model computes:\n{format_list(gathered)}\nSave after "
+            "optimizer.step(), and evaluate under torch.no_grad()"
         )
     if not shapes or empty:
         raise UnsupportedError(
