@@ -230,11 +230,11 @@ def _make_instance(*operands: object) -> object:
 
 
 _ANSWERS: dict[int, Callable[..., object]] = {
-    _NEW: lambda m, cls, args: interpret_new(cls, m.counted(args)),
+    _NEW: lambda m, cls, args: interpret_new(cls, m.count_arguments(args)),
     0x92: lambda m, cls, operands: m.construct(cls, *operands),
-    _CALL: lambda m, function, args: m.counted_keys(interpret_call(function, m.counted(args))),
-    ord("i"): lambda m, args, cls: m.counted_keys(_make_instance(cls, *m.counted(args))),
-    ord("o"): lambda m, operands, _: m.counted_keys(_make_instance(*m.counted(operands))),
+    _CALL: lambda m, function, args: m.count_keys(interpret_call(function, m.count_arguments(args))),
+    ord("i"): lambda m, args, cls: m.count_keys(_make_instance(cls, *m.count_arguments(args))),
+    ord("o"): lambda m, operands, _: m.count_keys(_make_instance(*m.count_arguments(operands))),
     ord("b"): _Machine.build,
     ord("u"): _Machine.fill,
     ord("d"): lambda m, items, _: m.fill({}, items),
