@@ -49,12 +49,6 @@ def test_the_states_follow_the_parameter_and_the_hyper_parameters_to_come():
     assert kept(net, sgd, [{"momentum": 0.9}])["weight"] == {"momentum_buffer": HALF}
 
 
-def test_a_subclass_keeps_what_its_torch_class_keeps():
-    mine = type("Mine", (optim.AdamW,), {})
-    net = nn.Linear(3, 2)
-    assert kept(net, mine(net.parameters()))["bias"] == ADAM
-
-
 class Foreign(optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
