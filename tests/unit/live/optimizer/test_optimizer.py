@@ -24,6 +24,7 @@ def kept(net, optimizer, hyper=({},)):
     ("make", "states"),
     [
         (optim.AdamW, ADAM),
+        (type("Mine", (optim.AdamW,), {}), ADAM),
         (lambda p: optim.Adam(p, amsgrad=True), {**ADAM, "max_exp_avg_sq": FLOAT}),
         (lambda p: optim.AdamW(p, fused=True), ADAM),
         (lambda p: optim.SGD(p, lr=0.1), {}),
