@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
+from tests.integration.torch.files.test_trainer_files import python  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
@@ -18,7 +19,7 @@ WORKER = Path(__file__).with_name("accelerate_files_worker.py")
 WAYS = ("ranks-2", "full-2", "local-1", "local-orig-1")
 
 
-def test_every_way_of_saving_is_the_truth(python: str, tmp_path: Path) -> None:
+def test_every_way_of_saving_is_the_truth(python: str, tmp_path: Path) -> None:  # noqa: F811
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*launch, str(WORKER), str(tmp_path)], env=environment, capture_output=True, check=False)
