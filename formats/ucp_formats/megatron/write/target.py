@@ -64,9 +64,9 @@ _EXPERTS_ALONG = (
 )
 _NEVER_STEPPED = "Megatron cannot store a parameter that was never stepped. Train one step more, or write weights only"
 _TWO_OPTIMIZERS = (
-    "The run trains matrices with {name}, and the other parameters with an optimizer that keeps other states. For Megatron "
-    "ucp writes only one optimizer. Write the weights only (--include '*/weight') and start the optimizer anew, or "
-    "keep all states with --to ucp"
+    "The run trains matrices with {name}, and the other parameters with an optimizer that keeps other states. For "
+    "Megatron ucp writes only one optimizer. Write the weights only (--include '*/weight') and start the optimizer "
+    "anew, or keep all states with --to ucp"
 )
 _ANEW = (
     "no parameter has a moment, and Megatron loads no optimizer without moments: none is written. Start the run with "
