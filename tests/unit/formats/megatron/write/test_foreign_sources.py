@@ -121,11 +121,6 @@ def test_what_shapes_do_not_tell_is_asked_for(store, tmp_path):
         convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings={"num_query_groups": "2"})
 
 
-def test_settings_are_for_targets_that_ask(store, tmp_path):
-    with pytest.raises(UsageError, match=r"(?s)ucp has no such setting.*swiglu.*It takes drop"):
-        convert(store, tmp_path / "b", settings={"swiglu": "true"})
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -163,18 +158,6 @@ def test_steps_that_differ(model, tmp_path):
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
     with pytest.raises(UnsupportedError, match="one count of steps for all tensors that join to one"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
-
-
-def test_a_family_may_be_named(model, store, tmp_path):
-    given = {key: str(value) for key, value in SAID.items()}
-    options = {"to": "megatron", "topology": "tp=1", "settings": given, "workers": 1}
-    convert(store, tmp_path / "b", family="llama", **options)
-    found = tensors(tmp_path / "b" / "iter_0000007")
-    assert torch.equal(found["embedding.word_embeddings.weight"], model["model.embed_tokens.weight"])
-    with pytest.raises(UsageError, match="expected one of the families"):
-        convert(store, tmp_path / "c", family="lama", **options)
-    with pytest.raises(UsageError, match="read without a model family"):
-        convert(store, tmp_path / "c", family="llama", workers=1)
 
 
 def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, store, tmp_path):
