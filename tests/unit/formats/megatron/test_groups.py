@@ -22,10 +22,6 @@ def members(*hyper, shapes=SHAPES, chains=None):
     return [group.params for group in found], left
 
 
-def test_one_group_holds_all():
-    assert members({"lr": 1}) == ([tuple(SHAPES)], [])
-
-
 def test_a_decoupled_learning_rate():
     apart = {"wd_mult": 1.0, "is_decoupled_lr": True}
     assert members(DECAYED, PLAIN, apart) == (

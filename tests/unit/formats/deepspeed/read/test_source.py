@@ -34,12 +34,6 @@ def extras(index: Index) -> dict[tuple[str, int | None], object]:
     return {(extra.name, extra.rank): extra.value for extra in index.extras}
 
 
-def test_old_names_without_an_underscore(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.files = {name.replace("_optim_", "optim_"): root for name, root in run.files.items()}
-    assert read(run.save(tmp_path)).topology.dp == 2
-
-
 def test_files_that_fast_persist_split(tmp_path: Path, fake_run) -> None:
     run = fake_run(3, 2, dtype=torch.float32)
     path = run.save(tmp_path)
@@ -104,12 +98,6 @@ def test_a_state_that_is_no_tensor_is_an_extra(tmp_path: Path, fake_run) -> None
     for root in run.optimizers:
         inner(root)["state"][0]["history"] = ["a"]
     assert extras(read(run.save(tmp_path)))["optimizer_state/group 0/history", None] == ["a"]
-
-
-def test_a_rank_that_holds_nothing_may_lack_a_state(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 5, groups=({"a": (3,)},))
-    inner(run.optimizers[4])["state"] = {}
-    assert list(read(run.save(tmp_path)).atoms["a"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]
 
 
 def test_states_that_cannot_be_given_to_parameters_are_kept_and_named(tmp_path: Path, fake_run) -> None:
@@ -266,17 +254,6 @@ def test_nothing_is_lost(tmp_path: Path, fake_run) -> None:
         "global_steps": 7, "global_samples": 70, "skipped_steps": 0, "dp_world_size": 2, "mp_world_size": 1,
         "ds_version": "0.19.8 ",
     }  # fmt: skip
-
-
-def test_what_ranks_have_for_themselves(tmp_path: Path, fake_run) -> None:
-    run = fake_run(3, 3)
-    for rank, root in enumerate(run.models):
-        root |= {"epoch": 3, "rng": torch.tensor([min(rank, 1)])}
-    run.models[2]["mine"] = "only here"
-    found = extras(read(run.save(tmp_path)))
-    assert found["client_state", None].keys() == {"epoch", "rng"}
-    assert found["client_state", 1].keys() == {"rng"}
-    assert found["client_state", 2].keys() == {"rng", "mine"}
 
 
 # ---- lost model-states files under ZeRO-3 (DeepSpeed issue 7546) ----

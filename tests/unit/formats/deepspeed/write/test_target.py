@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
 from ucp.io.pickle.values import GlobalName, Stub
-from ucp.io.torch_file.archive import read_archive
 
 TAG = "global_step7"
 TARGET = DeepSpeedTarget()
@@ -253,43 +251,6 @@ def test_compression_is_refused(source: Make, write: Make) -> None:
         write(source(), TARGET, Topology(dp=1, zero=1), TargetOptions(compress=True))
 
 
-def test_extras_are_where_the_engine_reads_them(source: Make, write: Make) -> None:
-    made = source()
-    ref = made.index().atoms["gate"].states["weight"].fragments[0].ref
-    extras = [
-        Extra(name="engine", value={"skipped_steps": 2, "global_steps": 9, "global_samples": 72}),
-        Extra(name="lr_scheduler", value={"last_batch_iteration": 8}),
-        Extra(name="optimizer", value={"clip_grad": 0.5, "overflow": True}),
-        Extra(name="client_state", value={"epoch": 4, "ema": [ref]}),
-        Extra(name="ds_config", value={"zero_optimization": {"stage": 1, "overlap_comm": True}}),
-        Extra(name="torchrun_log", value=1),
-    ]
-    made = source(extras=extras)
-    written = write(made, TARGET, Topology(dp=2, zero=3))
-    for rank in range(2):
-        model = written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        assert (model["skipped_steps"], model["global_steps"], model["global_samples"]) == (2, 9, 72)
-        assert model["lr_scheduler"] == {"last_batch_iteration": 8}
-        assert model["epoch"] == 4
-        assert model["ema"][0].tolist() == flat(made, ["gate"], "weight")
-        assert model["ds_config"]["zero_optimization"] == {"stage": 3, "overlap_comm": True}
-    assert written.load(optim(0))["optimizer_state_dict"]["overflow"] is True
-    assert any("torchrun_log" in line for line in written.plan.dropped)
-
-
-def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Make, write: Make) -> None:
-    extras = [
-        Extra(name="client_state", value={"epoch": 4}),
-        *(Extra(name="client_state", value={"seed": rank}, rank=rank) for rank in range(2)),
-    ]
-    same = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=2, zero=3))
-    path = f"{TAG}/zero_pp_rank_1_mp_rank_00_model_states.pt"
-    assert (same.load(path)["epoch"], same.load(path)["seed"]) == (4, 1)
-    other = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=3, zero=3))
-    assert "seed" not in other.load(path)
-    assert any("values of single ranks" in line and "client_state" in line for line in other.plan.dropped)
-
-
 def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make, write: Make) -> None:
     bare = write(source(), TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]
     assert "clip_grad" not in bare
@@ -371,16 +332,6 @@ def test_buffers_of_single_ranks_go_to_the_files_of_those_ranks(source: Make, wr
     assert means[1].tolist() == flat(made, ["bias"], "weight")[:2]
     narrowed = write(made, TARGET, Topology(dp=2, zero=1))
     assert any("buffer/mean" in line for line in narrowed.plan.dropped)
-
-
-def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make, write: Make) -> None:
-    versions = OrderedDict({"": {"version": 1}})
-    extras = [Extra(name="module/norm._extra_state", value={"calls": 3}), Extra(name="module_metadata", value=versions)]
-    written = write(source(extras=extras), TARGET, Topology(dp=1, zero=1))
-    root = read_archive(str(written.root / TAG / "mp_rank_00_model_states.pt")).root
-    assert isinstance(root, dict)
-    assert root["module"]["norm._extra_state"] == {"calls": 3}
-    assert root["module"]._metadata == versions
 
 
 def test_a_static_loss_scale_stays_static(source: Make, write: Make) -> None:

@@ -127,17 +127,6 @@ def test_names_without_a_rule_are_those_of_all_stages(fake_legacy, tmp_path: Pat
     assert sorted(told) == [f"decoder.layers.{n}.mlp.linear_fc{part}.weight" for n in range(4) for part in (1, 2)]
 
 
-def test_names_with_two_rules_are_listed_together(fake_legacy, tmp_path: Path) -> None:
-    folder = fake_legacy(kind="llama", optimizer="none").save(tmp_path / "source")
-    mine = tmp_path / "mine.toml"
-    rule = '[[rule]]\nname = "decoder.layers.{block}.mlp.linear_fc2.weight"\ntp = "replicate"\n'
-    mine.write_text(f'name = "mine"\nextends = ["llama"]\n{rule}')
-
-    with pytest.raises(FamilyError, match="4 names have two rules") as caught:
-        read_legacy(locate(folder), "megatron", SourceOptions(None, mine))
-    assert "decoder.layers.3.mlp.linear_fc2.weight" in str(caught.value)
-
-
 def test_masters_of_another_run(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", optimizer="whole")
     for own in run.roots["mp_rank_00"]["model"].values():

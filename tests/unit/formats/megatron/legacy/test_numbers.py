@@ -12,17 +12,6 @@ def names(count: int, stack: str = "decoder") -> list[str]:
     return [f"{stack}.layers.{number}.norm.weight" for number in range(count)]
 
 
-def test_stages_may_be_uneven_or_empty() -> None:
-    first_layers = count_layers(
-        {(0, 0): names(1), (1, 0): names(3), (2, 0): ["output_layer.weight"], (3, 0): names(2)}, num_layers=6
-    )
-    assert (
-        to_global_name("decoder.layers.1.norm.weight", (3, 0), first_layers, first_expert=0)
-        == "decoder.layers.5.norm.weight"
-    )
-    assert to_global_name("output_layer.weight", (2, 0), first_layers, first_expert=0) == "output_layer.weight"
-
-
 def test_encoder_and_decoder_are_counted_apart() -> None:
     first_layers = count_layers({(0, 0): names(2, "encoder"), (1, 0): names(3)}, num_layers=2)
     assert (

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ucp
-from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert, diff, verify
 from ucp.conversion.convert import ConvertReport, carry_out, verify_written
 from ucp.conversion.options import make_options
@@ -43,13 +42,6 @@ def huggingface() -> dict[str, torch.Tensor]:
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def fused(model: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
-    """Queries, key and value of every group (megatron-core, attention.py)."""
-    q, k, v = (model[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
-    parts = zip(q.chunk(GROUPS), k.chunk(GROUPS), v.chunk(GROUPS), strict=True)
-    return torch.cat([torch.cat(own) for own in parts])
 
 
 @pytest.fixture
@@ -86,20 +78,6 @@ def to_megatron(src: Path, dst: Path, topology: str, layout: str = "", **setting
 
 
 SAID = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": WIDTH}
-
-
-@pytest.mark.parametrize("topology", ["tp=1", "tp=2"])
-def test_names_of_huggingface(topology, model, store, tmp_path):
-    to_megatron(store, tmp_path / "b", topology, **SAID)
-    found = tensors(tmp_path / "b" / "iter_0000007")
-    qkv = torch.stack([fused(model, layer) for layer in range(LAYERS)])
-    assert torch.equal(found["optimizer.state.param.decoder.layers.self_attention.linear_qkv.weight"], qkv)
-    assert torch.equal(found["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"], qkv * 2)
-    assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"], qkv.bfloat16())
-    gates = [[model[f"model.layers.{n}.mlp.{part}_proj.weight"] for part in ("gate", "up")] for n in range(LAYERS)]
-    fc1 = torch.stack([torch.cat(own) for own in gates])
-    assert torch.equal(found["optimizer.state.param.decoder.layers.mlp.linear_fc1.weight"], fc1)
-    assert torch.equal(found["output_layer.weight"], model["lm_head.weight"].bfloat16())
 
 
 def test_arguments_follow_from_shapes(store, tmp_path):

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from ucp_formats.megatron.write.groups import make_chain
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.index import Index, LostStates, ParamGroup
+from ucp.core.index import Index, ParamGroup
 from ucp.core.union import state_from_number
 from ucp.errors import MissingStateError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index
@@ -94,13 +92,4 @@ def test_files_that_list_parameters_of_groups_refuse_those_in_none(index):
     source = index(native((DENSE, NORM), wd=1.0))
     plan_of(source).check_grouped((DENSE, NORM), remedy="")
     with pytest.raises(MissingStateError, match=r"has 1 in none:\n  expert\nwrite others"):
-        plan_of(source).check_grouped(source.atoms, remedy="write others")
-
-
-def test_with_the_reason_of_the_source(index):
-    source = replace(
-        index(native((DENSE, NORM), wd=1.0)),
-        lost={EXPERT: LostStates(reason="its group is not recorded", detail="[2]")},
-    )
-    with pytest.raises(MissingStateError, match=r"in none:\nits group is not recorded:\n  expert: \[2\]\n"):
         plan_of(source).check_grouped(source.atoms, remedy="write others")

@@ -95,13 +95,6 @@ def test_everything_wrong_at_once(tmp_path: Path, fake_run) -> None:
         assert part in message
 
 
-def test_missing_model_states(tmp_path: Path, fake_run) -> None:
-    path = save_universal(fake_run(1, 2), tmp_path)
-    (path / "step7_universal" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(MissingFileError, match=r"mp_rank_00_model_states\.pt"):
-        read(path)
-
-
 @pytest.mark.parametrize(("aligned", "refused"), [(False, True), (True, False)])
 def test_what_deepspeeds_converter_swaps_is_refused(tmp_path: Path, fake_run, aligned: bool, refused: bool) -> None:
     run = fake_run(1, 2, groups=({"a": (4,), "b": (4,), "c": (4,)},))
@@ -123,18 +116,6 @@ def test_strays_are_noted(tmp_path: Path, fake_run) -> None:
     notes = "\n".join(read(path).notes)
     assert "zero/a.bias/note.txt" in notes
     assert "zero/README" in notes
-
-
-@pytest.mark.parametrize(("stage", "form"), [(1, "dict"), (3, "flat")])
-def test_names_with_slashes_lie_in_folders_of_folders(tmp_path: Path, fake_run, stage: int, form: str) -> None:
-    shapes = ({"a": (4,), "a/b": (2, 3), "x/y/z.w": (5,)},)
-    path = save_universal(fake_run(stage, 2, groups=shapes), tmp_path, form=form)
-    index = read(path)
-    assert {name: index.atoms[name].global_shape for name in shapes[0]} == shapes[0]
-    assert index.groups[0].params == tuple(shapes[0])
-    assert not any("left alone" in note for note in index.notes)
-    fragment = index.atoms["x/y/z.w"].states["exp_avg"].fragments[0]
-    assert fragment.path.endswith("zero/x/y/z.w/exp_avg.pt")
 
 
 def test_folders_deeper_than_python_recurses(tmp_path: Path, fake_run) -> None:
@@ -183,17 +164,6 @@ def test_a_trained_parameter_whose_folder_is_gone(tmp_path: Path, fake_run) -> N
         shutil.rmtree(path / "step7_universal" / "zero" / name)
     with pytest.raises(MissingFileError, match=r"(?s)for 2 parameters:\n  b.weight\n  a.bias\n"):
         read(path)
-
-
-def test_the_model_states_of_both_loaders(tmp_path: Path, fake_run) -> None:
-    """ucp writes one for stages 1 and 2, which is read, and one for stage 3."""
-    run = fake_run(1, 2)
-    path = save_universal(run, tmp_path)
-    tag = path / "step7_universal"
-    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    index = read(path)
-    assert sum(file.role.startswith("model states") for file in index.files) == 2
-    assert index.atoms["frozen"].states["weight"].fragments[0].path == str(tag / "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("other", ["zero/emb.weight/exp_avg.pt", "mp_rank_00_model_states.pt"])
