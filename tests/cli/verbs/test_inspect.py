@@ -149,6 +149,14 @@ def test_param_that_matches_nothing_is_wrong_usage(ucp: Run, zero3: Path) -> Non
     assert "no parameter matches 'l9.*'" in ucp("inspect", zero3, "--param", "l9.*", code=2).stderr
 
 
+def test_an_atom_store_is_shown_too(ucp: Run, atoms: Path, zero3: Path) -> None:
+    ours = json.loads(ucp("inspect", atoms, "--json").stdout)
+    theirs = json.loads(ucp("inspect", zero3, "--json").stdout)
+    assert ours["format"] == "ucp"
+    for key in ("topology", "step", "kinds", "nbytes", "atoms", "aliases", "groups"):
+        assert ours[key] == theirs[key], key
+
+
 def test_what_is_there_is_shown_where_files_are_missing_or_damaged(ucp: Run, copy: Path) -> None:
     tag = copy / "global_step3"
     (tag / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
