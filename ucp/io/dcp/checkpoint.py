@@ -22,8 +22,8 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
-from ucp.errors import MissingFileError, counted, listed
-from ucp.io.dcp.items import check_files, of_other_saves, read_items
+from ucp.errors import MissingFileError, format_count, format_list
+from ucp.io.dcp.items import check_files, mixed_saves_error, read_items
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
 from ucp.io.dcp.template import Item
 from ucp.io.folder import exists, names_of_folder, path_of
@@ -95,10 +95,10 @@ class Dcp:
             tensor.key: _to_stored_tensor(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved
         }
         if wrong:
-            raise of_other_saves(
+            raise mixed_saves_error(
                 self.folder,
                 {
-                    file: f"{counted(len(messages), 'item')} not as announced, such as {messages[0]}"
+                    file: f"{format_count(len(messages), 'item')} not as announced, such as {messages[0]}"
                     for file, messages in wrong.items()
                 },
             )
@@ -122,7 +122,11 @@ def read_dcp(folder: str) -> Dcp:
     UnsupportedError
         Items are transformed, or of an element type that is not known.
     """
-    if not exists(os.path.join(folder, METADATA)) and path_of(folder).is_dir() and local_files(names_of_folder(folder)):
+    if (
+        not exists(os.path.join(folder, METADATA))
+        and path_of(folder).is_dir()
+        and find_local_files(names_of_folder(folder))
+    ):
         parts = _read_local(folder)
         metadata = _merge_ranks(folder, parts)
     else:
@@ -138,15 +142,15 @@ _ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
 """`__3_0.distcp`: the first file of rank 3."""
 
 
-def local_files(names: Iterable[str]) -> dict[int, str]:
+def find_local_files(names: Iterable[str]) -> dict[int, str]:
     """Rank to the name of its metadata, in the order of the ranks."""
     return dict(sorted((int(match[1]), name) for name in names if (match := _LOCAL.fullmatch(name))))
 
 
-def rank_of(name: str) -> int | None:
+def parse_rank(name: str) -> int | None:
     """Rank that wrote a file of items; None for another name.
 
-    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
+    >>> parse_rank("__3_0.distcp"), parse_rank("other.distcp")
     (3, None)
     """
     match = _ITEMS.fullmatch(name)
@@ -156,13 +160,13 @@ def rank_of(name: str) -> int | None:
 def _read_local(folder: str) -> dict[str, DcpMetadata]:
     """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
     names = names_of_folder(folder)
-    files = local_files(names)
-    saved = {rank for name in names if (rank := rank_of(name)) is not None}
+    files = find_local_files(names)
+    saved = {rank for name in names if (rank := parse_rank(name)) is not None}
     missing = sorted((saved | set(range(max(files) + 1))) - files.keys())
     if missing:
         raise MissingFileError(
             f"expected the metadata of every rank in {folder}, as each wrote its own; copy what is missing:\n"
-            f"{listed((f'__{rank}.metadata' for rank in missing), most=100)}"
+            f"{format_list((f'__{rank}.metadata' for rank in missing), most=100)}"
         )
     return {name: read_metadata(os.path.join(folder, name)) for name in files.values()}
 
@@ -180,14 +184,14 @@ def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
             known = tensors.setdefault(key, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 forms = f"{known.dtype} {list(known.shape)} by other ranks, {tensor.dtype} {list(tensor.shape)}"
-                raise of_other_saves(folder, {name: f"{key} is {forms} here"})
+                raise mixed_saves_error(folder, {name: f"{key} is {forms} here"})
             if known is not tensor:
                 tensors[key] = known._replace(chunks=known.chunks + tensor.chunks)
         objects = {**part.objects, **objects}
         for key, path in part.paths.items():
             if paths.setdefault(key, path) != path:
                 others = f"{paths[key]} by other ranks, {path}"
-                raise of_other_saves(folder, {name: f"the path of {key} is {others} here"})
+                raise mixed_saves_error(folder, {name: f"the path of {key} is {others} here"})
     return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)
 
 

@@ -7,7 +7,7 @@ written: the same content gives the same bytes. Layout of torch 2.13 (torch/dist
 metadata.py); what readers of the versions 2.3 to 2.14 need is there and nothing else.
 
 >>> draft = DcpDraft()
->>> draft.value("note/shard_0_1", None)
+>>> draft.add_value("note/shard_0_1", None)
 >>> [own.file.path for own in draft.finish()]
 ['__0_0.distcp', '.metadata']
 """
@@ -26,7 +26,7 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
-from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
+from ucp.io.torch_file.draft import FinishedFile, Part, collect_layouts, replace_tensors
 from ucp.io.torch_file.layout import KnownBytes, TorchZip, layout_torch_zip
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT
@@ -79,7 +79,7 @@ class DcpDraft:
         self._properties: dict[DType, Stub] = {}
         self._sizes: dict[tuple[int, ...], TorchSize] = {}
 
-    def tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
+    def add_tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
         """A tensor of `shape`, made of chunks that tile it. Given again, it gains the chunks."""
         entry = self._saved.get(key)
         if entry is None:
@@ -93,14 +93,14 @@ class DcpDraft:
             listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             self._place(key, offsets, self._template(dtype, chunk.sizes), chunk)
 
-    def value(self, key: str, value: object, *, rank: int | None = None) -> None:
+    def add_value(self, key: str, value: object, *, rank: int | None = None) -> None:
         """A value of plain parts and tensors of the source, in the file of a rank where one is given."""
-        self.values((key,), value, rank=rank)
+        self.add_values((key,), value, rank=rank)
 
-    def values(self, keys: Iterable[str], value: object, *, rank: int | None = None) -> None:
+    def add_values(self, keys: Iterable[str], value: object, *, rank: int | None = None) -> None:
         """The same value under each of `keys`, an item of each."""
         moved: dict[NewStorage, TensorRef] = {}
-        layout = layout_torch_zip(grafted(value, moved))
+        layout = layout_torch_zip(replace_tensors(value, moved))
         item, chunk = _Item(layout, 0), NewChunk(offsets=(0,), sizes=(0,), rank=rank)
         for key in keys:
             self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
@@ -110,11 +110,11 @@ class DcpDraft:
                 RawCopy(src=ref, path=file.path, offset=start + layout.storages[s]) for s, ref in moved.items()
             ]
 
-    def path(self, key: str, path: tuple[object, ...]) -> None:
+    def set_path(self, key: str, path: tuple[object, ...]) -> None:
         """Where in the nested dict that a script saves and loads `key` stands."""
         self._paths[key] = path
 
-    def finish(self) -> tuple[Drafted, ...]:
+    def finish(self) -> tuple[FinishedFile, ...]:
         """The files: those of items, then `.metadata`."""
         root = _object(
             "Metadata",
@@ -128,7 +128,7 @@ class DcpDraft:
         )
         data = emit_pickle(root).data
         index = OutputFile(path=f"{self._folder}{METADATA}", nbytes=len(data), literals=(Literal(0, data),))
-        return (*(draft_file.finish() for draft_file in self._files), Drafted(index, ()))
+        return (*(draft_file.finish() for draft_file in self._files), FinishedFile(index, ()))
 
     def _place(self, key: str, offsets: TorchSize | None, item: _Item, chunk: NewChunk) -> int:
         file = self._newest.get(chunk.rank)
@@ -210,7 +210,7 @@ class _File:
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
             for crc in item.layout.crcs
         ]
-        self.layouts |= layouts_of(chunk.parts)
+        self.layouts |= collect_layouts(chunk.parts)
         for part in chunk.parts:
             at = start + item.elements + part.offset * part.slice.dtype.itemsize
             self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
@@ -219,8 +219,8 @@ class _File:
         self.nbytes = start + item.layout.nbytes
         return start
 
-    def finish(self) -> Drafted:
+    def finish(self) -> FinishedFile:
         """The file."""
         known = self._known.literals()
         file = OutputFile(path=self.path, nbytes=self.nbytes, literals=known, crcs=tuple(self._crcs))
-        return Drafted(file, tuple(self.placements), tuple(self.raw), self.layouts)
+        return FinishedFile(file, tuple(self.placements), tuple(self.raw), self.layouts)

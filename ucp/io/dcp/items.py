@@ -12,7 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
+from ucp.errors import (
+    MalformedError,
+    MissingFileError,
+    SourceError,
+    UcpError,
+    UnsupportedError,
+    format_count,
+    format_list,
+)
 from ucp.io.dcp.metadata import ItemPlace
 from ucp.io.dcp.template import ITEM_END, Item, Template, make_template
 from ucp.io.files import SourceFile, join_ranges, open_source
@@ -57,19 +65,19 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
             ) from error
     if missing:
         raise MissingFileError(
-            f"{len(missing)} of {counted(len(stops), 'file')} "
+            f"{len(missing)} of {format_count(len(stops), 'file')} "
             f"that .metadata refers to not found in {folder}; copy what is missing:\n"
-            f"{listed(missing, most=100)}"
+            f"{format_list(missing, most=100)}"
         )
     short = {file: stop for file, stop in stops.items() if sizes[file] < stop}
     if short and all(_is_whole(os.path.join(folder, file)) for file in short):
         other = {file: f"{sizes[file]} bytes; .metadata refers to {n}" for file, n in stops.items() if sizes[file] != n}
-        raise of_other_saves(folder, other)
+        raise mixed_saves_error(folder, other)
     if short:
         lines = (f"{file}: {sizes[file]} bytes; the metadata refers to {stop}" for file, stop in sorted(short.items()))
         raise MalformedError(
-            f"{counted(len(short), 'truncated file', 'truncated files')} in {folder}; copy again:\n"
-            f"{listed(lines, most=100)}"
+            f"{format_count(len(short), 'truncated file', 'truncated files')} in {folder}; copy again:\n"
+            f"{format_list(lines, most=100)}"
         )
     return sizes
 
@@ -84,12 +92,13 @@ def _is_whole(path: str) -> bool:
         )
 
 
-def of_other_saves(folder: str, files: Mapping[str, str]) -> MalformedError:
+def mixed_saves_error(folder: str, files: Mapping[str, str]) -> MalformedError:
     """The error for files that are sound and not what `.metadata` describes. `files`: name to what is wrong."""
     lines = (f"{file}: {what}" for file, what in sorted(files.items()))
     return MalformedError(
-        f"{folder}: .metadata and {counted(len(files), 'file is', 'files are')} of different saves, or files have one "
-        f"another's names:\n{listed(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of one save"
+        f"{folder}: .metadata and {format_count(len(files), 'file is', 'files are')} of different saves, or files have "
+        f"one another's names:\n{format_list(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of "
+        "one save"
     )
 
 
@@ -127,12 +136,13 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
             # neither the head of an item, nor what damage leaves (zeros)
             are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
             if are_inside and _is_whole(file.path):
-                foreign[name] = f"{len(failed)} of {counted(len(numbers), 'item')} not where .metadata says"
+                foreign[name] = f"{len(failed)} of {format_count(len(numbers), 'item')} not where .metadata says"
     if foreign:
-        raise of_other_saves(folder, foreign)
+        raise mixed_saves_error(folder, foreign)
     if wrong:
         raise MalformedError(
-            f"{counted(len(wrong), 'item')} in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again"
+            f"{format_count(len(wrong), 'item')} in {folder} cannot be read:\n{format_list(wrong)}\nCopy the files "
+            "again"
         )
     return [item for item in items if item is not None]
 

@@ -16,9 +16,9 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ucp.core.tensor import DType
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.files import open_source
-from ucp.io.pickle.fields import described, shown
+from ucp.io.pickle.fields import describe_value, format_value
 from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
@@ -97,7 +97,7 @@ def read_metadata(path: str) -> DcpMetadata:
         Items are transformed (compressed), or of an element type that is not known.
     """
     root = _read_root(path)
-    attributes = _state(root)
+    attributes = _read_state(root)
     if isinstance(root, Stub) and root.made_by.module.partition(".")[0] == "bytecheckpoint":
         raise UnsupportedError(
             f"{path} was written by ByteCheckpoint, whose files have bare elements where torch has items; they are not "
@@ -107,10 +107,10 @@ def read_metadata(path: str) -> DcpMetadata:
     saved = attributes.get("state_dict_metadata")
     if not isinstance(root, Stub) or root.made_by.qualname.rpartition(".")[2] not in _ROOTS or type(saved) is not dict:
         raise MalformedError(
-            f"{path}: expected the metadata of torch.distributed.checkpoint; got {described(root)}. "
+            f"{path}: expected the metadata of torch.distributed.checkpoint; got {describe_value(root)}. "
             "Check that the folder was written by torch.distributed.checkpoint"
         )
-    reader = _Reader(path, _storage(attributes.get("storage_data"), path), saved)
+    reader = _Reader(path, _read_storage(attributes.get("storage_data"), path), saved)
     for key in tuple(saved):  # each is dropped when it is read
         reader.take(key, saved.pop(key))
     paths = reader.read_paths(attributes)
@@ -136,7 +136,7 @@ def _read_root(path: str) -> object:
         with suppress(MalformedError):
             parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # as long: frames count
             is_object = parsed.end == at + 3 and type(parsed.value) is Stub
-            if is_object and {"state_dict_metadata", "storage_data"} <= _state(parsed.value).keys():
+            if is_object and {"state_dict_metadata", "storage_data"} <= _read_state(parsed.value).keys():
                 return parsed.value
     parsed = parse_pickle(data, where=path)
     if parsed.end != len(data):
@@ -179,7 +179,7 @@ class _Reader:
             if is_path and ".".join(map(str, path)) == key:
                 paths[key] = path
             else:
-                self._wrong.append(f"the key {described(key)} has the path {shown(path)}")
+                self._wrong.append(f"the key {describe_value(key)} has the path {format_value(path)}")
         missing = [key for key in (*self.tensors, *self.objects) if key not in planner]
         self._wrong += [f"{key}: no path is recorded for it, as there is for others" for key in missing]
         return paths
@@ -187,7 +187,7 @@ class _Reader:
     def take(self, key: object, entry: object) -> None:
         """Take in one entry."""
         if type(key) is not str or type(entry) is not Stub:
-            self._wrong.append(f"an entry {described(key)} that is {described(entry)}")
+            self._wrong.append(f"an entry {describe_value(key)} that is {describe_value(entry)}")
             return
         kind = entry.made_by.qualname
         if kind == "BytesStorageMetadata":
@@ -197,29 +197,32 @@ class _Reader:
             else:
                 self.objects[key] = place
         elif kind == "TensorStorageMetadata":
-            self._take_tensor(key, _state(entry))
+            self._take_tensor(key, _read_state(entry))
         else:
-            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {described(entry)}")
+            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {describe_value(entry)}")
 
     def _take_tensor(self, key: str, state: Mapping[object, object]) -> None:
-        shape, saved, properties = _shape(state.get("size")), state.get("chunks"), state.get("properties")
+        shape, saved, properties = _parse_shape(state.get("size")), state.get("chunks"), state.get("properties")
         if shape is None or type(saved) is not list or type(properties) is not Stub:
-            self._wrong.append(f"{key}: expected its size, chunks and properties; got {described(state.get('size'))}")
+            self._wrong.append(
+                f"{key}: expected its size, chunks and properties; got {describe_value(state.get('size'))}"
+            )
             return
         # of torch 2.1 to 2.14 the state of TensorProperties is a tuple, of others plain attributes
         values = properties.state
-        name = values[0] if type(values) is tuple and values else _state(properties).get("dtype")
+        name = values[0] if type(values) is tuple and values else _read_state(properties).get("dtype")
         dtype = _DTYPES.get(name) if type(name) is GlobalName else None
         if dtype is None:
-            self._unknown.append(f"{key}: elements of {described(name)}")
+            self._unknown.append(f"{key}: elements of {describe_value(name)}")
             return
         chunks = []
         for entry in saved:
-            chunk_state = _state(entry)
-            offsets, sizes = _shape(chunk_state.get("offsets")), _shape(chunk_state.get("sizes"))
+            chunk_state = _read_state(entry)
+            offsets, sizes = _parse_shape(chunk_state.get("offsets")), _parse_shape(chunk_state.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
                 self._wrong.append(
-                    f"{key}: a chunk at {described(chunk_state.get('offsets'))}, {described(chunk_state.get('sizes'))}"
+                    f"{key}: a chunk at {describe_value(chunk_state.get('offsets'))}, "
+                    f"{describe_value(chunk_state.get('sizes'))}"
                 )
                 return
             place = self._storage.get((key, offsets))
@@ -235,35 +238,36 @@ class _Reader:
         """Raise one error with everything wrong."""
         if self._wrong:
             raise MalformedError(
-                f"{self._path} contradicts itself in {counted(len(self._wrong), 'place')}:\n{listed(self._wrong)}\n"
-                "Copy it again from where it was saved"
+                f"{self._path} contradicts itself in "
+                f"{format_count(len(self._wrong), 'place')}:\n{format_list(self._wrong)}\nCopy it again from where it "
+                "was saved"
             )
         if self._unknown:
             raise UnsupportedError(
-                f"{self._path}: {counted(len(self._unknown), 'tensor')} of an element type that is not read here:\n"
-                f"{listed(self._unknown)}"
+                f"{self._path}: {format_count(len(self._unknown), 'tensor')} of an element type that is not read "
+                f"here:\n{format_list(self._unknown)}"
             )
 
 
-def _storage(saved: object, path: str) -> _Places:
+def _read_storage(saved: object, path: str) -> _Places:
     """Places by key and offsets (None for objects)."""
     if type(saved) is not dict:
-        raise MalformedError(f"{path}: expected storage_data, a dict; got {described(saved)}")
+        raise MalformedError(f"{path}: expected storage_data, a dict; got {describe_value(saved)}")
     places: _Places = {}
     files: dict[str, str] = {}
     transformed = []
     for index in tuple(saved):  # each is let go when it is read
         info = saved.pop(index)
-        where, stored = _state(index), _state(info)
+        where, stored = _read_state(index), _read_state(info)
         key, at = where.get("fqn"), where.get("offset")
-        offsets = None if at is None else _shape(at)
+        offsets = None if at is None else _parse_shape(at)
         file, offset, nbytes = stored.get("relative_path"), stored.get("offset"), stored.get("length")
         if type(key) is not str or (at is not None and offsets is None):
-            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {described(index)}")
+            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {describe_value(index)}")
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {described(info)}")
+            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {describe_value(info)}")
         if stored.get("transform_descriptors"):
-            transformed.append(f"{key}: {shown(stored['transform_descriptors'])}")
+            transformed.append(f"{key}: {format_value(stored['transform_descriptors'])}")
         parts = () if file in files else PurePosixPath(file).parts
         if file not in files and (not parts or file.startswith("/") or ".." in parts or "\0" in file):
             raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}: damaged, or hostile")
@@ -271,14 +275,14 @@ def _storage(saved: object, path: str) -> _Places:
         places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
         raise UnsupportedError(
-            f"{path}: {counted(len(transformed), 'item is', 'items are')} "
+            f"{path}: {format_count(len(transformed), 'item is', 'items are')} "
             f"transformed (compressed or encrypted), which is not read here:\n"
-            f"{listed(transformed)}\nLoad the checkpoint with torch and save it without extensions"
+            f"{format_list(transformed)}\nLoad the checkpoint with torch and save it without extensions"
         )
     return places
 
 
-def _state(value: object) -> Mapping[object, object]:
+def _read_state(value: object) -> Mapping[object, object]:
     """Attributes of an object that a pickle describes."""
     if type(value) is not Stub:
         return {}
@@ -290,7 +294,7 @@ def _state(value: object) -> Mapping[object, object]:
     return {}
 
 
-def _shape(value: object) -> tuple[int, ...] | None:
+def _parse_shape(value: object) -> tuple[int, ...] | None:
     """Sizes or offsets; None for anything else."""
     if type(value) is TorchSize:
         return _intern_shape(value)

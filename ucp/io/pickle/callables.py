@@ -55,11 +55,11 @@ _USUAL = frozenset(
 """What torch and plain values are pickled by: of torch, as its unpickler of weights knows it (2.13)."""
 
 
-def callables_of(value: object) -> Iterator[GlobalName]:
+def list_callables(value: object) -> Iterator[GlobalName]:
     """What is called, or handed to what is called, when an unpickler makes `value`; some of it may come twice.
 
     >>> made = Stub(GlobalName("builtins", "map"), args=(GlobalName("os", "system"), ["true"]), new=False)
-    >>> [str(name) for name in callables_of({"key": [made]})]
+    >>> [str(name) for name in list_callables({"key": [made]})]
     ['builtins.map', 'os.system']
     """
     stubs = [node for node in walk([value]) if isinstance(node, Stub)]
@@ -68,11 +68,11 @@ def callables_of(value: object) -> Iterator[GlobalName]:
     yield from (argument for argument in arguments if isinstance(argument, GlobalName))
 
 
-def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
+def find_unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
     """A note on callables in `values` (where, value) that are not `usual` ("module.name"); or none."""
     places_by_callable: dict[str, dict[str, None]] = {}
     for where, value in values:
-        for name in callables_of(value):
+        for name in list_callables(value):
             if str(name) not in _USUAL and str(name) not in usual:
                 text = str(name) if str(name).isprintable() else repr(str(name))
                 places_by_callable.setdefault(text, {})[where] = None

@@ -130,7 +130,7 @@ Parts = Iterator[object]
 """What lies in a value, each given when it is its turn to be written."""
 
 
-def _int(w: _Writer, value: int) -> None:
+def _write_int(w: _Writer, value: int) -> None:
     if 0 <= value < 1 << 8:
         w.out += b"K" + bytes([value])
     elif 0 <= value < 1 << 16:
@@ -145,7 +145,7 @@ def _int(w: _Writer, value: int) -> None:
         w.out += head + data
 
 
-def _str(w: _Writer, value: str) -> None:
+def _write_str(w: _Writer, value: str) -> None:
     if not w.refer(value):
         data = value.encode("utf-8", "surrogatepass")
         w.out += b"X" + len(data).to_bytes(4, "little")
@@ -153,19 +153,19 @@ def _str(w: _Writer, value: str) -> None:
         w.memoize(value)
 
 
-def _global(w: _Writer, value: GlobalName) -> Parts | None:
+def _write_global(w: _Writer, value: GlobalName) -> Parts | None:
     if w.refer(value):
         return None
     if not f"{value}".isprintable():
         raise DestinationError(f"cannot write the name {value!r}; expected one of printable characters")
     if "." in value.qualname:
-        return _nested_global(w, value)
+        return _write_nested_global(w, value)
     w.out += b"c" + f"{_PYTHON2_MODULES.get(value.module, value.module)}\n{value.qualname}\n".encode()
     w.memoize(value)
     return None
 
 
-def _nested_global(w: _Writer, value: GlobalName) -> Parts:
+def _write_nested_global(w: _Writer, value: GlobalName) -> Parts:
     parent, _, name = value.qualname.rpartition(".")
     yield GlobalName("builtins", "getattr")
     yield (GlobalName(value.module, parent), name)
@@ -173,7 +173,7 @@ def _nested_global(w: _Writer, value: GlobalName) -> Parts:
     w.memoize(value)
 
 
-def _reduced(w: _Writer, value: object) -> Parts:
+def _write_reduced(w: _Writer, value: object) -> Parts:
     """A value that the pickler writes as a call."""
     key = w.identity(value)
     if not w.refer(key):
@@ -185,14 +185,14 @@ def _reduced(w: _Writer, value: object) -> Parts:
         w.leave(key, b"")
 
 
-def _tuple(w: _Writer, value: tuple[object, ...]) -> Parts | None:
+def _write_tuple(w: _Writer, value: tuple[object, ...]) -> Parts | None:
     if not value:
         w.out += b")"
         return None
-    return _members(w, value)
+    return _write_members(w, value)
 
 
-def _members(w: _Writer, value: tuple[object, ...]) -> Parts:
+def _write_members(w: _Writer, value: tuple[object, ...]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         numel = len(value)
@@ -205,36 +205,36 @@ def _members(w: _Writer, value: tuple[object, ...]) -> Parts:
             w.leave(key, (b"\x85", b"\x86", b"\x87")[numel - 1], undo=b"0" * numel)
 
 
-def _list(w: _Writer, value: list[object]) -> Parts:
+def _write_list(w: _Writer, value: list[object]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         w.out += b"]"
         w.memoize(key)
-        yield from _batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1)
+        yield from _write_batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1)
 
 
-def _dict(w: _Writer, value: dict[object, object]) -> Parts:
+def _write_dict(w: _Writer, value: dict[object, object]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         w.out += b"}"
         w.memoize(key)
-        yield from _batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1)
+        yield from _write_batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1)
 
 
-def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> Parts:
+def _write_ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
     yield GlobalName("collections", "OrderedDict")
     w.out += b")R"
     w.memoize(key)
-    yield from _batches(w, value.items(), one=b"s", many=b"u")
+    yield from _write_batches(w, value.items(), one=b"s", many=b"u")
     if vars(value):
         yield dict(vars(value))
         w.out += b"b"
 
 
-def _batches(
+def _write_batches(
     w: _Writer, groups: Iterable[tuple[object, ...]], *, one: bytes, many: bytes, several: bool = False
 ) -> Parts:
     """Write groups of values (an element, or a key and a value) and add them to the container below.
@@ -258,7 +258,7 @@ def _batches(
             return
 
 
-def _stub(w: _Writer, value: Stub) -> Parts:
+def _write_stub(w: _Writer, value: Stub) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
@@ -273,15 +273,15 @@ def _stub(w: _Writer, value: Stub) -> Parts:
         w.out += b")\x81" if value.new else b")R"
         w.memoize(key)
     if value.items:
-        yield from _batches(w, ((item,) for item in value.items), one=b"a", many=b"e")
+        yield from _write_batches(w, ((item,) for item in value.items), one=b"a", many=b"e")
     if value.entries:
-        yield from _batches(w, value.entries, one=b"s", many=b"u")
+        yield from _write_batches(w, value.entries, one=b"s", many=b"u")
     if value.has_state:
         yield value.state
         w.out += b"b"
 
 
-def _tensor(w: _Writer, value: NewTensor) -> Parts:
+def _write_tensor(w: _Writer, value: NewTensor) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
@@ -298,7 +298,7 @@ def _tensor(w: _Writer, value: NewTensor) -> Parts:
     w.memoize(key)
 
 
-def _storage(w: _Writer, value: NewStorage) -> Parts:
+def _write_storage(w: _Writer, value: NewStorage) -> Parts:
     name = STORAGE_CLASSES.get(value.dtype)
     kind = GlobalName("torch", name) if name else GlobalName("torch.storage", "UntypedStorage")
     key = str(w.storages.setdefault(value, len(w.storages)))
@@ -322,20 +322,20 @@ _REDUCED: dict[type, Callable[..., tuple[Any, ...]]] = {
 _LEAVES: dict[type, Callable[..., None]] = {
     type(None): lambda w, _: w.out.extend(b"N"),
     bool: lambda w, v: w.out.extend(b"\x88" if v else b"\x89"),
-    int: _int,
+    int: _write_int,
     float: lambda w, v: w.out.extend(b"G" + struct.pack(">d", v)),
-    str: _str,
+    str: _write_str,
 }
 """Writers of what holds nothing."""
 _WRITERS: dict[type, Callable[..., Parts | None]] = {
     **_LEAVES,
-    **dict.fromkeys(_REDUCED, _reduced),
-    tuple: _tuple,
-    list: _list,
-    dict: _dict,
-    OrderedDict: _ordered_dict,
-    GlobalName: _global,
-    Stub: _stub,
-    NewTensor: _tensor,
-    NewStorage: _storage,
+    **dict.fromkeys(_REDUCED, _write_reduced),
+    tuple: _write_tuple,
+    list: _write_list,
+    dict: _write_dict,
+    OrderedDict: _write_ordered_dict,
+    GlobalName: _write_global,
+    Stub: _write_stub,
+    NewTensor: _write_tensor,
+    NewStorage: _write_storage,
 }

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.pickle.interpret import called, constructed, set_attributes
+from ucp.io.pickle.interpret import interpret_call, interpret_new, set_attributes
 from ucp.io.pickle.keys import Keys
 from ucp.io.pickle.rewrite import (
     FILL_AND_BUILD,
@@ -120,13 +120,13 @@ class _Machine(pickle.Unpickler):
         if code == _NEW and type(operand) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(operand, right)
         if code == _CALL and type(right) is tuple:
-            return self.counted_keys(called(operand, self.counted(right)))
+            return self.count_keys(interpret_call(operand, self.count_arguments(right)))
         if code == FILL_AND_BUILD and isinstance(operand, tuple):
             target, state, items = operand
             return self.build(target, self.fill(state, items))
         return _ANSWERS[code](self, operand, right)
 
-    def counted(self, args: object) -> tuple[object, ...]:
+    def count_arguments(self, args: object) -> tuple[object, ...]:
         """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
         if type(args) is not tuple:
             raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
@@ -137,7 +137,7 @@ class _Machine(pickle.Unpickler):
         self.count(values)
         return args
 
-    def counted_keys(self, result: object) -> object:
+    def count_keys(self, result: object) -> object:
         """The result of a call, with its keys counted."""
         if isinstance(result, set | frozenset | OrderedDict):
             self.count(_VALUES_PER_KEY * len(result))
@@ -160,7 +160,7 @@ class _Machine(pickle.Unpickler):
                     self._keys.check(key, target)
                 target[key] = next(entries)
         elif type(target) is Stub:
-            target.entries = _longer(target.entries, zip(entries, entries, strict=True))
+            target.entries = _append(target.entries, zip(entries, entries, strict=True))
         else:
             raise PickleFaultError(f"entries set on a {type(target).__name__}; expected a dict")
         return target
@@ -183,14 +183,14 @@ class _Machine(pickle.Unpickler):
         if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
             raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
         self.count(len(kwargs))
-        return constructed(cls, self.counted(args), kwargs)
+        return interpret_new(cls, self.count_arguments(args), kwargs)
 
     def extend(self, target: object, items: tuple[object, ...]) -> object:
         """`target` with elements appended or, to a set, added."""
         if type(target) is list:
             target.extend(items)
         elif type(target) is Stub:
-            target.items = _longer(target.items, items)
+            target.items = _append(target.items, items)
         elif type(target) is set:
             for item in items:
                 self._keys.check(item, target)
@@ -199,7 +199,7 @@ class _Machine(pickle.Unpickler):
             raise PickleFaultError(f"elements given to a {type(target).__name__}; expected a list or set")
         return target
 
-    def name(self, module: object, qualname: object) -> GlobalName:
+    def make_name(self, module: object, qualname: object) -> GlobalName:
         """The global of that name, one object per name; protocols 0 to 2 use the module names of Python 2."""
         if type(module) is not str or type(qualname) is not str:
             raise PickleFaultError("a global whose name is no text")
@@ -215,33 +215,33 @@ class _Machine(pickle.Unpickler):
         return self._persistent(pid)
 
 
-def _longer(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
+def _append(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
     """A list with more elements: the same one, once it is one."""
     items = known if isinstance(known, list) else [*known]
     items.extend(more)
     return items
 
 
-def _instance(*operands: object) -> object:
+def _make_instance(*operands: object) -> object:
     if not operands:
         raise PickleFaultError("an object without a class")
     cls, *args = operands
-    return called(cls, tuple(args)) if args else constructed(cls, ())
+    return interpret_call(cls, tuple(args)) if args else interpret_new(cls, ())
 
 
 _ANSWERS: dict[int, Callable[..., object]] = {
-    _NEW: lambda m, cls, args: constructed(cls, m.counted(args)),
+    _NEW: lambda m, cls, args: interpret_new(cls, m.count_arguments(args)),
     0x92: lambda m, cls, operands: m.construct(cls, *operands),
-    _CALL: lambda m, function, args: m.counted_keys(called(function, m.counted(args))),
-    ord("i"): lambda m, args, cls: m.counted_keys(_instance(cls, *m.counted(args))),
-    ord("o"): lambda m, operands, _: m.counted_keys(_instance(*m.counted(operands))),
+    _CALL: lambda m, function, args: m.count_keys(interpret_call(function, m.count_arguments(args))),
+    ord("i"): lambda m, args, cls: m.count_keys(_make_instance(cls, *m.count_arguments(args))),
+    ord("o"): lambda m, operands, _: m.count_keys(_make_instance(*m.count_arguments(operands))),
     ord("b"): _Machine.build,
     ord("u"): _Machine.fill,
     ord("d"): lambda m, items, _: m.fill({}, items),
     ord("e"): _Machine.extend,
     0x90: _Machine.extend,
-    0x91: lambda _, items, __: called(GlobalName("builtins", "frozenset"), (items,)),
-    0x93: _Machine.name,
+    0x91: lambda _, items, __: interpret_call(GlobalName("builtins", "frozenset"), (items,)),
+    0x93: _Machine.make_name,
     ord("Q"): lambda m, pid, _: m.load_persistent(pid),
 }
 """What an instruction gives, by its code: of the machine and the operands that `rewrite` says."""

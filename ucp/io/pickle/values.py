@@ -129,10 +129,10 @@ def walk_paths(
             rest += [((*way, key), item) for key, item in items if isinstance(item, dict | list | Stub)]
 
 
-def nbytes_in_memory(values: Iterable[object]) -> int:
+def measure_memory(values: Iterable[object]) -> int:
     """Bytes of memory that values and all they hold take; each object is counted once.
 
-    >>> nbytes_in_memory([b"x" * 1000, [b"y" * 1000] * 2]) < 2500
+    >>> measure_memory([b"x" * 1000, [b"y" * 1000] * 2]) < 2500
     True
     """
     return sum(map(sys.getsizeof, walk(values)))
@@ -148,7 +148,7 @@ def rebuild(
     >>> rebuild({"betas": (1, 2)}, lambda own: -own if isinstance(own, int) else own)
     {'betas': (-1, -2)}
     """
-    return _Copy(leaf, through, with_keys=with_keys).of(value)
+    return _Copy(leaf, through, with_keys=with_keys).copy(value)
 
 
 class _Copy:
@@ -161,7 +161,7 @@ class _Copy:
         self._copies: dict[int, object] = {}
         self._empty: list[tuple[object, object]] = []
 
-    def of(self, value: object) -> object:
+    def copy(self, value: object) -> object:
         """The copy of a value with all that it holds."""
         copy = self._shallow(value)
         while self._empty:
@@ -260,7 +260,7 @@ def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterat
             first, second = root(one), root(other)
             if first != second:
                 above[first] = second
-                todo.extend(reversed(_pairs(one, other, step)))
+                todo.extend(reversed(_pair_members(one, other, step)))
         elif type(one) is not type(other) or not same(one, other):
             yield step, one, other
 
@@ -275,7 +275,7 @@ def _head(value: object) -> object:
     return (value.made_by, value.new) if isinstance(value, Stub) else None
 
 
-def _pairs(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
+def _pair_members(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
     """What is to be compared of two values that hold others."""
     match a, b:
         case Stub(), Stub():
@@ -341,7 +341,7 @@ class TensorPair:
     """The second."""
 
 
-def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
+def find_differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
     """Everything in which `b` is not `a`, in the order of `a`; see `ucp.io.pickle.values.diff`.
 
     Tensors of one type and shape are given for whoever reads them.
@@ -357,21 +357,21 @@ def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
                 continue
             seen.add((one, other))
             if (one.dtype, one.shape) == (other.dtype, other.shape):
-                yield TensorPair(place=_place(step), a=one, b=other)
+                yield TensorPair(place=_format_place(step), a=one, b=other)
                 continue
-        yield Apart(place=_place(step), a=_show(one), b=_show(other))
+        yield Apart(place=_format_place(step), a=_format_brief(one), b=_format_brief(other))
 
 
-def _place(step: Step | None) -> str:
+def _format_place(step: Step | None) -> str:
     steps: list[str] = []
     while step is not None and len(steps) < _STEPS:
         is_name = step.is_field or (isinstance(step.name, str) and len(step.name) <= _SHOWN)
-        steps.append(f".{step.name}" if is_name else f"[{_show(step.name)}]")
+        steps.append(f".{step.name}" if is_name else f"[{_format_brief(step.name)}]")
         step = step.within
     return ("..." if step is not None else "") + "".join(reversed(steps)).removeprefix(".")
 
 
-def _show(value: object) -> str:
+def _format_brief(value: object) -> str:
     if value is ABSENT:
         return "-"
     match value:

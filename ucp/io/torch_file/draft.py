@@ -5,7 +5,7 @@ each slice goes.
 
 >>> from ucp.core.tensor import DType
 >>> draft = FileDraft("empty.pt")
->>> draft.finish({"step": 3, "mask": draft.filled(DType.FLOAT32, (2, 2))}).file.path
+>>> draft.finish({"step": 3, "mask": draft.add_tensor(DType.FLOAT32, (2, 2))}).file.path
 'empty.pt'
 """
 
@@ -39,13 +39,13 @@ class Part:
     """How the state of the slice lies over the ranks of the run; None where each file has it whole."""
 
 
-def layouts_of(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
+def collect_layouts(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
     """(parameter, state) to its layout, of those that are divided or copied over ranks."""
     return {(part.slice.param, part.slice.state): part.layout for part in parts if part.layout and part.layout.all_axes}
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class FinishedFile:
     """A file that is decided."""
 
     file: OutputFile
@@ -58,9 +58,9 @@ class Drafted:
     """(parameter, state) to how it lies over the ranks."""
 
 
-def target_plan(
+def make_target_plan(
     index: Index,
-    drafted: Sequence[Drafted],
+    drafted: Sequence[FinishedFile],
     *,
     notes: Iterable[str],
     topology: Topology | None = None,
@@ -111,27 +111,27 @@ class FileDraft:
         self._moved: dict[NewStorage, TensorRef] = {}
         self._known: dict[NewStorage, bytes] = {}
 
-    def tensor(self, slice_: Slice) -> NewTensor:
+    def add_slice(self, slice_: Slice) -> NewTensor:
         """A tensor that is all of the local tensor of a slice."""
-        return self.filled(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
+        return self.add_tensor(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
 
-    def filled(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
+    def add_tensor(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
         """A tensor of `shape` with slices in it; zero elsewhere."""
         storage = NewStorage(dtype, prod(shape))
         self._filled += [(storage, part) for part in parts if part.slice.nbytes]
         return NewTensor(storage=storage, shape=shape, strides=contiguous_strides(shape))
 
-    def known(self, dtype: DType, shape: tuple[int, ...], data: bytes) -> NewTensor:
+    def add_known(self, dtype: DType, shape: tuple[int, ...], data: bytes) -> NewTensor:
         """A tensor whose elements, row-major and little-endian, are known."""
-        tensor = self.filled(dtype, shape)
+        tensor = self.add_tensor(dtype, shape)
         self._known[tensor.storage] = data
         return tensor
 
-    def carried(self, value: object) -> object:
+    def copy_extra(self, value: object) -> object:
         """A value of the source's extras, its tensors copied into this file."""
-        return grafted(value, self._moved)
+        return replace_tensors(value, self._moved)
 
-    def finish(self, root: object) -> Drafted:
+    def finish(self, root: object) -> FinishedFile:
         """The file that holds `root`."""
         layout = layout_torch_zip(root, folder=PurePath(self._path).stem)
         places = [
@@ -149,19 +149,19 @@ class FileDraft:
         known = (Literal(layout.storages[storage], data) for storage, data in self._known.items())
         literals = tuple(sorted((*layout.literals, *known), key=attrgetter("offset")))
         file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=literals, crcs=layout.crcs)
-        layouts = layouts_of(part for _, part in self._filled)
-        return Drafted(file, tuple(places), tuple(copies), layouts)
+        layouts = collect_layouts(part for _, part in self._filled)
+        return FinishedFile(file, tuple(places), tuple(copies), layouts)
 
 
-def torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
+def make_torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
     """The file, and the copies that bring its tensors over."""
     moved: dict[NewStorage, TensorRef] = {}
-    layout = layout_torch_zip(grafted(value, moved), folder=PurePath(path).stem)
+    layout = layout_torch_zip(replace_tensors(value, moved), folder=PurePath(path).stem)
     raw = tuple(RawCopy(src=ref, path=path, offset=layout.storages[storage]) for storage, ref in moved.items())
     return OutputFile(path=path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs), raw
 
 
-def grafted(value: object, moved: dict[NewStorage, TensorRef]) -> object:
+def replace_tensors(value: object, moved: dict[NewStorage, TensorRef]) -> object:
     """`value` with every tensor of the source replaced by a new one, noted in `moved` with where it came from.
 
     Tensors that shared a place in the source (views of one buffer, tied weights) are each stored whole. Lists, dicts

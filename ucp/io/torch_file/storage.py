@@ -2,7 +2,7 @@
 
 torch pickles a tensor as a call of a rebuild function on a storage, and a storage as a persistent id
 `("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive says where the storage
-lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `LEFT_INERT`.
+lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `UNKNOWN_CALL`.
 
 >>> storage = NewStorage(DType.FLOAT32, 6)
 >>> NewTensor(storage=storage, shape=(2, 3), strides=(3, 1)).storage.nbytes
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.pickle.values import GlobalName
 
-LEFT_INERT = object()
+UNKNOWN_CALL = object()
 """Result of a builder for arguments that it does not know: the call becomes a `Stub`."""
 
 _KINDS = {
@@ -105,38 +105,38 @@ class StorageRef:
     """Element type; None when the class is a quantised one."""
 
 
-def rebuilt_tensor(args: tuple[object, ...]) -> object:
+def rebuild_tensor(args: tuple[object, ...]) -> object:
     """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage gives the element type."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), *rest) if len(rest) <= 3:
             dtype = storage.dtype
             marked = rest[2] if len(rest) == 3 else None
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
     if dtype is None or _is_lazy(marked):
-        return LEFT_INERT
+        return UNKNOWN_CALL
     return _view(storage, dtype, start, shape, strides)
 
 
-def rebuilt_typed_tensor(args: tuple[object, ...]) -> object:
+def rebuild_typed_tensor(args: tuple[object, ...]) -> object:
     """Tensor of torch._utils._rebuild_tensor_v3: the element type is an argument."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), _, _, GlobalName() as name, *rest):
             dtype = _DTYPES.get(name.qualname) if name.module == "torch" else None
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
     if dtype is None or len(rest) > 1 or any(_is_lazy(part) for part in rest):
-        return LEFT_INERT
+        return UNKNOWN_CALL
     return _view(storage, dtype, start, shape, strides)
 
 
-def rebuilt_parameter(args: tuple[object, ...]) -> object:
+def rebuild_parameter(args: tuple[object, ...]) -> object:
     """The tensor of torch._utils._rebuild_parameter(_with_state): the wrapper says nothing about the elements."""
     match args:
         case (TensorRef() as tensor, bool(), _) | (TensorRef() as tensor, bool(), _, _):
             return tensor
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
 
 
 def _is_lazy(metadata: object) -> bool:
@@ -149,7 +149,7 @@ def _is_lazy(metadata: object) -> bool:
 def _view(
     storage: StorageRef, dtype: DType, start: int, shape: tuple[object, ...], strides: tuple[object, ...]
 ) -> TensorRef:
-    sizes, steps = _integers(shape), _integers(strides)
+    sizes, steps = _check_integers(shape), _check_integers(strides)
     if len(sizes) != len(steps) or not 0 <= start < _MOST:
         raise ValueError(f"expected as many strides as sizes of a tensor; got {sizes}, {steps}, start {start:#x}")
     last = start + sum([(n - 1) * step for n, step in zip(sizes, steps, strict=True)])
@@ -164,7 +164,7 @@ def _view(
     return TensorRef(path=storage.path, offset=storage.offset + skip, dtype=dtype, shape=sizes, strides=steps)
 
 
-def _integers(values: tuple[object, ...]) -> tuple[int, ...]:
+def _check_integers(values: tuple[object, ...]) -> tuple[int, ...]:
     integers = tuple([n for n in values if type(n) is int and 0 <= n < _MOST])
     if len(integers) != len(values) or len(values) > _MOST_DIMS:
         raise ValueError(
