@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import median
 from subprocess import CalledProcessError
 
-from tests.bench import remote
 from tests.bench.loading import load, load_plan
 from tests.bench.measure import Sample, run
 from tests.bench.report import Row, write_report
@@ -34,9 +33,8 @@ LIVE = {
     "load-plan": load_plan.main,
     "load-dcp": beside_dcp,
     "load-deepspeed": beside_deepspeed,
-    "remote": remote.main,
 }
-"""Cases that print what a load into a live model, or a bucket, costs, and write no report; only where asked for."""
+"""Cases that print what a load into a live model costs, and write no report; only where asked for."""
 
 CONVERTER_WORKERS = (1, 2, 4)
 """Worker counts tried with DeepSpeed's converter; the best is compared with."""
@@ -47,9 +45,7 @@ class Contestant:
     """A command that is timed."""
 
     name: str
-    """Label in the table."""
     command: tuple[str, ...]
-    """Argument vector."""
 
 
 def main() -> None:

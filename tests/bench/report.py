@@ -14,21 +14,13 @@ class Row:
     """One command on one source in one place."""
 
     source: str
-    """Which checkpoint."""
     medium: str
-    """"RAM" or "disk"."""
     command: str
-    """What was run."""
     source_bytes: int
-    """Bytes of the source."""
     seconds: float
-    """Median wall time of the whole process."""
     fastest: float
-    """Shortest."""
     slowest: float
-    """Longest."""
     cpu_seconds: float
-    """Median user and system time."""
     peak_bytes: int
     """Largest memory of the process tree, over all runs."""
 

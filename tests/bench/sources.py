@@ -28,15 +28,10 @@ class Source:
     """A checkpoint to convert."""
 
     title: str
-    """What wrote it."""
     make: Callable[[Path], object]
-    """Makes it in a folder."""
     checkpoint: str
-    """Where it lies in that folder."""
     by_deepspeed: bool = False
-    """Whether DeepSpeed's own converter reads it."""
     only_index: bool = False
-    """Whether the index is all that is measured."""
     targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Other commands of ours: label to what follows `ucp convert SRC DST`."""
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

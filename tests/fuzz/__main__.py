@@ -34,15 +34,11 @@ class Outcome:
     """What became of one mutation."""
 
     number: int
-    """Which: with the seed it gives the mutation."""
     base: str
-    """Name of the checkpoint."""
     mutation: Mutation | None
     """What was done to it; None where the worker was lost."""
     label: Label
-    """Class of what the verbs made of it."""
     why: str
-    """What it is seen by."""
 
     @property
     def way(self) -> str:

@@ -22,7 +22,6 @@ class Kind(StrEnum):
     EDIT = "edit"
     """Somebody wrote other values, or there is no checksum: what is there may be taken for what was meant."""
     HARMLESS = "harmless"
-    """To every framework it is the same checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +29,9 @@ class Mutation:
     """What was done."""
 
     name: str
-    """Of the way it was done."""
     kind: Kind
-    """What may be asked."""
     files: tuple[str, ...]
-    """Files concerned, relative to the checkpoint."""
     what: str
-    """For people."""
 
     @property
     def needs_report(self) -> bool:
@@ -49,11 +44,8 @@ class Place:
     """A checkpoint that may be changed."""
 
     root: Path
-    """Its folder."""
     others: tuple[Path, ...]
-    """Checkpoints of the same format."""
     is_store: bool
-    """Whether it is an atom store."""
 
     def files(self) -> list[str]:
         """Its files, in an order that is the same everywhere."""

@@ -24,7 +24,6 @@ class Label(StrEnum):
     """Class of an outcome."""
 
     REFUSED = "refused"
-    """Nothing was written, and a message says why."""
     NOTICED = "noticed by verify"
     """What was lost is of no use to atoms; `verify` says it."""
     SAME = "same bits"
@@ -34,13 +33,10 @@ class Label(StrEnum):
     DOCUMENTED = "documented"
     """Silent, and listed in docs/explanation/limits.md."""
     SILENT = "SILENT"
-    """Written, other than it was, and not said."""
     MILD = "VERIFY TOO MILD"
     """`verify` calls it whole, and `convert` refuses it."""
     CONTRADICTION = "CONTRADICTION"
-    """Two verbs disagree."""
     WRONG_REFUSAL = "WRONG REFUSAL"
-    """Nothing that matters was changed."""
     LEFTOVER = "LEFTOVER"
     """The source was written to, or a refused conversion left a destination."""
     MUTE = "MUTE"
@@ -63,11 +59,8 @@ class Attempt:
     """What one verb did."""
 
     verb: str
-    """Words of the command."""
     code: int = 0
-    """Exit code."""
     text: str = ""
-    """What it printed."""
     failure: tuple[Label, str] | None = None
     """How it failed, if not in one of the ways it should, and where."""
     told: frozenset[str] = frozenset()
@@ -75,7 +68,6 @@ class Attempt:
     written: Contents = field(default_factory=dict)
     """Atoms that were written, or that are in what was written."""
     tree: str = ""
-    """Digest of all files that were written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +84,6 @@ class Trial:
     against: Attempt | None = None
     """`verify` of the atoms written against the checkpoint; where they are not those of the undamaged one."""
     leftover: str = ""
-    """What was written where nothing should be."""
 
     def attempts(self) -> Iterable[Attempt]:
         """All of them."""

@@ -168,17 +168,11 @@ class Case:
     """A checkpoint changed in one way: the same for a seed and a number, whatever was done before."""
 
     base: Base
-    """What it was."""
     pristine: Path
-    """Where that is, undamaged."""
     path: Path
-    """Where the changed one is."""
     mutation: Mutation
-    """What was done to it."""
     target: Words
-    """What it is to be converted to."""
     rng: Random
-    """For what is still to be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +180,6 @@ class _Known:
     """What is known of a checkpoint that is whole."""
 
     trial: Trial
-    """The verbs on it."""
     targets: dict[Words, Attempt] = field(default_factory=dict)
     """What is written from it for each target, as far as it was asked for."""
 

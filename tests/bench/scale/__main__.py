@@ -32,15 +32,11 @@ class Case:
     """A checkpoint to measure."""
 
     series: str
-    """What it belongs to."""
     ranks: int
-    """Ranks that saved it."""
     make: Callable[[Path], None]
-    """Makes it in a folder that is not there."""
     tensors: int
     """Parameters with a weight and two moments each, counted as three, and the copies of weights as a fourth."""
     plan: tuple[str, ...]
-    """What follows `ucp plan SRC DST`."""
 
 
 def _megatron(experts: int, *, layers: int) -> Case:

@@ -1,8 +1,7 @@
 """Checkpoints of DeepSpeed 0.19.8 with ZeRO-1 and BF16_Optimizer, of any number of ranks, with holes for tensors.
 
-`write_expert_run` is what native mixture of experts leaves (expert files, groups of experts cut over fewer ranks), and
-`write_pipeline_run` a pipeline of tensor-parallel stages, as Megatron-DeepSpeed trains. What is in a file, and under
-which name, is compared with the fixtures that DeepSpeed wrote (tests/bench/scale/test_scale_deepspeed.py).
+`write_expert_run` writes what native mixture of experts leaves: expert files, and groups of experts cut over fewer
+ranks. Names and contents are compared with a fixture that DeepSpeed wrote (tests/bench/scale/test_scale_deepspeed.py).
 """
 
 from __future__ import annotations
@@ -59,29 +58,9 @@ class Group:
     """Parameters that the optimizer steps as one flat tensor."""
 
     shapes: Mapping[str, Shape]
-    """Local name to local shape."""
     hyper: Mapping[str, object]
     """Learning rate and the like, before those of Adam."""
     holders: int
-    """Ranks it is cut over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """A layer of a pipeline, as one tensor-parallel rank has it."""
-
-    shapes: Mapping[str, Shape]
-    """Name in the layer to local shape, in the order of the module."""
-    buffers: tuple[str, ...] = ()
-    """Those that are 0-d integers and not trained."""
-    plain: tuple[str, ...] = ()
-    """Those of the second optimizer group: norms and biases."""
-    cut: tuple[str, ...] = ()
-    """Those that differ between tensor-parallel ranks."""
-    tied: str = ""
-    """Key under which stages share it; empty where it is not tied."""
-    has_file: bool = True
-    """Whether DeepSpeed writes a file of it: not of a tied layer with a `forward_fn`."""
 
 
 def write_expert_run(
@@ -104,7 +83,7 @@ def write_expert_run(
     model = {
         "module": module,
         "buffer_names": [],
-        **_training(run.groups, run.ranks, 1, shape=tuple),
+        **_training(run.groups, run.ranks),
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": _config(run.ranks),
         "ds_version": VERSION,
@@ -114,7 +93,7 @@ def write_expert_run(
     holes.save(model, tag / "mp_rank_00_model_states.pt")
     for rank in range(run.ranks):
         places = [rank // (run.ranks // group.holders) for group in run.groups]
-        _write_optimizer(tag, run.groups, places, rank=rank, mp=0, named=partial(_numbered, run, rank))
+        _write_optimizer(tag, run.groups, places, rank=rank, named=partial(_numbered, run, rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +101,7 @@ class Experts:
     """How experts and their optimizer lie over ranks."""
 
     ranks: int
-    """Data-parallel ranks."""
     experts: int
-    """Experts of a layer."""
     groups: tuple[Group, ...]
     """Groups of the optimizer, names of experts counted on their own rank."""
 
@@ -186,110 +163,6 @@ def _split(shapes: Mapping[str, Shape]) -> Iterator[dict[str, Shape]]:
     yield part
 
 
-def write_pipeline_run(
-    folder: Path, *, stages: Sequence[Sequence[int]], layers: Sequence[Layer], tp: int, dp: int, info: object
-) -> None:
-    """Write a pipeline. `stages`: numbers of the layers of each. `info`: `universal_checkpoint_info`."""
-    tag = _begun(folder)
-    hyper = ({"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0})
-    for number, layer in enumerate(layers):
-        for rank in range(tp if layer.has_file else 0):
-            holes = Holes()
-            start = _start(layer, number)
-            tensors = OrderedDict((name, _in_layer(holes, layer, name, start, rank)) for name in layer.shapes)
-            holes.save(tensors, tag / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
-    for stage, numbers in enumerate(stages):
-        own = {f"{_start(layers[n], n)}{name}": (layers[n], name) for n in numbers for name in layers[n].shapes}
-        buffers = [full for full, (layer, name) in own.items() if name in layer.buffers]
-        parts = [
-            {
-                full: layer.shapes[name]
-                for full, (layer, name) in own.items()
-                if full not in buffers and (name in layer.plain) is plain
-            }
-            for plain in (False, True)
-        ]
-        groups = [Group(shapes=part, hyper=own, holders=dp) for part, own in zip(parts, hyper, strict=True)]
-        for mp in range(stage * tp, stage * tp + tp):
-            model = {
-                "module": None,
-                "buffer_names": buffers,
-                **_training(groups, dp, tp * len(stages), shape=torch.Size),
-                "checkpoint_parallel_dimensions": {"pp_degree": len(stages), "tp_degree": tp},
-                "ds_config": _config(dp),
-                "ds_version": VERSION,
-                "universal_checkpoint_info": info,
-            }
-            Holes().save(model, tag / f"mp_rank_{mp:02d}_model_states.pt")
-            names = {full: _of_rank(layer, name, full, mp % tp) for full, (layer, name) in own.items()}
-            for rank in range(dp):
-                _write_optimizer(tag, groups, [rank, rank], rank=rank, mp=mp, named=names.__getitem__)
-
-
-def gpt_layers(*, layers: int, hidden: int, vocabulary: int, tp: int) -> tuple[list[Layer], object]:
-    """A GPT of Megatron-DeepSpeed over `tp` ranks, and what it records of its cuts."""
-    norms = tuple(f"{name}.{end}" for name in ("input_layernorm", "post_attention_layernorm") for end in _ENDS)
-    block: dict[str, Shape] = dict.fromkeys(norms, (hidden,))
-    for name, rows, columns in (
-        ("self_attention.query_key_value", 3 * hidden // tp, hidden),
-        ("self_attention.dense", hidden, hidden // tp),
-        ("mlp.dense_h_to_4h", 4 * hidden // tp, hidden),
-        ("mlp.dense_4h_to_h", hidden, 4 * hidden // tp),
-    ):
-        block |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    plain = tuple(name for name in block if name in norms or name.endswith("bias"))
-    whole = (*norms, "self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
-    cut = tuple(name for name in block if name not in whole)
-    word = {"word_embeddings.weight": (vocabulary // tp, hidden)}
-    ends = dict.fromkeys(_ENDS, (hidden,))
-    info = {
-        "universal_checkpoint_version": 0.2,
-        "original_vocab_size": vocabulary,
-        "padded_vocab_size": vocabulary,
-        "vocabulary_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
-        "pipeline_replicated_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
-        "tp_replicated_parameter_patterns": [
-            r"\d+.input_layernorm.weight",
-            r"\d+.input_layernorm.bias",
-            r"\d+.post_attention_layernorm.weight",
-            r"\d+.post_attention_layernorm.bias",
-            r"\d+.self_attention.dense.bias",
-            r"\d+.mlp.dense_4h_to_h.bias",
-            rf"{layers + 1}\..*",
-        ],
-        "parameter_with_row_parallelism_patterns": [
-            r"\d+.mlp.dense_4h_to_h.weight",
-            r"\d+.self_attention.dense.weight",
-        ],
-    }
-    made = [
-        Layer(shapes=word, cut=tuple(word), tied="embed"),
-        *(Layer(shapes=block, plain=plain, cut=cut) for _ in range(layers)),
-        Layer(shapes=ends, plain=_ENDS),
-        Layer(shapes=word, cut=tuple(word), tied="embed", has_file=False),
-    ]
-    return made, info
-
-
-_ENDS = ("weight", "bias")
-
-
-def _start(layer: Layer, number: int) -> str:
-    return f"tied_modules.{layer.tied}." if layer.tied else f"{number}."
-
-
-def _of_rank(layer: Layer, name: str, full: str, rank: int) -> str:
-    """What marks a tensor of a tensor-parallel rank: those that are not cut are the same on all."""
-    return f"{full} {rank}" if name in layer.cut else full
-
-
-def _in_layer(holes: Holes, layer: Layer, name: str, start: str, rank: int) -> torch.Tensor:
-    if name in layer.buffers:
-        return torch.tensor(STEP)
-    marks = {0: _of_rank(layer, name, f"{start}{name}", rank)}
-    return holes.tensor(layer.shapes[name], torch.bfloat16, marks)
-
-
 def _begun(folder: Path) -> Path:
     """The tag folder, and `latest` beside it."""
     tag = folder / _TAG
@@ -307,11 +180,11 @@ def _config(ranks: int) -> dict[str, object]:
     return {**_CONFIG, "train_micro_batch_size_per_gpu": max(1, _ROWS // ranks)}
 
 
-def _training(groups: Sequence[Group], ranks: int, mp: int, *, shape: type[tuple[int, ...]]) -> dict[str, object]:
+def _training(groups: Sequence[Group], ranks: int) -> dict[str, object]:
     """What a model-states file says of the training so far."""
     return {
         "optimizer": None,
-        "param_shapes": [OrderedDict((name, shape([*own])) for name, own in group.shapes.items()) for group in groups],
+        "param_shapes": [OrderedDict((name, (*own,)) for name, own in group.shapes.items()) for group in groups],
         "frozen_param_shapes": None,
         "shared_params": {},
         "frozen_param_fragments": None,
@@ -322,7 +195,7 @@ def _training(groups: Sequence[Group], ranks: int, mp: int, *, shape: type[tuple
         "global_steps": STEP,
         "global_samples": _ROWS * STEP,
         "dp_world_size": ranks,
-        "mp_world_size": mp,
+        "mp_world_size": 1,
     }
 
 
@@ -335,7 +208,7 @@ class fragment_address:  # noqa: N801  # its name in DeepSpeed
 
 
 def _write_optimizer(
-    tag: Path, groups: Sequence[Group], places: Sequence[int], *, rank: int, mp: int, named: Callable[[str], str]
+    tag: Path, groups: Sequence[Group], places: Sequence[int], *, rank: int, named: Callable[[str], str]
 ) -> None:
     """Write the file of one rank. `places`: which share of each group it has. `named`: what marks a parameter."""
     holes = Holes()
@@ -344,7 +217,7 @@ def _write_optimizer(
         number: {
             "step": torch.tensor(float(STEP)),
             **{
-                name: holes.tensor((own.numel,), torch.float32, {0: f"{name} of {number} on {mp}.{rank}"})
+                name: holes.tensor((own.numel,), torch.float32, {0: f"{name} of {number} on {rank}"})
                 for name in ("exp_avg", "exp_avg_sq")
             },
         }
@@ -368,7 +241,7 @@ def _write_optimizer(
     }
     root = {"optimizer_state_dict": saved, "ds_config": _config(groups[0].holders), "ds_version": VERSION}
     with _importable():
-        holes.save(root, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt")
+        holes.save(root, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,11 +249,8 @@ class _Share:
     """A rank's share of a group."""
 
     numel: int
-    """Its elements."""
     padding: int
-    """How many of them are padding."""
     mapping: OrderedDict[str, fragment_address]
-    """The parameters in it."""
     starts: Mapping[int, str]
     """Element where a parameter begins; -1 where it began with the last element of the share before."""
 

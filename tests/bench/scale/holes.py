@@ -126,15 +126,11 @@ class Item(NamedTuple):
     """What torch.save writes of a tensor to a buffer."""
 
     head: bytes
-    """Bytes before the elements."""
     nbytes: int
-    """Bytes of the elements."""
     dtype: torch.dtype
-    """Their type."""
     tail: bytes
     """Bytes after them, with a checksum in two places."""
     sums: tuple[int, int]
-    """These places in the tail."""
 
     @property
     def total(self) -> int:

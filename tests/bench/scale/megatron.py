@@ -52,13 +52,9 @@ class Layout:
     """Degrees of parallelism; experts are whole on their ranks."""
 
     tp: int = 1
-    """Tensor-parallel ranks."""
     pp: int = 1
-    """Pipeline stages."""
     ep: int = 1
-    """Expert-parallel ranks, over `tp * dp`."""
     dp: int = 1
-    """Data-parallel ranks."""
 
     @property
     def world(self) -> int:
@@ -71,15 +67,10 @@ class _Piece:
     """A chunk of a tensor, and a rank that saves it."""
 
     key: str
-    """Key of the tensor."""
     shape: Shape
-    """Elements of the whole."""
     offsets: Shape
-    """First element of the chunk."""
     sizes: Shape
-    """Its elements."""
     ranks: range
-    """Ranks that have it."""
 
 
 @dataclass(slots=True)
@@ -87,13 +78,9 @@ class _File:
     """A `.distcp` file in the making."""
 
     name: str
-    """Its name."""
     descriptor: int
-    """Open for writing."""
     at: int = 0
-    """Bytes so far."""
     items: list[WriteItem] = field(default_factory=list)
-    """What the plan of its rank says of it."""
     names: tuple[dict[str, str], dict[str, str]] = field(default_factory=lambda: ({}, {}))
     """Keys as its rank has them, in what it saved and in its plan: a pickle writes the text once for each."""
 

@@ -13,19 +13,12 @@ class Moe:
     """A decoder of attention and gated experts; lengths in elements."""
 
     layers: int = 61
-    """Decoder layers."""
     experts: int = 256
-    """Experts of each layer."""
     hidden: int = 7168
-    """Width."""
     ffn: int = 3072
-    """Inner width of an expert."""
     head: int = 128
-    """Width of an attention head."""
     groups: int = 8
-    """Key and value heads."""
     vocabulary: int = 131072
-    """Rows of the embedding."""
 
     @property
     def qkv(self) -> int:

@@ -19,21 +19,15 @@ class Row:
     """One command on one checkpoint."""
 
     series: str
-    """What the checkpoint is of."""
     tensors: int
     """Tensors of its index: a weight, its master and two moments of each parameter."""
     ranks: int
-    """Ranks that saved it."""
     command: str
-    """What was run."""
     source_bytes: int
     """Bytes of its files by their sizes; nearly all are holes."""
     seconds: float
-    """Wall time of the whole process."""
     cpu_seconds: float
-    """User and system time."""
     peak_bytes: int
-    """Largest memory of the process tree."""
 
 
 def write_report(folder: Path, rows: Sequence[Row], *, machine: str) -> None:

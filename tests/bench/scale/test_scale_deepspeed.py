@@ -11,11 +11,8 @@ import ucp
 from tests.bench.scale.deepspeed import (
     Experts,
     Group,
-    Layer,
     expert_groups,
-    gpt_layers,
     write_expert_run,
-    write_pipeline_run,
 )
 from tests.bench.scale.moe import Moe
 from ucp.core.tensor import TensorRef
@@ -65,33 +62,6 @@ def test_experts_are_written_as_deepspeed_does(tmp_path: Path) -> None:
     compare(tmp_path / "made", "z1-ep2-dp4-bf16")
 
 
-def test_a_pipeline_is_written_as_deepspeed_does(tmp_path: Path) -> None:
-    word = {"word.weight": (6, 8)}
-    norms = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
-    block = {
-        "scale": (2, 2),
-        "seen": (),
-        **dict.fromkeys(norms, (8,)),
-        "qkv.weight": (8, 8),
-        "dense.weight": (8, 4),
-        "dense.bias": (8,),
-        "gate_up.weight": (12, 8),
-        "down.weight": (8, 6),
-    }
-    cut = ("scale", "qkv.weight", "dense.weight", "gate_up.weight", "down.weight")
-    own = Layer(shapes=block, buffers=("seen",), plain=(*norms, "dense.bias"), cut=cut)
-    layers = [
-        Layer(shapes=word, cut=("word.weight",), tied="embed"),
-        *[own] * 3,
-        Layer(shapes={"weight": (8,), "bias": (8,)}, plain=("weight", "bias")),
-        Layer(shapes=word, cut=("word.weight",), tied="embed", has_file=False),
-    ]
-    folder = FIXTURES / "z1-pp2-tp2-dp2-bf16" / "checkpoint" / "global_step3"
-    info = read_archive(str(folder / "mp_rank_00_model_states.pt")).root["universal_checkpoint_info"]  # type: ignore[index]
-    write_pipeline_run(tmp_path / "made", stages=[(0, 1, 2), (5, 3, 4)], layers=layers, tp=2, dp=2, info=info)
-    compare(tmp_path / "made", "z1-pp2-tp2-dp2-bf16")
-
-
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (8, 8)])
 def test_a_small_run_of_experts_is_read(tmp_path: Path, ranks: int, ep: int) -> None:
     moe = Moe(layers=2, experts=8, hidden=64, ffn=32, head=16, groups=1, vocabulary=128)
@@ -101,13 +71,3 @@ def test_a_small_run_of_experts_is_read(tmp_path: Path, ranks: int, ep: int) -> 
     assert (index.topology.dp, index.topology.ep) == (ranks, ep)
     assert sum(atom.states["weight"].numel for atom in index.atoms.values()) == moe.numel
     assert all(set(atom.states) == {"weight", "exp_avg", "exp_avg_sq", "step"} for atom in index.atoms.values())
-
-
-def test_a_small_gpt_is_read(tmp_path: Path) -> None:
-    layers, info = gpt_layers(layers=4, hidden=64, vocabulary=128, tp=2)
-    write_pipeline_run(tmp_path / "made", stages=[(0, 1, 2), (6, 3, 4, 5)], layers=layers, tp=2, dp=2, info=info)
-    index = ucp.open(tmp_path / "made").index
-    assert (index.topology.tp, index.topology.pp, index.topology.dp) == (2, 2, 2)
-    assert sum(atom.states["weight"].numel for atom in index.atoms.values()) == 128 * 64 + 2 * 64 + 4 * (
-        12 * 64**2 + 13 * 64
-    )

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_versions import environment
 from safetensors.torch import load_file, save_file
 
 import ucp
-from tests.integration.megatron.megatron_jobs import FIXTURES
+from tests.integration.megatron.megatron_jobs import FIXTURES, environment
 from tests.integration.megatron.test_megatron_load import padded
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_versions import environment
 from ucp_formats.megatron.groups import SavedGroup, assign_params, group_rule
+
+from tests.integration.megatron.megatron_jobs import environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

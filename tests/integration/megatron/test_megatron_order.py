@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from megatron_versions import environment
 
+from tests.integration.megatron.megatron_jobs import environment
 from ucp.core.topology import Topology
 from ucp.live.run.mesh import RunMesh
 

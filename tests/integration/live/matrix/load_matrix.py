@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_versions import environment
-
 from tests.integration.live.reference.sizes import DENSE
+from tests.integration.megatron.megatron_jobs import environment
 
 STEPS = 50
 """Before the save, and after the load."""
