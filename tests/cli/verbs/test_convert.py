@@ -108,6 +108,16 @@ def test_the_layout_that_was_written_is_said(
     assert (found and (found["dp"], found["zero"])) == topology
 
 
+@pytest.mark.parametrize("words", [[], ["--virtual"], ["--to", "deepspeed"], ["--to", "deepspeed-universal"]])
+def test_there_is_room_beside_a_tag_folder_but_not_in_it(ucp: Run, copy: Path, words: list[str]) -> None:
+    """What lies in the folder that was saved to does not confuse readers, with `latest` or without."""
+    before = json.loads(ucp("inspect", copy, "--json").stdout)
+    ucp("convert", copy / "global_step3", copy / "other", *words)
+    assert json.loads(ucp("inspect", copy, "--json").stdout) == before
+    (copy / "latest").unlink()
+    assert json.loads(ucp("inspect", copy, "--json").stdout)["path"] == before["path"]
+
+
 def test_include_and_dtype(ucp: Run, zero3: Path, tmp_path: Path) -> None:
     result = ucp("convert", zero3, tmp_path / "out", "--include", "l1.*/weight", "--dtype", "weight=bf16", "--verify")
     assert "float32 -> bfloat16" in result.stdout

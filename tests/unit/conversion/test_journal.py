@@ -55,3 +55,15 @@ def test_a_line_of_other_sections_is_not_believed(run):
     """Blocks of another size, or tasks shared out in another way, are another run's."""
     job, root, _, lines = run
     assert check_noted(job, root, [{**lines[0], "task": lines[1]["task"]}]) == {}
+
+
+def test_bytes_that_are_not_what_was_noted_are_not_believed(run):
+    job, root, _, lines = run
+    fill = job.tasks[3].fills[0]
+    with (root / fill.path).open("r+b") as file:
+        file.seek(fill.offset)
+        file.write(b"\xff\xfe")
+    assert 3 not in check_noted(job, root, lines)
+    assert len(check_noted(job, root, lines)) == len(lines) - 1
+    (root / fill.path).unlink()
+    assert check_noted(job, root, lines) == {}
