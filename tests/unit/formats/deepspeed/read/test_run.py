@@ -174,3 +174,10 @@ def test_a_file_that_is_no_model_states_under_their_name(kept, other: str) -> No
     shutil.copyfile(tag / other, tag / "mp_rank_00_model_states.pt")
     assert "mp_rank_00_model_states.pt" in (text := problems(tag, MalformedError))
     assert "expected 'module' among the keys, as model states have it; got '" in text
+
+
+def test_a_share_that_is_too_short(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    flats = run.optimizers[0]["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    flats[0] = flats[0][:-1].clone()
+    assert "group 0 (a.weight, b.weight, ...): state weight" in problems(run.save(tmp_path), UnsupportedError)

@@ -277,3 +277,10 @@ def test_lost_model_states_with_frozen_shards_are_missing(tmp_path: Path, fake_r
         del run.files[MODEL.format(rank)]
     with pytest.raises(MissingFileError, match=r"(?s)2 model-states files.*rank_1.*elements 2:4 of frozen.*rank_3"):
         read(run.save(tmp_path))
+
+
+def test_a_state_that_one_rank_lacks(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    del inner(run.optimizers[1])["state"][0]["exp_avg"]
+    with pytest.raises(MalformedError, match=r"rank_1_mp_rank_00_optim_states.pt: group 0 has no state exp_avg"):
+        read(run.save(tmp_path))
