@@ -229,7 +229,7 @@ def without_modules(src: Path, dst: Path, layout: str = "", **settings: object) 
 def test_modules_that_nothing_tells_are_said(store, tmp_path):
     (note,) = without_modules(store, tmp_path / "b", "torch")
     assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
-    assert note.endswith("for it add --set transformer_impl=local")
+    assert note.endswith("add --set transformer_impl=local")
     (note,) = without_modules(store, tmp_path / "c")
     assert note.endswith("(transformer_impl): the keys fit both")
 
