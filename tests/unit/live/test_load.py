@@ -366,27 +366,6 @@ def test_a_record_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_pat
     assert report.nbytes_total == 4 * 700_000
 
 
-def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
-    """One node lacks a file: every rank says so, and none waits."""
-    own = Saved(tmp_path / "whole")
-
-    def load(ranks):
-        if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, exchange="always")
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, exchange="always")
-
-    found = run(3, load)
-    assert len({(type(error), str(error)) for error in found}) == 1
-    assert "rank 1 of 3" in str(found[0])
-
-
-def test_each_rank_loads_what_its_own_model_has(saved):
-    nets = [Net(torch.float32), Net(torch.float64)]
-    run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=saved.path, process_group=ranks))
-    for net in nets:
-        saved.check(net)
-
-
 def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     found = run(2, lambda ranks: load_into(Net(), checkpoint=saved.path, process_group=ranks, strict=bool(ranks.rank)))
     assert {str(error) for error in found} == {
