@@ -238,3 +238,9 @@ def test_a_universal_checkpoint_says_that_it_is_of_a_pipeline(name: str, expecte
         state = read_archive(str(next((tmp_path / str(number)).glob("*/zero/optimizer_state.pt")))).root
         assert isinstance(state, dict)
         assert ("pipeline" in state) is expected
+
+
+def test_a_universal_checkpoint_of_a_pipeline_says_why_it_makes_none(tmp_path: Path) -> None:
+    universal = write("z1-pp2-dp2", "", tmp_path)
+    with pytest.raises(TopologyError, match="expected the files of the layers of a pipeline"):
+        ucp.convert(universal, tmp_path / "b", to="deepspeed", topology="dp=1,pp=2,zero=1", workers=1)

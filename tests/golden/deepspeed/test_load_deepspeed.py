@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn, optim
 
 import ucp
-from ucp.errors import LoadError
+from ucp.errors import CorruptError, LoadError
 from ucp.live.load import load_into
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
@@ -184,3 +184,14 @@ def test_a_store_of_any_kind_gives_the_same(tmp_path, options):
     run.check()
     assert report.format == "ucp"
     assert not report.unchecked
+
+
+def test_damage_in_a_compressed_store_is_found(tmp_path):
+    run = Run("z3-dp3-uneven")
+    ucp.convert(run.checkpoint, tmp_path / "atoms", workers=1, compress=True)
+    pack = max((tmp_path / "atoms").glob("packs/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    with pytest.raises(CorruptError):
+        load_into(run.model, checkpoint=tmp_path / "atoms", optimizer=run.optimizer)

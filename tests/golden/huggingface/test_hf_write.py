@@ -384,3 +384,28 @@ def test_names_stay_where_the_source_has_those_of_transformers_already(tmp_path:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(same(written[name], own) for name, own in tensors.items())
+
+
+def test_a_config_that_says_what_is_written_is_copied_as_it_is(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", torch_dtype="float32", unknown=[1, None])
+    ucp.convert(FSDP, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("options", [{"to": "huggingface", "settings": ALONE}, {"to": "dcp", "names": "huggingface"}])
+def test_names_that_stay_need_no_sizes(options: dict[str, Any], tmp_path: Path) -> None:
+    tensors = load_file(ROOT / "huggingface" / "llama" / "model" / "model.safetensors")
+    torch.save(tensors, tmp_path / "nano.pt")
+    ucp.convert(tmp_path / "nano.pt", tmp_path / "out", workers=1, **options)
+    assert ucp.open(tmp_path / "out").index.atoms.keys() == tensors.keys()
+
+
+def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
+    """Both are compared while one is written."""
+    folder = model_folder(tmp_path / "model", tie_word_embeddings=True)
+    embedding = torch.arange(12.0).reshape(4, 3)
+    tensors = {"own.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1, "own.other.weight": embedding}
+    source = saved(tensors, tmp_path / "src")
+    with pytest.raises(UcpError, match="cop"):
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert not (tmp_path / "out").exists()

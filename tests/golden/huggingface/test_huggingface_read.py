@@ -147,6 +147,19 @@ class TestWhatIsGiven:
         torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
         assert ucp.inspect(folder).format == "torch"  # which reads the optimizer too
 
+    def test_one_file(self) -> None:
+        index = ucp.inspect(ROOT / "llama" / "model" / "model.safetensors")
+        assert list(index.atoms) == list(index_of("llama").atoms)
+        assert [extra.name for extra in index.extras] == ["config"]
+
+    def test_an_index(self) -> None:
+        index = ucp.inspect(ROOT / "llama-sharded" / "model" / "model.safetensors.index.json")
+        assert index.atoms == index_of("llama-sharded").atoms
+
+    def test_a_variant(self, tmp_path: Path) -> None:
+        shutil.copy(ROOT / "llama" / "model" / "model.safetensors", tmp_path / "model.fp16.safetensors")
+        assert len(ucp.inspect(tmp_path).atoms) == 21
+
 
 class TestBesideOthers:
     """Folders of training frameworks hold the model in this format too, and stay what they are."""
@@ -384,3 +397,11 @@ def test_that_lost_last_ranks_cannot_be_known_is_noted(tmp_path: Path) -> None:
     assert not any("last ranks" in note for note in index_of("llama-dcp").notes)
     (copy / "config.json").unlink()
     assert any("last ranks" in note for note in ucp.inspect(copy).notes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_atoms_made_of_it_are_equal(case: str, tmp_path: Path) -> None:
+    ucp.convert(ROOT / case / "model", tmp_path / "atoms", verify=True)
+    assert ucp.diff(ROOT / case / "model", tmp_path / "atoms").equal
+    made = ucp.inspect(tmp_path / "atoms")
+    assert (list(made.atoms), made.unordered) == (list(index_of(case).atoms), index_of(case).unordered)

@@ -91,3 +91,8 @@ def test_an_order_that_is_not_known_is_refused_where_it_matters(tmp_path: Path) 
             ucp.convert(source, tmp_path / "out", to="deepspeed", topology="zero=1", optimizer="zero")
         ucp.plan(source, to="deepspeed-universal", optimizer="zero")
         ucp.plan(source, to="deepspeed", topology="zero=0")
+
+
+def test_moments_of_it_are_not_taken_for_lost_ones(tmp_path: Path) -> None:
+    ucp.convert(LLAMA, tmp_path / "out", to="deepspeed", topology="dp=2,zero=3", optimizer="zero")
+    ucp.convert(tmp_path / "out", tmp_path / "again", to="deepspeed", topology="dp=3,zero=1")

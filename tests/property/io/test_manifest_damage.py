@@ -19,6 +19,7 @@ from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UcpError
+from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 
 KINDS = ("packed", "compressed", "virtual")
@@ -123,3 +124,7 @@ def test_reading_an_index_does_not_believe_a_number_of_blocks(stores):
     document["atoms"]["w"]["states"]["weight"]["blocks"].append([0, 10])
     with pytest.raises(MalformedError, match="2 blocks"):
         read(stores["compressed"], json.dumps(document).encode())
+
+
+def test_format_reads_the_manifest_by_its_own_path(stores):
+    assert StoreFormat().read(stores["packed"] / "ucp.json").path == str(stores["packed"])

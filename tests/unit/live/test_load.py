@@ -421,3 +421,24 @@ def test_the_report_says_what_was_verified(saved):
     report = load_into(Net(), checkpoint=saved.path, verify=True)
     assert report.is_verified
     assert "\nverified      read again and equal" in str(report)
+
+
+class Deaf:
+    """An observer that fails at once."""
+
+    def begin(self, *, title, nbytes):
+        raise OSError(f"no terminal for {title} of {nbytes}")
+
+    def advance(self, nbytes): ...
+    def end(self): ...
+
+
+@pytest.mark.parametrize("exchange", ["always", "never"])
+def test_an_observer_that_fails_on_one_rank_stops_all(saved, exchange):
+    def load(ranks):
+        progress = Deaf() if ranks.rank else False
+        return load_into(Net(), checkpoint=saved.path, process_group=ranks, progress=progress, exchange=exchange)
+
+    found = run(2, load)
+    assert {type(error) for error in found} == {LoadError}
+    assert all("rank 1 of 2: OSError: no terminal for load" in str(error) for error in found)
