@@ -1,7 +1,7 @@
-"""The optimizer of a source as a target needs it: what it counts, which parameters it lacks, and what is cast.
+"""The optimizer of a source for a target: its step counts, missing parameters and casts.
 
-Counts such as `step` are one number for a parameter. A target reads them when it plans, a few bytes each, so that it
-knows whether parameters agree and writes them in the form that its framework counts in.
+A count such as `step` is one number per parameter. A target reads counts when it plans (a few bytes each) to see
+whether parameters agree, and writes them in its framework's form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.index import STEP, WEIGHT, Index
 from ucp.core.tensor import DType, Tensor
-from ucp.errors import MissingStateError, UnsupportedError, counted, listed
+from ucp.errors import MissingStateError, UnsupportedError, format_count, format_list
 
 if TYPE_CHECKING:
     from ucp.transfer.probe import Prober
@@ -49,7 +49,7 @@ class OptimizerPlan:
         return self._data[param, state]
 
     def find_common_count(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
-        """The first of `params` with a count on which all that have one agree; None where none has.
+        """The first of `params` that has this count; None if none has. All counts must agree.
 
         `keeper`: what keeps one for all. Raises UnsupportedError where they differ.
         """
@@ -60,7 +60,7 @@ class OptimizerPlan:
         if len(first) > 1:
             raise UnsupportedError(
                 f"expected one {state} for all parameters of an optimizer group, as {keeper}; got\n"
-                f"{listed(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
+                f"{format_list(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
             )
         return next(iter(first.values()), None)
 
@@ -81,14 +81,14 @@ class OptimizerPlan:
     @property
     def casts(self) -> tuple[str, ...]:
         """A line per change of type of counts."""
-        return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
+        return tuple(f"{change} in {format_count(count, 'parameter')}" for change, count in self._casts.items())
 
     def check_grouped(self, params: Iterable[str], *, remedy: str) -> None:
         """Raise MissingStateError for those of `params` that are in no group, with the reasons that the source has."""
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:
-            reasons = self._index.loss_reasons(absent) or (listed(absent),)
+            reasons = self._index.loss_reasons(absent) or (format_list(absent),)
             raise MissingStateError(
                 f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
                 "none:\n" + "\n".join((*reasons, remedy))
@@ -98,7 +98,7 @@ class OptimizerPlan:
 def find_missing_states(
     states: Mapping[str, Collection[str]], expected: Iterable[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Parameters without some of the states that others have or `expected` names, each with those that it lacks.
+    """Parameters that lack states which others have or `expected` names, each with the missing states.
 
     >>> find_missing_states({"a": ["weight", "exp_avg"], "b": ["weight"]})
     {'b': ('exp_avg',)}

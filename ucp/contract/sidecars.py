@@ -1,4 +1,4 @@
-"""Sidecar files: what a training script saves beside a checkpoint and needs to resume (`--companions`).
+"""Sidecar files: files beside a checkpoint that a training script saves and resumes from (`--companions`).
 
 Examples are trainer_state.json, scheduler.pt, the tokenizer, the RNG states of ranks. No format reads them; they are
 copied byte for byte. An index has an extra `companion/NAME` for each, whose value refers to all bytes of the file.
@@ -17,7 +17,7 @@ from ucp.contract.locating import SaveFolder
 from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import MalformedError, counted
+from ucp.errors import MalformedError, format_count
 from ucp.io.folder import MARK, PARTIAL, names_of_folder, path_of, to_absolute
 from ucp.io.provenance import source_file
 
@@ -119,7 +119,7 @@ def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()
     """
     used_names = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
     before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
-    alien = f"of single ranks; there were {counted(before, 'rank')}, and " + (
+    alien = f"of single ranks; there were {format_count(before, 'rank')}, and " + (
         f"will be {now:,}" if now else "what is written is for any number of ranks"
     )
     carried: list[SidecarFile] = []

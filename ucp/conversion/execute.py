@@ -1,4 +1,4 @@
-"""The bytes of a conversion: an engine carries the tasks out; what was read is compared with recorded checksums."""
+"""Writes the bytes of a conversion: an engine runs the tasks, and all bytes read are compared with checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ucp.conversion.destination.protocol import Destination, ResumePoint, WorkFo
 from ucp.conversion.prepare import Prepared
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
-from ucp.errors import CorruptError, ReplicaError, counted, listed
+from ucp.errors import CorruptError, ReplicaError, format_count, format_list
 from ucp.io.folder import MARK
 from ucp.io.provenance import check_unchanged, dump_mark, is_remote
 from ucp.io.writing import is_memory
@@ -42,7 +42,7 @@ class Written:
     resumed: int = 0
     """Bytes of tensors that an earlier run had written."""
     trusted: int = 0
-    """How many of these were not read back, as parts vouch for them."""
+    """How many of these were trusted from the journals of parts, without reading them back."""
     read_back: int = 0
     """How many of these were read back."""
     files: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class Written:
     """Bytes of each file that says what the others hold."""
 
     def add(self, done: Done) -> None:
-        """Take in what a task reports."""
+        """Add the report of a task."""
         self.sums.extend(done.sums)
         self.spans.extend(done.spans)
         self.drift.extend(done.drift)
@@ -117,8 +117,8 @@ def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: Resume
 def _check_source(index: Index, written: Written) -> None:
     """Compare what was read with the checksums the source recorded, and report copies that differ.
 
-    What lies between the pieces (padding; of a selection, the rest of the stretch) is read as well, so that every
-    stretch that was read from can be checked.
+    Bytes between the pieces (padding; with a selection, the rest of a record) are read as well, so that every record
+    that was touched can be checked.
     """
     if not written.drift:
         with Reader(1) as reader:
@@ -127,19 +127,19 @@ def _check_source(index: Index, written: Written) -> None:
 
 
 def check_read(index: Index, written: Written) -> None:
-    """Raise ReplicaError for copies that differ, CorruptError for stretches read whole that are not as recorded."""
+    """Raise ReplicaError for copies that differ, CorruptError for records whose bytes do not match their checksum."""
     if written.drift:
         lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
         raise ReplicaError(
-            f"{index.path} holds copies that should be equal and are not:\n{listed(lines)}\n"
+            f"{index.path} holds copies that should be equal and are not:\n{format_list(lines)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
     wrong = find_mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
-            f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
-            f"{listed(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
+            f"CRC-32 differs in {format_count(len(wrong), 'record')}: these bytes are not those that were written:\n"
+            f"{format_list(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     check_unchanged(index.files)

@@ -1,4 +1,4 @@
-"""What lies at a path: the index of a checkpoint, or what can be told without it."""
+"""Reads the index of the checkpoint at a path, or surveys its files if the index cannot be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
-from ucp.errors import IdleOptionError, listed
+from ucp.errors import IdleOptionError, format_list
 from ucp.io.folder import files_below
 from ucp.source.copied_ranks import find_copied_ranks
 from ucp.source.moments import find_odd_moments
@@ -21,7 +21,7 @@ from ucp.source.selection import NameFilter, select
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What can be told of a checkpoint whose index cannot be read."""
+    """Facts about a checkpoint whose index cannot be read."""
 
     path: str
     """Directory or file that was resolved, absolute."""
@@ -34,7 +34,7 @@ class Survey:
 
 
 def survey(path: Path) -> Survey:
-    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
+    """Survey `path` by names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
     files = []
@@ -52,9 +52,9 @@ def survey(path: Path) -> Survey:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Pause the search for cycles, which walks all containers again and again while an index of millions is built.
+    """Pause the garbage collector, which is slow while an index of millions of objects is built.
 
-    What is not in a cycle is freed as ever.
+    Objects outside of reference cycles are still freed.
 
     >>> with pause_gc():
     ...     gc.isenabled()
@@ -98,7 +98,7 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
         return index
     note = (
         f"not read, as this is a checkpoint of {fmt.name} ({evidence.reasons[0]}); to read such a file, "
-        f"pass it by itself:\n{listed(evidence.not_read)}"
+        f"pass it by itself:\n{format_list(evidence.not_read)}"
     )
     return replace(index, notes=(*index.notes, note))
 

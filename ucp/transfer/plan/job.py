@@ -11,13 +11,13 @@ from ucp.core.region import RegionPair, intersect
 from ucp.core.slices import Locator
 from ucp.core.target import Placement, Slice, TargetPlan, full_slice
 from ucp.core.tensor import TensorRef
-from ucp.errors import CoverError, MissingStateError, UsageError, listed
+from ucp.errors import CoverError, MissingStateError, UsageError, format_list
 from ucp.transfer.plan.task_list import count_bytes, list_tasks
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import needs_tiles
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
-"""Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
+"""Claimed element ranges, in increasing order, by the regions of the local tensor that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def check_target(index: Index, target: TargetPlan) -> None:
     missing = [s for s in slices if s.param not in index.atoms or s.state not in index.atoms[s.param].states]
     if missing:
         names = sorted({f"{s.param}/{s.state}" for s in missing})
-        raise MissingStateError(f"the target needs states that {index.path} does not have:\n{listed(names)}")
+        raise MissingStateError(f"the target needs states that {index.path} does not have:\n{format_list(names)}")
     for placement in target.placements:
         param, state, dtype = placement.slice.param, placement.slice.state, placement.slice.dtype
         source = index.atoms[param].states[state]
@@ -120,7 +120,7 @@ def choose_checking(placements: Sequence[Placement]) -> frozenset[int]:
 
 
 def _claim(claims: _Claims, tensor_slice: Slice) -> bool:
-    """Whether nothing of a slice was spoken for before; from now on it is."""
+    """Claim a slice; False if a part of it was claimed before."""
     ranges = claims.get(tensor_slice.pairs)
     if ranges is None:
         if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in tensor_slice.pairs):

@@ -12,14 +12,19 @@ from torch import nn, optim
 from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
 from ucp.contract.plugins import pattern
+from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
+from ucp.live.adapters import LiveModel, LiveRun
 from ucp.live.load import load_into
 from ucp.live.match.groups import LiveGroup
-from ucp.live.parts import LiveParam, LivePart
+from ucp.live.model.parallel.place import place_run
+from ucp.live.parts import LiveParam, LivePart, LiveTensor
 from ucp.live.report import LoadReport
+from ucp.live.run.mesh import RunMesh
+from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 LAYER = "model.layers.0."
@@ -459,3 +464,19 @@ def test_an_optimizer_of_ones_own_that_cuts_local_tensors_in_stretches(tmp_path)
             assert torch.equal(held, torch.from_numpy(part.reshape(-1)[dp * 6 : dp * 6 + 6].copy())), (name, state)
 
     assert run(4, one) == [None] * 4
+
+
+def test_ranks_whose_models_lie_in_other_ways_wait_for_one_another(tmp_path):
+    """A stage without distributed tensors beside one that has them: whether names are global differs by rank."""
+    saved = Saved(tmp_path, {"w": (4,)})
+    index = index_of(saved.path)
+    tensor = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.full((4,)))
+    model = LiveModel(tensors=(tensor,), handles={"w": torch.zeros(4)}, owners={})
+
+    def place(ranks: ThreadRanks) -> tuple[str, ...]:
+        live = LiveRun(model=model, has_global_names=ranks.rank == 0, has_global_parts=ranks.rank == 0)
+        mesh = RunMesh.from_topology(None, rank=ranks.rank)
+        placed = place_run(live, index, mesh, ranks, options=SourceOptions(), rename=None, experts=None)
+        return placed.model.tensors[0].global_names
+
+    assert run(2, place) == [("w",), ("w",)]

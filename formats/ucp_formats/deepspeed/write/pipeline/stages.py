@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from math import inf, prod
 
 from ucp.core.index import Kind
-from ucp.errors import TopologyError, UsageError, listed
+from ucp.errors import TopologyError, UsageError, format_list
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
 from ucp_formats.deepspeed.write.run import RunFacts
 
@@ -84,7 +84,8 @@ def stage_settings(texts: Mapping[str, str]) -> StageSettings:
         wrong.append("say either stages or partition")
     if wrong:
         raise UsageError(
-            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; got\n{listed(wrong)}"
+            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; "
+            f"got\n{format_list(wrong)}"
         )
     tied: dict[str, tuple[int, ...]] = {}
     for part in filter(None, texts.get("tied", "").split(",")):
@@ -145,7 +146,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     )
     wrong = list(_misfits(pipeline, settings, layers, count))
     if wrong:
-        raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
+        raise UsageError(f"--set does not fit {facts.index.path}:\n{format_list(wrong)}")
     hidden = [key for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
     lacking = [_STAGES] if count > 1 and not settings.partitions else []
     lacking += [_TIED.format(key) for key in hidden]
