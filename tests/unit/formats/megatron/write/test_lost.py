@@ -9,7 +9,7 @@ import ucp
 from ucp.api import convert
 from ucp.core.index import WEIGHT
 
-ANEW = "no parameter has a moment, and without Megatron loads no optimizer: none is written"
+ANEW = "no parameter has a moment, and Megatron loads no optimizer without moments: none is written"
 BARE = (
     "the source records no parameter groups, and without them Megatron loads no optimizer: none is written (start the "
     "run with --no-load-optim)"
