@@ -1,4 +1,5 @@
 import pytest
+from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.names import Role, parse_name
 
 
@@ -64,3 +65,10 @@ def test_numbers_and_labels(name: str, layer: int, expert: int, tp: int, label: 
 )
 def test_other_names_are_no_part_of_it(name: str) -> None:
     assert parse_name(name) is None
+
+
+def test_a_name_with_a_huge_expert_number_costs_no_memory() -> None:
+    """Anybody can write such a name; the experts below it are not counted out one by one."""
+    experts = ExpertNumbers.of(["moe.deepspeed_experts.1.w", "moe.deepspeed_experts.999999999999.w"])
+    assert experts.missing[:2] == ("moe.deepspeed_experts.0", "moe.deepspeed_experts.2")
+    assert len(experts.missing) == 1000
