@@ -50,7 +50,7 @@ def check_destination(src: Path, dst: Path) -> None:
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
     if resolved.name.endswith(PARTIAL):
         raise DestinationError(
-            f"{dst} is named as the unfinished folder of a conversion to {resolved.name.removesuffix(PARTIAL)!r}, which "
+            f"{dst} has the name of the unfinished folder of {resolved.name.removesuffix(PARTIAL)!r}, which "
             f"--overwrite would discard; choose a name that does not end in {PARTIAL}"
         )
     if dst.exists() and not dst.is_dir():
