@@ -1,9 +1,8 @@
-"""What the `.metadata` of a distributed checkpoint says, as values: tensors, their chunks, and where items lie.
+"""Reads the `.metadata` of a distributed checkpoint: tensors, their chunks, and the places of items.
 
-`.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). It is read as data by
-`ucp.io.pickle.unpickle`: classes are told by name alone, so that those of frameworks built on torch
-(and those that moved between versions of torch) are the same to us. Plans of the writer (`all_local_plans`) are not
-read.
+`.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). `ucp.io.pickle.unpickle`
+reads it as data and recognises classes by their names alone, in whatever module a framework or a version of torch has
+them. The plans of the writer (`all_local_plans`) are not read.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 METADATA = ".metadata"
-"""Name of the file; torch renames it into place last, so that its presence is the commit."""
+"""Name of the file. torch writes it last: its presence means that the checkpoint is complete."""
 _DTYPES = {GlobalName("torch", dtype.value): dtype for dtype in DType}
 
 
 class ItemPlace(NamedTuple):
-    """Where one written item lies."""
+    """Place of one item."""
 
     file: str
-    """Path relative to the folder of the checkpoint."""
+    """File, relative to the folder of the checkpoint."""
     offset: int
     """First byte."""
     nbytes: int
@@ -46,7 +45,7 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
     """Elements, per dim."""
     place: ItemPlace
-    """Where it lies."""
+    """Place of its item."""
 
 
 class SavedTensor(NamedTuple):
@@ -57,19 +56,19 @@ class SavedTensor(NamedTuple):
     dtype: DType
     """Element type."""
     shape: tuple[int, ...]
-    """Elements per dim, of the whole."""
+    """Shape of the global tensor."""
     chunks: tuple[Chunk, ...]
     """Its chunks that hold elements, in the order of the metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpMetadata:
-    """Everything that a `.metadata` says and readers need."""
+    """The content of a `.metadata` that readers need."""
 
     tensors: Mapping[str, SavedTensor]
     """Key to tensor, in the order of the metadata."""
     objects: Mapping[str, ItemPlace]
-    """Key to where an object that is no tensor lies, in the order of the metadata."""
+    """Key to the place of an object that is no tensor, in the order of the metadata."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded: joined with dots, a
     path is its key."""
@@ -85,7 +84,7 @@ class DcpMetadata:
 
 
 def read_metadata(path: str) -> DcpMetadata:
-    """What the `.metadata` at `path` says.
+    """Read the `.metadata` at `path`.
 
     Raises
     ------
@@ -94,7 +93,7 @@ def read_metadata(path: str) -> DcpMetadata:
     MalformedError
         It is no such pickle, is truncated, or contradicts itself.
     UnsupportedError
-        Items are transformed (compressed), or of an element type that is not known.
+        Items are transformed (compressed), or of an unknown dtype.
     """
     root = _read_root(path)
     attributes = _read_state(root)
@@ -124,10 +123,11 @@ def read_metadata(path: str) -> DcpMetadata:
 
 
 def _read_root(path: str) -> object:
-    """The pickle at `path`, without the plans of the writer where they can be left out.
+    """Unpickle `path`, if possible without the plans of the writer.
 
-    megatron-core saves them as the last attribute, and they are as long as all the rest. The pickle is closed before
-    them: SETITEMS and BUILD end the object, STOP the pickle. Where that does not give a whole object, all is read.
+    megatron-core saves the plans as the last attribute, and they are as long as all the rest. So the pickle is cut
+    before them and closed: SETITEMS and BUILD end the object, STOP the pickle. If that gives no complete object, the
+    full pickle is read.
     """
     with open_source(path) as file:
         data = file.read(0, file.nbytes)
@@ -145,13 +145,13 @@ def _read_root(path: str) -> object:
 
 
 _ROOTS = ("Metadata", "MCoreMetadata")
-"""Classes of the whole; megatron-core 0.15 subclasses torch's."""
+"""Class of the pickled object; megatron-core 0.15 subclasses torch's."""
 _OWN_FIELDS = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
 _Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
 
 
 class _Reader:
-    """Entries of `state_dict_metadata` joined with where their items lie; everything wrong is gathered."""
+    """Joins entries of `state_dict_metadata` with the places of their items, and collects all problems."""
 
     def __init__(self, path: str, storage: _Places, saved: Collection[object]) -> None:
         self._path = path
@@ -163,9 +163,9 @@ class _Reader:
         self._wrong = [f"{key}: a place is recorded for it, and not what it is" for key in undescribed]
 
     def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
-        """Paths of all keys that were taken. Torch joins a path with dots for its key, whatever the path is made of.
+        """Read the path of each key. torch makes a key by joining its path with dots.
 
-        Both are recorded, so that damage to one of them shows. Planners of others may leave data of another kind, or
+        `.metadata` records both, so that damage to one of them shows. Planners of frameworks may leave other data, or
         None.
         """
         if "planner_data" not in attributes:
@@ -185,7 +185,7 @@ class _Reader:
         return paths
 
     def take(self, key: object, entry: object) -> None:
-        """Take in one entry."""
+        """Read one entry."""
         if type(key) is not str or type(entry) is not Stub:
             self._wrong.append(f"an entry {describe_value(key)} that is {describe_value(entry)}")
             return
@@ -208,7 +208,7 @@ class _Reader:
                 f"{key}: expected its size, chunks and properties; got {describe_value(state.get('size'))}"
             )
             return
-        # of torch 2.1 to 2.14 the state of TensorProperties is a tuple, of others plain attributes
+        # in torch 2.1 to 2.14 the state of TensorProperties is a tuple; frameworks pickle plain attributes
         values = properties.state
         name = values[0] if type(values) is tuple and values else _read_state(properties).get("dtype")
         dtype = _DTYPES.get(name) if type(name) is GlobalName else None
@@ -235,7 +235,7 @@ class _Reader:
         self.tensors[key] = SavedTensor(key, dtype, shape, tuple(chunks))
 
     def raise_any(self) -> None:
-        """Raise one error with everything wrong."""
+        """Raise one error with all problems, if there are any."""
         if self._wrong:
             raise MalformedError(
                 f"{self._path} contradicts itself in "
@@ -283,7 +283,7 @@ def _read_storage(saved: object, path: str) -> _Places:
 
 
 def _read_state(value: object) -> Mapping[object, object]:
-    """Attributes of an object that a pickle describes."""
+    """Attributes of an unpickled object."""
     if type(value) is not Stub:
         return {}
     state = value.state
@@ -305,5 +305,5 @@ def _parse_shape(value: object) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=1 << 12)
 def _intern_shape(size: TorchSize) -> tuple[int, ...] | None:
-    """The plain tuple, one object for all tensors of a shape, of which a model has few."""
+    """The plain tuple: one object for all tensors of a shape."""
     return tuple(size) if min(size, default=0) >= 0 else None

@@ -1,9 +1,9 @@
 r"""Write plain values, names, stubs and new tensors as a pickle that torch.load understands.
 
 Protocol 2, with the opcodes and the batches of CPython's pickler (3.11 Lib/pickle.py), so that also the restricted
-unpickler behind `weights_only=True` reads it. Equal strings are written once; lists, dicts, stubs and tensors that
-are one object stay one object, cycles included. What writes a value yields the parts of it that are to be written
-next, so depth is no danger.
+unpickler behind `weights_only=True` reads it. Equal strings are written once. An object that is referred to twice
+stays one object, cycles included. Writers are generators that yield the parts to write next, so deep nesting does not
+exhaust the stack.
 
 >>> emit_pickle({"step": 3}).data
 b'\x80\x02}q\x00X\x04\x00\x00\x00stepq\x01K\x03s.'
@@ -25,9 +25,9 @@ from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 _BATCH = 1000
 """Elements per APPENDS or SETITEMS, as the pickler of CPython does."""
 _MOST_REENTRIES = 1000
-"""Bound on writing one object inside itself; a set of objects that refer to the set needs one round per object."""
+"""Most times that one object is written inside itself; a set whose members refer to it needs one per member."""
 _MOST_REWRITTEN = 1_000_000
-"""Bound on the parts that all such rounds write, each of them as many as the object has."""
+"""Most parts that are written again in this way, over all objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class EmittedPickle:
     data: bytes
     """The pickle."""
     storages: tuple[NewStorage, ...]
-    """Storages; the place in the tuple is the key, "0" the first."""
+    """Storages; the position is the key: "0" for the first."""
 
 
 def emit_pickle(root: object) -> EmittedPickle:
@@ -56,7 +56,7 @@ def emit_pickle(root: object) -> EmittedPickle:
 
 
 class _Writer:
-    """Output so far, and memo."""
+    """Output so far, and the memo of what was written."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -86,7 +86,7 @@ class _Writer:
         self.out += b"."
 
     def refer(self, key: object) -> bool:
-        """Whether what `key` stands for was written before; if so, refer to it."""
+        """Refer to the value with that memo key; False if it was not written yet."""
         index = self.memo.get(key)
         if index is None:
             return False
@@ -99,21 +99,21 @@ class _Writer:
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + index.to_bytes(4, "little")
 
     def identity(self, value: object) -> tuple[str, int]:
-        """Memo key of one object, which is kept alive so that no other takes its place."""
+        """Memo key of an object. Keeps the object alive, so that its id is not used again."""
         self._alive.append(value)
         return ("object", id(value))
 
     def enter(self, key: object, numel: int) -> None:
-        """Begin to write what is memoised only once its `numel` parts are written; refuse to do so without end."""
+        """Begin an object that enters the memo only after its `numel` parts. Raises DestinationError in a cycle."""
         depth = self._open[key] = self._open.get(key, 0) + 1
         self._rewritten += numel if depth > 1 else 0
         if depth > _MOST_REENTRIES or self._rewritten > _MOST_REWRITTEN:
             raise DestinationError("cannot write an object that is among the arguments that make it")
 
     def leave(self, key: object, end: bytes, undo: bytes = b"0") -> None:
-        """End what `enter` began by `end`; where its parts have written it already (a cycle), refer to that one.
+        """Finish an object with the instructions `end`; if one of its parts wrote it already (a cycle), refer to that.
 
-        `undo`: instructions that take off the stack what then lies there.
+        `undo`: instructions that remove its parts from the stack in that case.
         """
         self._open[key] -= 1
         if not self._open[key]:
@@ -127,7 +127,7 @@ class _Writer:
 
 
 Parts = Iterator[object]
-"""What lies in a value, each given when it is its turn to be written."""
+"""Parts of a value, in the order in which they are to be written."""
 
 
 def _write_int(w: _Writer, value: int) -> None:
@@ -174,7 +174,7 @@ def _write_nested_global(w: _Writer, value: GlobalName) -> Parts:
 
 
 def _write_reduced(w: _Writer, value: object) -> Parts:
-    """A value that the pickler writes as a call."""
+    """Write a value that has no opcode as a call."""
     key = w.identity(value)
     if not w.refer(key):
         module, name, *args = _REDUCED[type(value)](value)
@@ -239,8 +239,8 @@ def _write_batches(
 ) -> Parts:
     """Write groups of values (an element, or a key and a value) and add them to the container below.
 
-    A batch of one has an opcode of its own; CPython uses it for the rest of a long iterator, but (`several`) not for
-    the rest of a long list or dict.
+    There is a separate opcode for a batch of one. CPython uses it for the last element of a long iterator, but
+    (`several`) not for the last element of a long list or dict.
     """
     rest = iter(groups)
     while batch := tuple(islice(rest, _BATCH)):
@@ -326,7 +326,7 @@ _LEAVES: dict[type, Callable[..., None]] = {
     float: lambda w, v: w.out.extend(b"G" + struct.pack(">d", v)),
     str: _write_str,
 }
-"""Writers of what holds nothing."""
+"""Writers of values without parts."""
 _WRITERS: dict[type, Callable[..., Parts | None]] = {
     **_LEAVES,
     **dict.fromkeys(_REDUCED, _write_reduced),

@@ -1,4 +1,4 @@
-"""Typed access to what a pickle said: each function gives the value or says what stands there instead.
+"""Checked access to unpickled values: `require_*` returns the value, or raises MalformedError with what it got.
 
 >>> require_integer("4", "partition_count of a.pt")
 Traceback (most recent call last):
@@ -17,14 +17,14 @@ from ucp.io.pickle.values import GlobalName, Stub
 Shape = tuple[int, ...]
 
 _LONGEST = 60
-"""Characters of a value that is shown."""
+"""Characters of a value in a message."""
 
 _DEEPEST = 100
-"""Dicts in dicts whose keys are joined."""
+"""Most nested dicts whose keys are joined."""
 
 
 def describe_value(value: object) -> str:
-    """Kind of a value, and the value where it is short."""
+    """Type of a value, and the value itself if it is short."""
     match value:
         case TensorRef():
             return f"a tensor of {value.dtype} {list(value.shape)}"
@@ -39,7 +39,7 @@ def describe_value(value: object) -> str:
 
 
 def format_short(value: object, most: int = _LONGEST) -> str:
-    """A number, text or None as Python writes it, in at most so many characters; else nothing.
+    """A number, text or None as Python prints it; empty for other types and for more than `most` characters.
 
     >>> format_short(0.1), format_short("text", 4), format_short([])
     ('0.1', '', '')
@@ -52,7 +52,7 @@ def format_short(value: object, most: int = _LONGEST) -> str:
 
 
 def format_short_members(value: Collection[object], most: int = _LONGEST) -> str:
-    """A list or the like of such values as Python writes it, in at most so many characters; else nothing."""
+    """A list, tuple or set of such values as Python prints it; empty if it takes more than `most` characters."""
     if len(value) > most or not all(format_short(item, most) for item in value):
         return ""
     text = repr(value)
@@ -60,7 +60,7 @@ def format_short_members(value: Collection[object], most: int = _LONGEST) -> str
 
 
 def format_value(value: object) -> str:
-    """A value on one line: as Python writes it where it is short, else what it is.
+    """A value on one line: as Python prints it if it is short, else its type.
 
     >>> format_value((0.9, 0.95)), format_value([[]])
     ('(0.9, 0.95)', 'a list')
@@ -74,16 +74,16 @@ def _refuse(expected: str, where: str, value: object) -> NoReturn:
 
 
 def require_mapping(value: object, where: str) -> Mapping[object, object]:
-    """`value`, which is a dict."""
+    """`value` as a dict. Raises MalformedError."""
     if not isinstance(value, dict):
         _refuse("a dict", where, value)
     return value
 
 
 def flatten(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    """Values in nested dicts by their keys joined with dots, as modules nest.
+    """Values in nested dicts, by their keys joined with dots.
 
-    A dict that lies too deep, or was met before (in itself, it may be), is a value.
+    A dict that is nested too deeply, or was visited before (a cycle), counts as a value.
 
     >>> list(flatten({"layer": {"weight": 1, "bias": {}}, "step": 2}))
     [('layer.weight', 1), ('step', 2)]
@@ -102,35 +102,35 @@ def flatten(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
 
 
 def require_sequence(value: object, where: str) -> Sequence[object]:
-    """`value`, which is a list or tuple."""
+    """`value` as a list or tuple. Raises MalformedError."""
     if not isinstance(value, list | tuple):
         _refuse("a list", where, value)
     return value
 
 
 def require_integer(value: object, where: str) -> int:
-    """`value`, which is an int and no bool."""
+    """`value` as an int; a bool is none. Raises MalformedError."""
     if not isinstance(value, int) or isinstance(value, bool):
         _refuse("a whole number", where, value)
     return value
 
 
 def text(value: object, where: str) -> str:
-    """`value`, which is a str."""
+    """`value` as a str. Raises MalformedError."""
     if not isinstance(value, str):
         _refuse("a text", where, value)
     return value
 
 
 def require_tensor(value: object, where: str) -> TensorRef:
-    """`value`, which is a tensor."""
+    """`value` as a tensor. Raises MalformedError."""
     if not isinstance(value, TensorRef):
         _refuse("a tensor", where, value)
     return value
 
 
 def require_shapes(value: object, where: str) -> dict[str, Shape]:
-    """Name to shape, in order."""
+    """Names to shapes, in order. Raises MalformedError."""
     shape_by_name: dict[str, Shape] = {}
     for name, shape in require_mapping(value, where).items():
         sizes = require_sequence(shape, f"the shape of {name!r} in {where}")

@@ -1,7 +1,7 @@
-"""The calls of a pickle that have a harmless meaning, and that meaning as a plain value.
+"""Turns the calls in a pickle that are known and harmless into plain values.
 
-This is an allow-list of *interpretations*: nothing is looked up, imported or called. A call that is not in the table,
-or whose arguments are not of the known form, becomes a `Stub`.
+Nothing is looked up, imported or called: the table has an *interpretation* for each known call. A call that is not in
+the table, or has arguments of another form, becomes a `Stub`.
 
 >>> interpret_call(GlobalName("builtins", "complex"), (1.0, 2.0))
 (1+2j)
@@ -23,7 +23,7 @@ _LATIN1 = frozenset({"latin1", "latin-1", "iso-8859-1"})
 _INTEGERS = frozenset({int})
 _MOST_BITS = 64
 _LONGEST_NAME = 1000
-"""Characters of a dotted name that is put together."""
+"""Most characters of a dotted name that getattr calls build."""
 _PLAIN_TENSORS = frozenset(
     {
         GlobalName("torch", "Tensor"),
@@ -32,11 +32,11 @@ _PLAIN_TENSORS = frozenset(
         GlobalName("torch.nn.parameter", "Buffer"),
     }
 )
-"""Classes whose attributes say nothing about the elements."""
+"""Tensor classes whose attributes do not change the elements."""
 
 
 def interpret_call(function: object, args: tuple[object, ...]) -> object:
-    """What `function(*args)` stands for: a plain value, a tensor, or a `Stub`."""
+    """Value of `function(*args)`: a plain value, a tensor, or a `Stub`."""
     if type(function) is not GlobalName:
         return Stub(GlobalName("operator", "call"), (function, *args), new=False)
     known = _BUILDERS.get(function.qualname)
@@ -47,7 +47,7 @@ def interpret_call(function: object, args: tuple[object, ...]) -> object:
 
 
 def _interpret_builtin(name: str, args: tuple[object, ...]) -> object:
-    """What a call of a function of Python itself stands for."""
+    """Value of a call of a builtin or standard library function."""
     match name, args:
         case (("builtins.set" | "builtins.frozenset"), (() | ((list() | tuple()),))):
             members = [member for arg in args if isinstance(arg, list | tuple) for member in arg]
@@ -73,12 +73,12 @@ def _interpret_builtin(name: str, args: tuple[object, ...]) -> object:
 
 
 def _is_short(value: object) -> bool:
-    """Whether a value is a number of 64 bits, as those of slices and ranges are."""
+    """Whether a value is an integer of at most 64 bits, as in slices and ranges."""
     return isinstance(value, int) and value.bit_length() <= _MOST_BITS
 
 
 def _interpret_bytes(args: tuple[object, ...], kind: type[bytes | bytearray]) -> object:
-    """Bytes of bytes(), of bytearray(data) and of encode(text, "latin1"), which is how protocol 2 writes bytes."""
+    """Value of bytes(), bytearray(data), and encode(text, "latin1"), by which protocol 2 writes bytes."""
     match args:
         case ():
             return kind()
@@ -90,7 +90,7 @@ def _interpret_bytes(args: tuple[object, ...], kind: type[bytes | bytearray]) ->
 
 
 def interpret_new(cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> Stub:
-    """The recipe of `cls.__new__(cls, *args, **kwargs)`."""
+    """The stub for `cls.__new__(cls, *args, **kwargs)`."""
     if type(cls) is GlobalName:
         return Stub(cls, args, kwargs)
     if kwargs:
@@ -99,7 +99,7 @@ def interpret_new(cls: object, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 def set_attributes(target: OrderedDict[object, object], state: object) -> None:
-    """Keep the attributes of an ordered dict (torch keeps `_metadata` of a state_dict so). Raises ValueError."""
+    """Set the attributes of an ordered dict, such as `_metadata` of a torch state_dict. Raises ValueError."""
     if type(state) is not dict:
         raise ValueError(f"expected the attributes of an OrderedDict as a dict; got a {type(state).__name__}")
     for name, value in state.items():
@@ -126,7 +126,7 @@ def _interpret_size(args: tuple[object, ...]) -> object:
 
 
 def _interpret_typed(args: tuple[object, ...]) -> object:
-    """The tensor of torch._tensor._rebuild_from_type_v2 for classes that are plain tensors."""
+    """The tensor of torch._tensor._rebuild_from_type_v2, for classes in `_PLAIN_TENSORS`."""
     match args:
         case (GlobalName() as function, GlobalName() as cls, tuple(inner), _) if cls in _PLAIN_TENSORS:
             value = interpret_call(function, inner)

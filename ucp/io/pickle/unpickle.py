@@ -1,9 +1,8 @@
 r"""Read a pickle as data: no class or function is ever imported or called.
 
-The pickle is rewritten (`ucp.io.pickle.rewrite`) so that Python's own machine in C can run it and has nothing to do but
-to move values about. What else the pickle asks for is answered here, by descriptions: a global is a `GlobalName`, a
-call is what `interpret` makes of it, which for anything unknown is a `Stub`. Keys are checked before they are
-hashed (`keys`).
+`ucp.io.pickle.rewrite` turns every unsafe instruction into a request, and CPython's unpickler in C runs the rest. This
+module answers the requests: a global becomes a `GlobalName`, a call becomes what `interpret` makes of it (a `Stub` if
+it is unknown). `keys` checks keys before they are hashed.
 
 >>> parse_pickle(b"cos\nsystem\n(Vecho\ntR.", where="demo").value.args
 ('echo',)
@@ -33,13 +32,13 @@ from ucp.io.pickle.values import GlobalName, Stub
 
 _NEW, _CALL = 0x81, ord("R")
 _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
-"""Values, at most, that calls copy: elements of their arguments, and of those."""
+"""Most values that calls may copy, per byte of the pickle and in any case."""
 _VALUES_PER_KEY = 8
-"""Values that one key counts for, in a container that a call makes: all its keys are checked."""
+"""Values that one key of a container made by a call counts for: each is checked."""
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _FAULTS = (pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError, EOFError, MemoryError)
-"""What Python's machine raises for a pickle that makes no sense."""
+"""What CPython's unpickler raises for an invalid pickle."""
 _Item = TypeVar("_Item")
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
 
@@ -50,10 +49,10 @@ class TruncatedPickleError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One pickle read out of some bytes."""
+    """The result of `parse_pickle`."""
 
     value: object
-    """What it says."""
+    """The unpickled value."""
     end: int
     """One past its last byte."""
 
@@ -61,14 +60,14 @@ class Parsed:
 def parse_pickle(
     data: bytes, *, where: str, start: int = 0, persistent: Callable[[object], object] | None = None
 ) -> Parsed:
-    """Value of the pickle that begins at byte `start` of `data`.
+    """Read the pickle that begins at byte `start` of `data`.
 
     Parameters
     ----------
     where
         File (and member) for error messages.
     persistent
-        Value of a persistent id, without which one is an error. A ValueError from it is reported with the place.
+        Returns the value of a persistent id; None: such ids are errors. Its ValueErrors are reported with the place.
 
     Raises
     ------
@@ -100,7 +99,7 @@ def parse_pickle(
 
 
 class _Machine(pickle.Unpickler):
-    """Python's machine, which runs a rewritten pickle."""
+    """CPython's unpickler, running a rewritten pickle."""
 
     def __init__(self, body: Frames, protocol: int, nbytes: int, persistent: Callable[[object], object] | None) -> None:
         super().__init__(body)
@@ -111,11 +110,11 @@ class _Machine(pickle.Unpickler):
         self._values_left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
-        """Refuse to import: a rewritten pickle asks for names as for all the rest."""
+        """Refuse to import: in a rewritten pickle, names are requests."""
         raise PickleFaultError(f"the name {module}.{qualname}")
 
     def persistent_load(self, request: tuple[object, object, int]) -> object:
-        """The answer to a request: operands and code of an instruction."""
+        """Answer a request: operands and opcode of an instruction."""
         operand, right, code = request
         if code == _NEW and type(operand) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(operand, right)
@@ -127,7 +126,7 @@ class _Machine(pickle.Unpickler):
         return _ANSWERS[code](self, operand, right)
 
     def count_arguments(self, args: object) -> tuple[object, ...]:
-        """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
+        """Count the arguments of a call, which may copy them: a few bytes could repeat such a call endlessly."""
         if type(args) is not tuple:
             raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
         values = len(args)
@@ -138,19 +137,19 @@ class _Machine(pickle.Unpickler):
         return args
 
     def count_keys(self, result: object) -> object:
-        """The result of a call, with its keys counted."""
+        """Count the keys of a container that a call made."""
         if isinstance(result, set | frozenset | OrderedDict):
             self.count(_VALUES_PER_KEY * len(result))
         return result
 
     def count(self, values: int) -> None:
-        """Take so many values for copied. Raises PickleFaultError when no file of this length has so many."""
+        """Count copied values. Raises PickleFaultError when they are too many for a pickle of this length."""
         self._values_left -= values
         if self._values_left < 0:
             raise PickleFaultError("calls that copy the same values again and again")
 
     def fill(self, target: object, items: tuple[object, ...]) -> object:
-        """`target` with keys and values set."""
+        """Set keys and values of `target`."""
         if len(items) % 2:
             raise PickleFaultError("a key without a value")
         entries = iter(items)
@@ -166,7 +165,7 @@ class _Machine(pickle.Unpickler):
         return target
 
     def build(self, target: object, state: object) -> object:
-        """`target` with its state."""
+        """Set the state of `target`."""
         if type(target) is Stub:
             if target.has_state:
                 raise PickleFaultError("a second state for one object")
@@ -179,14 +178,14 @@ class _Machine(pickle.Unpickler):
         return target
 
     def construct(self, cls: object, args: object, kwargs: object) -> Stub:
-        """The object of a class, made with keyword arguments."""
+        """The stub of an object made with keyword arguments."""
         if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
             raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
         self.count(len(kwargs))
         return interpret_new(cls, self.count_arguments(args), kwargs)
 
     def extend(self, target: object, items: tuple[object, ...]) -> object:
-        """`target` with elements appended or, to a set, added."""
+        """Append elements to `target`, or add them to a set."""
         if type(target) is list:
             target.extend(items)
         elif type(target) is Stub:
@@ -200,7 +199,7 @@ class _Machine(pickle.Unpickler):
         return target
 
     def make_name(self, module: object, qualname: object) -> GlobalName:
-        """The global of that name, one object per name; protocols 0 to 2 use the module names of Python 2."""
+        """The global of that name, one object per name. Protocols 0 to 2 use module names of Python 2."""
         if type(module) is not str or type(qualname) is not str:
             raise PickleFaultError("a global whose name is no text")
         key = (module, qualname)
@@ -209,14 +208,14 @@ class _Machine(pickle.Unpickler):
         return self._names.get(key) or self._names.setdefault(key, GlobalName(*key))
 
     def load_persistent(self, pid: object) -> object:
-        """What a persistent id stands for."""
+        """The value of a persistent id."""
         if self._persistent is None:
             raise PickleFaultError("a persistent id, which has no meaning in this file")
         return self._persistent(pid)
 
 
 def _append(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
-    """A list with more elements: the same one, once it is one."""
+    """Append `more` to `known`, made a list first if it is none."""
     items = known if isinstance(known, list) else [*known]
     items.extend(more)
     return items
@@ -244,4 +243,4 @@ _ANSWERS: dict[int, Callable[..., object]] = {
     0x93: _Machine.make_name,
     ord("Q"): lambda m, pid, _: m.load_persistent(pid),
 }
-"""What an instruction gives, by its code: of the machine and the operands that `rewrite` says."""
+"""Answer to each request by its opcode, from the machine and the two operands that `rewrite` lists."""

@@ -1,8 +1,8 @@
-"""Storages and the tensors that view them: as references, and those that are to be written.
+"""Storages and tensors that view them: references into files, and new ones to be written.
 
 torch pickles a tensor as a call of a rebuild function on a storage, and a storage as a persistent id
-`("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive says where the storage
-lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `UNKNOWN_CALL`.
+`("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive locates the storage;
+functions here turn the call into a `TensorRef`, or return `UNKNOWN_CALL` for a call of another form.
 
 >>> storage = NewStorage(DType.FLOAT32, 6)
 >>> NewTensor(storage=storage, shape=(2, 3), strides=(3, 1)).storage.nbytes
@@ -18,7 +18,7 @@ from ucp.core.tensor import DType, TensorRef
 from ucp.io.pickle.values import GlobalName
 
 UNKNOWN_CALL = object()
-"""Result of a builder for arguments that it does not know: the call becomes a `Stub`."""
+"""Result for arguments of an unknown form: the call becomes a `Stub`."""
 
 _KINDS = {
     "DoubleStorage": (DType.FLOAT64, 8),
@@ -40,18 +40,18 @@ _KINDS = {
     "QUInt4x2Storage": (None, 1),
     "QUInt2x4Storage": (None, 1),
 }
-"""Storage classes: element type (None: quantised, no type of ours) and bytes per element (torch/storage.py)."""
+"""Storage classes: dtype (None: quantised, not supported) and bytes per element (torch/storage.py)."""
 STORAGE_CLASSES = {dtype: name for name, (dtype, _) in _KINDS.items() if dtype and name != "UntypedStorage"}
-"""Storage classes that say their element type; tensors of later types name it themselves (torch/storage.py)."""
+"""Storage class per dtype; for later dtypes the tensor names the dtype itself (torch/storage.py)."""
 _MODULES = frozenset({"torch", "torch.storage", "torch.cuda"})
 _MOST = 1 << 63
-"""Bound of integers in torch."""
+"""Integers in torch are smaller."""
 _MOST_DIMS = 64
 _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 class StorageId(NamedTuple):
-    """What a persistent id says of a storage."""
+    """The parsed persistent id of a storage."""
 
     kind: GlobalName
     """Storage class."""
@@ -73,7 +73,7 @@ class StorageId(NamedTuple):
 
     @classmethod
     def parse(cls, pid: object) -> StorageId:
-        """Read a persistent id. Raises ValueError when it is none of torch's."""
+        """Parse a persistent id. Raises ValueError if it is not one of torch."""
         match pid:
             case ("storage", GlobalName() as kind, str(key), _, int(numel), *rest) if 0 <= numel < _MOST:
                 known = _KINDS.get(kind.qualname) if kind.module in _MODULES else None
@@ -106,7 +106,7 @@ class StorageRef:
 
 
 def rebuild_tensor(args: tuple[object, ...]) -> object:
-    """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage gives the element type."""
+    """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage has the dtype."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), *rest) if len(rest) <= 3:
             dtype = storage.dtype
@@ -119,7 +119,7 @@ def rebuild_tensor(args: tuple[object, ...]) -> object:
 
 
 def rebuild_typed_tensor(args: tuple[object, ...]) -> object:
-    """Tensor of torch._utils._rebuild_tensor_v3: the element type is an argument."""
+    """Tensor of torch._utils._rebuild_tensor_v3: the dtype is an argument."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), _, _, GlobalName() as name, *rest):
             dtype = _DTYPES.get(name.qualname) if name.module == "torch" else None
@@ -131,7 +131,7 @@ def rebuild_typed_tensor(args: tuple[object, ...]) -> object:
 
 
 def rebuild_parameter(args: tuple[object, ...]) -> object:
-    """The tensor of torch._utils._rebuild_parameter(_with_state): the wrapper says nothing about the elements."""
+    """Tensor of torch._utils._rebuild_parameter(_with_state): the wrapper does not change the elements."""
     match args:
         case (TensorRef() as tensor, bool(), _) | (TensorRef() as tensor, bool(), _, _):
             return tensor
@@ -140,7 +140,7 @@ def rebuild_parameter(args: tuple[object, ...]) -> object:
 
 
 def _is_lazy(metadata: object) -> bool:
-    """Whether the elements stand for their conjugate or negative (torch._utils.get_tensor_metadata)."""
+    """Whether the tensor has a conjugate or negative bit (torch._utils.get_tensor_metadata)."""
     if metadata is None:
         return False
     return not isinstance(metadata, dict) or any(flag is not False for flag in metadata.values())
@@ -197,7 +197,7 @@ class NewTensor:
     """A tensor to be written: a view of a new storage."""
 
     storage: NewStorage
-    """Where its elements will lie."""
+    """Storage that holds its elements."""
     offset: int = 0
     """Element of the storage that is [0, ..., 0]."""
     shape: tuple[int, ...]

@@ -151,16 +151,6 @@ def test_files_end_where_they_are_long_enough(tmp_path):
     assert all(torch.equal(found[f"w{number}"], torch.full((100,), float(number))) for number in range(6))
 
 
-def test_the_same_content_gives_the_same_bytes():
-    def drafted() -> tuple[FinishedFile, ...]:
-        draft = DcpDraft()
-        draft.add_tensor("w", DType.BFLOAT16, (2, 2), [chunk("w", (0, 0), (2, 2), DType.BFLOAT16)])
-        draft.add_value("v", {"a": 1})
-        return draft.finish()
-
-    assert drafted() == drafted()
-
-
 def test_metadata_is_what_torch_writes(tmp_path):
     """Attribute by attribute; torch adds plans and random ids, which no reader needs."""
     dcp.save({"w": torch.zeros(2, 3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"), no_dist=True)
