@@ -51,13 +51,13 @@ class Pieces(Pattern):
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The smallest shape that has all boxes. Raises ValueError when the parts have other shapes than these."""
-        shapes = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
+        shapes = [_find_extent([pair.local.stops for pair in pairs]) for pairs in self.held]
         if len(shapes) != len(local_shapes) or any(
             a and a != tuple(b) for a, b in zip(shapes, local_shapes, strict=True)
         ):
             raise ValueError(f"{self.name}: expected parts of {shapes}; got {[list(shape) for shape in local_shapes]}")
-        return _reach([pair.global_box.stops for pairs in self.held for pair in pairs])
+        return _find_extent([pair.global_box.stops for pairs in self.held for pair in pairs])
 
 
-def _reach(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _find_extent(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(max, zip(*stops, strict=True)))

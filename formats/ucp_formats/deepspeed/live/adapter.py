@@ -29,8 +29,8 @@ from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
-from ucp_formats.deepspeed.live.buffers import chunk_of, whole_part
-from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrapped
+from ucp_formats.deepspeed.live.buffers import locate_chunk, make_full_part
+from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrap_optimizer
 
 if TYPE_CHECKING:
     pass
@@ -40,14 +40,18 @@ def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
     """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
     restored = {}
-    for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
+    for setting, name in (
+        (_restore_counts, "engine"),
+        (_restore_schedule, "lr_scheduler"),
+        (_restore_loss_scale, "loss_scaler"),
+    ):
         what, note = setting(engine, index, extras)
         restored.update({name: what} if what else {})
         findings.notes.extend([note] if note else [])
     return restored
 
 
-def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     """What was set, and a note, either of them empty."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
@@ -70,7 +74,7 @@ def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[st
     )
 
 
-def _schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _restore_schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     saved = extras.get("lr_scheduler")
     if engine.lr_scheduler is None:
         return "", ""
@@ -80,7 +84,7 @@ def _schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple
     return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
 
 
-def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     optimizer = engine.optimizer
     scaler: Any = getattr(optimizer, "loss_scale_config", None)
     if scaler is not None:  # without ZeRO: no common base with the other, but the same names
@@ -174,19 +178,19 @@ class DeepSpeedAdapter:
 
     def describe(self, request: LiveRequest) -> LiveRun:
         """The parts of an engine. Raises UsageError without one, UnsupportedError for what is not known."""
-        engine = _engine(request)
+        engine = _find_engine(request)
         _refuse(engine)
         is_cut = _is_tensor_parallel(engine, request.mesh)
         named = name_module(engine.module, engine.expert_parallel_group)
-        wrapped = unwrapped(engine.optimizer, named)
-        model = _model(named, wrapped)
+        wrapped = unwrap_optimizer(engine.optimizer, named)
+        model = _describe_model(named, wrapped)
         run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut)
         if request.optimizer is False:
             return run
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
 
 
-def _engine(request: LiveRequest) -> Any:
+def _find_engine(request: LiveRequest) -> Any:
     """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     engines = [item for item in (request.model, request.optimizer) if isinstance(item, kind)]
@@ -205,17 +209,17 @@ def _engine(request: LiveRequest) -> Any:
     return engine
 
 
-def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
+def _describe_model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
     """Masters where there are any; else what the rank holds of a tensor."""
     tensors, handles, marked = [], {}, {}
     tensor: Any  # with what DeepSpeed hangs on it
     for tensor, names in named.tensors.items():
         master = wrapped.masters.get(tensor)
         if master is None and hasattr(tensor, "ds_id"):
-            chunk = chunk_of(tensor, tensor.ds_process_group)
+            chunk = locate_chunk(tensor, tensor.ds_process_group)
             master = Master(memory=tensor.ds_tensor.narrow(0, 0, chunk.numel), part=chunk.part)
         elif master is None:
-            master = Master(memory=tensor, part=whole_part(tensor))
+            master = Master(memory=tensor, part=make_full_part(tensor))
         tensors.append(LiveTensor(names=names, dtype=dtype_of(master.memory), part=master.part))
         handles[names[0]], marked[names[0]] = master.memory, tensor
     return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked_params=marked)

@@ -42,21 +42,21 @@ class Buffer:
     """States that do not lie as the masters do."""
 
 
-def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
+def list_zero_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of stages 1 and 2; the order and the offsets are those of the buffer, also when it was dealt out."""
     layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for group, (params, starts) in enumerate(layout):
         tensor = optimizer.single_partition_of_fp32_groups[group]
         process_group = optimizer.real_dp_process_group[group]
-        shares = _shares(params, starts, tensor, process_group)
+        shares = _locate_shares(params, starts, tensor, process_group)
         separate = {}
         if optimizer.optimizer.param_groups[group].get("use_muon"):
             inside = optimizer.params_in_partition[group]
-            separate = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
+            separate = {MOMENTUM: _locate_shares(params, starts, tensor, process_group, whole_in=inside)}
         yield Buffer(group=group, tensor=tensor, params=shares, separate=separate)
 
 
-def packed_buffers(
+def list_packed_buffers(
     groups: Sequence[Sequence[nn.Parameter]],
     tensors: Sequence[torch.Tensor],
     process_groups: Sequence[ProcessGroup] | None = None,
@@ -64,10 +64,10 @@ def packed_buffers(
     """Those of BF16_Optimizer, which neither reorders nor aligns, and of FP16_Optimizer, where every rank holds all."""
     for group, (params, tensor) in enumerate(zip(groups, tensors, strict=True)):
         ranks = None if process_groups is None else process_groups[group]
-        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, ranks))
+        yield Buffer(group=group, tensor=tensor, params=_locate_shares(params, _pack_starts(params), tensor, ranks))
 
 
-def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
+def list_stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
     """Those of the sub-groups of stage 3."""
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -75,34 +75,34 @@ def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
         shares: dict[nn.Parameter, FlatRange] = {}
         at = 0
         for param in params:
-            shares[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
+            shares[param] = replace(locate_chunk(param, optimizer.sub_group_process_groups[number]), start=at)
             at += param.partition_numel()
         yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=shares)
 
 
-def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
+def list_single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
     """One per parameter; `groups`: parameters and what is stepped for each."""
     for group, members in enumerate(groups):
         for param, tensor in members:
-            share = FlatRange(start=0, numel=tensor.numel(), part=whole_part(param))
+            share = FlatRange(start=0, numel=tensor.numel(), part=make_full_part(param))
             yield Buffer(group=group, tensor=tensor, params={param: share})
 
 
-def whole_part(param: torch.Tensor) -> LivePart:
+def make_full_part(param: torch.Tensor) -> LivePart:
     """What model parallelism leaves a rank of a parameter: all of it."""
     return LivePart.full(tuple(getattr(param, "ds_shape", param.shape)))
 
 
-def chunk_of(param: Any, process_group: ProcessGroup) -> FlatRange:
+def locate_chunk(param: Any, process_group: ProcessGroup) -> FlatRange:
     """What `ds_tensor` of a parameter holds, without the padding."""
-    rank, ranks = _place(process_group)
+    rank, ranks = _group_position(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
     return FlatRange(
-        start=0, numel=span.numel, part=_cut(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
+        start=0, numel=span.numel, part=_cut_part(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
     )
 
 
-def _shares(
+def _locate_shares(
     params: Sequence[nn.Parameter],
     starts: Sequence[int],
     tensor: torch.Tensor,
@@ -114,33 +114,33 @@ def _shares(
 
     `whole_in`: order of a tensor of its own that has parameters whole where the share touches them.
     """
-    rank, ranks = (0, 1) if process_group is None else _place(process_group)
+    rank, ranks = (0, 1) if process_group is None else _group_position(process_group)
     numels = {str(at): param.numel() for at, param in enumerate(params)}
     buffer = FlatBuffer.pack(numels, ranks=ranks, share=tensor.numel(), starts=starts, known_from="the live optimizer")
     layout: FlatLayout = buffer if whole_in is None else WholeParameters(buffer)
     axes, spans = layout.axes(), layout.spans(rank)
-    packed = dict(zip(whole_in or (), _packed(whole_in or ()), strict=True))
+    packed = dict(zip(whole_in or (), _pack_starts(whole_in or ()), strict=True))
     shares = {}
     for at, param in enumerate(params):
         start, numel = spans.get(str(at), _NOTHING)
-        part = whole_part(param)
+        part = make_full_part(param)
         if str(at) in axes:
-            part = _cut(part, axes[str(at)], rank)
+            part = _cut_part(part, axes[str(at)], rank)
         shares[param] = FlatRange(start=packed.get(param, start), numel=numel, part=part)
     return shares
 
 
-def _packed(params: Sequence[nn.Parameter]) -> list[int]:
+def _pack_starts(params: Sequence[nn.Parameter]) -> list[int]:
     return list(accumulate((param.numel() for param in params), initial=0))[:-1]
 
 
-def _cut(part: LivePart, axis: AxisLayout, rank: int) -> LivePart:
+def _cut_part(part: LivePart, axis: AxisLayout, rank: int) -> LivePart:
     """What is left of a part when its row-major order is cut."""
     layout = Layout(axes=part.layout.axes, flat=(axis,))
     return replace(part, layout=layout, coords={**part.coords, axis.axis: rank})
 
 
-def _place(process_group: ProcessGroup) -> tuple[int, int]:
+def _group_position(process_group: ProcessGroup) -> tuple[int, int]:
     from torch import distributed
 
     return distributed.get_rank(process_group), distributed.get_world_size(process_group)

@@ -19,10 +19,10 @@ from ucp_formats.deepspeed.experts import ExpertNumbers, global_name, is_expert
 from ucp_formats.deepspeed.live.buffers import (
     MOMENTUM,
     Buffer,
-    packed_buffers,
-    single_buffers,
-    stage3_buffers,
-    zero_buffers,
+    list_packed_buffers,
+    list_single_buffers,
+    list_stage3_buffers,
+    list_zero_buffers,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
 """Those that put a step into every group too, 0 for good."""
 
 
-def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]) -> BufferedOptimizer:
+def describe_optimizer(
+    optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]
+) -> BufferedOptimizer:
     """The wrapped optimizer, and what it steps. `names`: parameter to its name in the whole model."""
     tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
     keyed_buffers = list(zip(tensors, buffers, strict=True))
@@ -96,7 +98,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     forms: dict[str, Mapping[str, State]] = {}
     for key, buffer in keyed_buffers:
         group, like = optimizer.param_groups[buffer.group], buffer.tensor.detach()
-        kind = _stepper(optimizer, group)
+        kind = _stepping_class(optimizer, group)
         if group.get("use_muon"):
             forms[key] = {MOMENTUM: like}
         elif kind in _STATES:
@@ -118,7 +120,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(keyed_buffers))
 
 
-def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
+def _stepping_class(optimizer: Optimizer, group: Mapping[str, object]) -> str:
     """Class that steps a group: Muon has another optimizer for what are no matrices, or does it itself."""
     other = None if group.get("use_muon") else getattr(optimizer, "aux_optimizer", None)
     return type(optimizer if other is None else other).__name__
@@ -133,7 +135,7 @@ class BufferedOptimizer(FlatOptimizer):
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
-        stepping = [_stepper(self.base.handle, group) for group in self.base.handle.param_groups]
+        stepping = [_stepping_class(self.base.handle, group) for group in self.base.handle.param_groups]
         return [
             replace(group, hyper={STEP: 0, **group.hyper}) if kind in _COUNT_IN_GROUP else group
             for group, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
@@ -184,7 +186,7 @@ _KINDS = frozenset(
 """Classes of deepspeed.runtime that are known."""
 
 
-def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
+def unwrap_optimizer(optimizer: Any, named: NamedModule) -> Wrapped:
     """What an engine's optimizer steps. Raises UnsupportedError for a class that is not known."""
     from torch.optim import Optimizer
 
@@ -192,11 +194,11 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
     inner: Any = getattr(optimizer, "optimizer", None)
     match next((kind for kind in kinds if kind in _KINDS), None):
         case "DeepSpeedZeroOptimizer":
-            return _buffered(inner, zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
+            return _wrap_buffers(inner, list_zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
         case "BF16_Optimizer":
-            return _buffered(
+            return _wrap_buffers(
                 inner,
-                packed_buffers(
+                list_packed_buffers(
                     optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group
                 ),
                 named,
@@ -204,18 +206,20 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
             )
         case "FP16_Optimizer":
             return _copy_weights(
-                _buffered(inner, packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named)
+                _wrap_buffers(inner, list_packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named)
             )
         case "FP16_UnfusedOptimizer":
             pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
-            return _copy_weights(_buffered(inner, single_buffers(pairs), named))
+            return _copy_weights(_wrap_buffers(inner, list_single_buffers(pairs), named))
         case "DeepSpeedZeroOptimizer_Stage3":
-            return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
+            return _wrap_buffers(
+                inner, list_stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer)
+            )
         case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
             return Wrapped(finish=partial(_update_chunks, optimizer))
     if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit"):
         members = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
-        return _buffered(optimizer, single_buffers(members), named)
+        return _wrap_buffers(optimizer, list_single_buffers(members), named)
     if optimizer is None:
         return Wrapped()
     raise UnsupportedError(
@@ -224,7 +228,7 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
     )
 
 
-def _buffered(
+def _wrap_buffers(
     optimizer: Optimizer, buffers: Iterable[Buffer], named: NamedModule, *, finish: Callable[[], None] = lambda: None
 ) -> Wrapped:
     buffer_list = tuple(buffers)
@@ -234,7 +238,7 @@ def _buffered(
         for param, share in buffer.params.items()
     }
     names = {param: named.name(param) for buffer in buffer_list for param in buffer.params}
-    return Wrapped(masters=masters, optimizer=described(optimizer, buffer_list, names), finish=finish)
+    return Wrapped(masters=masters, optimizer=describe_optimizer(optimizer, buffer_list, names), finish=finish)
 
 
 def _copy_weights(wrapped: Wrapped) -> Wrapped:

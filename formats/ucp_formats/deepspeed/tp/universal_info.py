@@ -154,7 +154,7 @@ class UniversalCheckpointInfo:
         Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
         rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
-        recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in tensors.items()}
+        recorded = {name: self._recorded_layout(name, shape, parts) for name, (shape, _) in tensors.items()}
         known = {name: layout for name, layout in recorded.items() if layout is not None}
         rest = {name: entry for name, entry in tensors.items() if name not in known}
         dims = {name: (shape, self._cut_dim(name, declared=declared)) for name, (shape, declared) in rest.items()}
@@ -164,7 +164,7 @@ class UniversalCheckpointInfo:
         }
         return {**known, **rules.layouts(shapes)}
 
-    def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
+    def _recorded_layout(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
         """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
         where = f"{_AFFINE} of {name}"
         for pattern in self._affine_patterns.matching(name):
@@ -199,13 +199,13 @@ class UniversalCheckpointInfo:
         """Entries about a tensor, each with the pattern that matches."""
         return [(sub, pattern) for sub, patterns in self._subs for pattern in patterns.matching(name)]
 
-    def _matched(self, name: str) -> dict[str, list[str]]:
+    def _match_categories(self, name: str) -> dict[str, list[str]]:
         """Categories of a tensor, each with the patterns that match."""
         return {key: matching for key, patterns in self._categories.items() if (matching := patterns.matching(name))}
 
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
         """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
-        matched = self._matched(name).keys()
+        matched = self._match_categories(name).keys()
         if matched & {_REPLICATED, _AVERAGED}:
             return None
         for sub, _ in self._subs_of(name):
@@ -214,7 +214,7 @@ class UniversalCheckpointInfo:
 
     def file_keys(self, name: str) -> dict[str, object]:
         """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
-        matched = self._matched(name).keys()
+        matched = self._match_categories(name).keys()
         is_whole = bool(matched & {_REPLICATED, _AVERAGED})
         subs = self._subs_of(name)
         keys: dict[str, object] = {}
@@ -242,7 +242,7 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
-        matched = self._matched(name)
+        matched = self._match_categories(name)
         subs = self._subs_of(name)
         patterns_by_category = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
         if len(patterns_by_category) > 1 and not (

@@ -326,7 +326,7 @@ class EngineTarget(Target):
             for path in self.pointers
         )
 
-    def finished(
+    def _finish_plan(
         self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
     ) -> TargetPlan:
         """The plan with what is to be said of states and extras, and with the files beside the tag."""

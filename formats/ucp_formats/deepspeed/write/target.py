@@ -30,11 +30,17 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     filled_with_zeros,
     note_step_casts,
     optimizer_groups,
-    without_groups,
+    describe_without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.states import Wrapper, wrapper
-from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, Stages, StageSettings, stage_settings, stages_of
+from ucp_formats.deepspeed.write.optimizer.states import Wrapper, choose_wrapper
+from ucp_formats.deepspeed.write.pipeline.layers import layer_files, infer_pipeline, read_pipeline
+from ucp_formats.deepspeed.write.pipeline.stages import (
+    SETTINGS,
+    Stages,
+    StageSettings,
+    parse_stage_settings,
+    assign_stages,
+)
 from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import EngineTarget, RunFacts, run_facts
@@ -55,7 +61,7 @@ class DeepSpeedTarget(EngineTarget):
         if stage and not groups:
             raise MissingStateError(
                 f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
-                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
+                f"{describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
                 "(--topology zero=0), to load with load_module_only=True"
             )
         if groups and index.unordered:
@@ -65,12 +71,12 @@ class DeepSpeedTarget(EngineTarget):
                 "(load_universal in the configuration of the run)"
             )
         # all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then
-        flat = stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
+        flat = stage > 0 or (bool(groups) and choose_wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
-        drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
+        drafted, notes, axes_of = _files(facts, wanted, parse_stage_settings(options.settings))
         note_step_casts(facts, groups)
         plan = target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
-        plan = self.finished(facts, plan, filled_with_zeros(groups) if flat else {})
+        plan = self._finish_plan(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
 
 
@@ -110,7 +116,7 @@ def _files(
     facts: RunFacts, wanted: Topology, settings: StageSettings
 ) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; notes; the axes of each parameter."""
-    pipeline = pipeline_of(facts) or (named_pipeline(facts, settings.tied) if settings.partitions else None)
+    pipeline = read_pipeline(facts) or (infer_pipeline(facts, settings.tied) if settings.partitions else None)
     experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None and settings.partitions:
@@ -120,7 +126,7 @@ def _files(
         stages, views = Stages(()), rank_views(facts, wanted)
     else:
         unstaged = rank_views(facts, replace(wanted, pp=1))
-        stages = stages_of(unstaged[0], pipeline, settings, wanted.pp)
+        stages = assign_stages(unstaged[0], pipeline, settings, wanted.pp)
         views = rank_views(facts, wanted, stages.places)
         layers = [file for view in unstaged for file in layer_files(view, pipeline)]
     notes = [*stages.notes]

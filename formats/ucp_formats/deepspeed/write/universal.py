@@ -30,7 +30,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
     check_stepped,
-    clipping,
+    clipping_keys,
     common_keys,
     filled_with_zeros,
     group_entry,
@@ -38,7 +38,7 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     is_optimized,
     note_step_casts,
     optimizer_groups,
-    without_groups,
+    describe_without_groups,
     write_count,
 )
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
@@ -75,7 +75,7 @@ class DeepSpeedUniversalTarget(EngineTarget):
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
-                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
+                f"{describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
                 "(--to deepspeed --topology zero=0)"
             )
         stage = index.topology.zero
@@ -105,7 +105,7 @@ class DeepSpeedUniversalTarget(EngineTarget):
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
         notes = (*group_notes(groups, flat=True), *_warnings(facts, groups))
-        return self.finished(facts, target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
+        return self._finish_plan(facts, target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
 
 
 def _check_counts(groups: Sequence[Group]) -> None:
@@ -162,7 +162,7 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
         del common["loss_scaler"]  # without the key an engine keeps its own scaler
     root: dict[str, object] = {
         **common,
-        **clipping(facts, 0),
+        **clipping_keys(facts, 0),
         "ds_version": EMULATED,
         **({PIPELINE: True} if is_pipeline(facts) else {}),
         "param_groups": entries,

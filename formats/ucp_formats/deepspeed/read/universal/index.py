@@ -212,8 +212,8 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     model = ranks.first
     records = (*(record for file in (*files, states_of_all.file) for record in file.records), *folders.records)
     merged = ranks.module(Checksums(records))
-    module = _completed(merged.module, model, trained, folders)
-    states, dropped = _states(module, ranks, states_of_all, folders)
+    module = _complete_module(merged.module, model, trained, folders)
+    states, dropped = _select_states(module, ranks, states_of_all, folders)
     stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
     stage = stage if stage in range(4) else None  # of the run that it was made from, where that is known
     # its model-states files have no module, or ucp wrote it so
@@ -234,7 +234,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
         step=model.count("global_steps"),
         skipped=model.count("skipped_steps") or 0,
         atoms=atoms_of(module, states, model.config),
-        groups=_groups(ranks, states_of_all, stage),
+        groups=_read_groups(ranks, states_of_all, stage),
         aliases=module.aliases,
         extras=join_extras((*merged.optimizer.extras, *extras), module.extras),
         files=tuple(source_files([*roles, *folders.files])),
@@ -254,7 +254,7 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
         )
 
 
-def _completed(
+def _complete_module(
     part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], folders: ParameterFolders
 ) -> ModulePart:
     """The module as the model-states files have it, and what only `zero/` has, or has without padding."""
@@ -273,7 +273,7 @@ def _completed(
     return part
 
 
-def _states(
+def _select_states(
     module: ModulePart, ranks: UniversalRanks, shared: SharedStates, folders: ParameterFolders
 ) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
     """States to take from `zero/`, and what of it is a lesser copy of something else."""
@@ -304,7 +304,7 @@ def _states(
     return states, dropped
 
 
-def _groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
+def _read_groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
     """The groups, with names in the order before `round_robin_gradients` dealt them out.
 
     DeepSpeed's converter cuts the buffers of such a run by `param_slice_mappings`, which are wrong then unless the

@@ -90,7 +90,7 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
     that of a parameter is a parameter only if it is one of these.
     """
     folders = ParameterFolders()
-    for param, files in _folders(zero, shapes, folders):
+    for param, files in _list_folders(zero, shapes, folders):
         if "fp32.pt" not in files:
             problems.missing.append(f"zero/{param}/fp32.pt")
         states = {}
@@ -103,7 +103,7 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
     return folders
 
 
-def _folders(
+def _list_folders(
     zero: Path, shapes: Mapping[str, Shape], folders: ParameterFolders
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each parameter in `zero` with its files, before those in its folder; what is none goes to the strays."""
@@ -116,7 +116,7 @@ def _folders(
     waiting = [""]
     while waiting:
         name = waiting.pop()
-        inner, others = _entries(zero / name, follow_links=not name)
+        inner, others = _list_entries(zero / name, follow_links=not name)
         files = tuple(file for file in others if name and file.endswith(".pt"))
         is_parameter = bool(files) or name in shapes
         below = [f"{name}/{folder}" if name else folder for folder in inner]
@@ -129,7 +129,7 @@ def _folders(
         waiting += reversed(nested)
 
 
-def _entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]:
+def _list_entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]:
     """Names of the folders in a folder, and of everything else, in order."""
     inner: list[str] = []
     others: list[str] = []

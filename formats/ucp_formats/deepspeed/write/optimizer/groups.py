@@ -94,7 +94,7 @@ def is_optimized(atom: AtomIndex) -> bool:
     return atom.kind is Kind.PARAMETER and 0 not in atom.global_shape
 
 
-def without_groups(index: Index) -> str:
+def describe_without_groups(index: Index) -> str:
     """What a source without optimizer groups holds: weights only, or states that no optimizer takes without groups."""
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     return f"has {', '.join(states)}, and no optimizer groups to take them with" if states else "holds weights only"
@@ -251,7 +251,7 @@ def common_keys(facts: RunFacts, rank: int) -> dict[str, object]:
     }
 
 
-def clipping(facts: RunFacts, rank: int) -> dict[str, object]:
+def clipping_keys(facts: RunFacts, rank: int) -> dict[str, object]:
     """Norm at which gradients are clipped; an engine keeps its own where the source does not say."""
     norm = facts.extras.mapping("optimizer", rank).get("clip_grad", facts.config.gradient_clipping)
     return {} if norm is None else {"clip_grad": norm}

@@ -30,7 +30,7 @@ from ucp.errors import UnsupportedError, listed
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
-from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
+from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping_keys, common_keys, group_entry, write_count
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, ParamRange, RunFacts, is_plain_number
 
 
@@ -127,7 +127,7 @@ def shared_state(draft: AtomDraft, facts: RunFacts, shares: Sequence[Share], ran
     ]
     return {
         **common_keys(facts, rank),
-        **clipping(facts, rank),
+        **clipping_keys(facts, rank),
         "base_optimizer_state": {"state": state, "param_groups": entries},
         "single_partition_of_fp32_groups": masters,
         "zero_stage": _stage(facts.stage),
@@ -234,7 +234,7 @@ class Wrapper(StrEnum):
     FUSED = "FP16_Optimizer"
 
 
-def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
+def choose_wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     """The class that the engine of the target will use (`_configure_fp16_optimizer`, 0.19.8).
 
     Where the training script builds the optimizer itself, `bias_correction` among the hyper-parameters tells of
@@ -280,7 +280,7 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_groups_flat": flat_masters,
         "clip_grad": 0.0,
-        **clipping(facts, 0),
+        **clipping_keys(facts, 0),
     }
 
 

@@ -96,7 +96,7 @@ class Pipeline:
                 seen.setdefault(key, set()).add(layer)
         return {key: sorted({*layers, *stated.get(key, ())}) for key, layers in seen.items()}
 
-    def hidden(self, stated: Uses) -> list[str]:
+    def find_unknown_uses(self, stated: Uses) -> list[str]:
         """Keys of tied layers that more layers use than have a file or are `told`: one for each stage, and two."""
         uses = self.tied_uses(stated).items()
         return [
@@ -105,7 +105,7 @@ class Pipeline:
             if len(layers) < max(len(self.tied_stages.get(key, ())), 1 if key in stated else 2)
         ]
 
-    def agrees(self, bounds: Sequence[int], uses: Uses) -> bool:
+    def has_stages(self, bounds: Sequence[int], uses: Uses) -> bool:
         """Whether stages of `bounds` have the trained parameters that the source's have; `uses`: of tied layers."""
         if not any(self.stages):
             return True
@@ -113,7 +113,7 @@ class Pipeline:
         tied = all(placed.get(key, set()) == stages for key, stages in self.tied_stages.items())
         return tied and all(stage_at(bounds, layer) == stages for layer, stages in self.layer_stages.items())
 
-    def disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
+    def find_disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
         """Two parameters of one group and stage that do not come in the order of the module, else None.
 
         A PipelineModule has tied layers before all others, as it registers them first.
@@ -142,7 +142,7 @@ def _place(name: str) -> int:
     return -1 if layer is None else layer
 
 
-def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
+def infer_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
     """The pipeline that a source without stages is to become, by its names; None where they are of no PipelineModule.
 
     `tied`: key of tied layers to layers that use them, the first of which has their file. Raises UsageError for tied
@@ -160,7 +160,7 @@ def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
     return Pipeline(dict(sorted(layers.items())), ())
 
 
-def pipeline_of(facts: RunFacts) -> Pipeline | None:
+def read_pipeline(facts: RunFacts) -> Pipeline | None:
     """The pipeline of the source, or None where it is not one."""
     record = facts.extras.mapping(PIPELINE)
     layers, stages = record.get("layers"), record.get("stages")

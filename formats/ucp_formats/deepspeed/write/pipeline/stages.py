@@ -68,7 +68,7 @@ class StageSettings:
         return bool(self.bounds or self.partition)
 
 
-def stage_settings(texts: Mapping[str, str]) -> StageSettings:
+def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
     """What the settings say. Raises UsageError with all that are malformed.
 
     >>> stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
@@ -120,7 +120,7 @@ class Stages:
     """What is to be said of them."""
 
 
-def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
+def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
     """Contents of `count` stages; `facts`: with the shapes that the first tensor-parallel rank has.
 
     Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
@@ -132,7 +132,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             for stage in () if name in owned else pipeline.stage_of(name):
                 places[stage][name] = len(places[stage])
         return Stages(places)
-    disorder = pipeline.disorder(facts.index.groups)
+    disorder = pipeline.find_disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
             f"expected each stage's optimizer to have the parameters of a group in the order of their layers; "
@@ -143,10 +143,10 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     layers = max(
         [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(users[-1] + 1 for users in uses.values() if users)]
     )
-    wrong = list(_misfits(pipeline, settings, layers, count))
+    wrong = list(_find_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
-    hidden = [key for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
+    hidden = [key for key in pipeline.find_unknown_uses(settings.tied) if count > 1 or len(uses) > 1]
     lacking = [_STAGES] if count > 1 and not settings.partitions else []
     lacking += [_TIED.format(key) for key in hidden]
     if lacking:
@@ -157,7 +157,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             f"expected the layers of each stage for pp={count}; {facts.index.path} is of pp={len(pipeline.stages)}, "
             f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
         )
-    bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
+    bounds = settings.bounds or _partition_layers(facts, settings, uses, layers, count)
     note = _note(facts, pipeline, settings, uses, bounds)
     return Stages(_places(facts, uses, bounds), (note,) if count > 1 else ())
 
@@ -168,12 +168,12 @@ def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Us
     if settings.partition:
         note += f" with partition={settings.partition} for {bounds[-1]} layers"
         before = len(pipeline.stages)
-        if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
+        if before and not pipeline.has_stages(_partition_layers(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages are not of this partition: check partition, layers and tied"
     return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
 
 
-def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
+def _find_misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
     """What the user says that does not fit the files, which have `layers` layers at least."""
     if settings.bounds and len(settings.bounds) != count + 1:
         yield f"stages: {len(settings.bounds) - 1} of them for pp={count}"
@@ -189,7 +189,7 @@ def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: in
         yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
 
 
-def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
+def _partition_layers(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
     """Bounds as `PipelineModule._partition_layers` makes them."""
     if settings.matched:
         return balanced_bounds([int(layer in settings.matched) for layer in range(layers)], count)
