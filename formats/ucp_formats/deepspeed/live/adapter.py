@@ -1,12 +1,12 @@
-"""The adapter of DeepSpeed engines (0.19.8): ZeRO 0 to 3, in place.
+"""The adapter of DeepSpeed engines (0.19.8): loads a checkpoint into an engine of ZeRO 0 to 3, in place.
 
-The masters of this rank are what is loaded into, whatever the stage, and the 16-bit weights are made from them by
-DeepSpeed's own means once all is there. An engine owns its optimizer, so that it need not be passed beside it;
-`optimizer=False` loads the weights alone (masters and 16-bit), and leaves moments, steps and rates.
+At every stage, values are loaded into the masters of this rank. Then DeepSpeed's own functions compute the 16-bit
+weights from the masters. An engine owns its optimizer, so users do not pass it; `optimizer=False` loads only weights
+(masters and 16-bit), and leaves moments, steps and learning rates unchanged.
 
-A checkpoint of DeepSpeed has all that an engine keeps beside tensors (steps, samples, the schedule of rates, the loss
-scale), and it is set as `engine.load_checkpoint` sets it. Of other frameworks only the step is known; what then stays
-at its initial value is told.
+A DeepSpeed checkpoint has every value that an engine keeps besides tensors (steps, samples, learning rate schedule,
+loss scale). They are set as `engine.load_checkpoint` sets them. Checkpoints of other frameworks have only the step; a
+note names each value that stays unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
-    """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
+    """Set the values that are not tensors of parameters; notes name those that the checkpoint lacks."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
     restored = {}
     for setting, name in (
@@ -52,7 +52,7 @@ def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
 
 
 def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
-    """What was set, and a note, either of them empty."""
+    """What was set, and a note; one of them is empty."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
         engine.global_steps = saved["global_steps"]
@@ -66,11 +66,11 @@ def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> 
         step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
         origin = "which the optimizer in the checkpoint counts for every parameter"
     if step is None:
-        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not record its step"
     engine.global_steps = step
     engine.global_samples = step * engine.train_batch_size()
     return "", (
-        f"engine.global_steps is {step}, {origin}; engine.global_samples was made of it and the batch size of this run"
+        f"engine.global_steps is {step}, {origin}; engine.global_samples is computed from it and this run's batch size"
     )
 
 
@@ -81,7 +81,7 @@ def _restore_schedule(engine: Any, _index: Index, extras: Mapping[str, object]) 
     if "engine" in extras and isinstance(saved, Mapping):
         engine.lr_scheduler.load_state_dict(saved)
         return f"scheduler {type(engine.lr_scheduler).__name__} of the engine", ""
-    return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
+    return "", "engine.lr_scheduler is unchanged: the checkpoint has no state of a DeepSpeed scheduler"
 
 
 def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]
     scale = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else {}
     is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None))
     if not scale or scale.pop("dynamic") != is_dynamic:
-        return "", "the loss scale stays as configured: the checkpoint has none of that kind"
+        return "", "the loss scale stays as configured: the checkpoint has no loss scale of the same kind"
     state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
     numbers = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
     values = {**numbers, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
@@ -108,7 +108,7 @@ def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]
 
 
 def _refuse(engine: Any) -> None:
-    """Raise UnsupportedError for everything about an engine that is not known here."""
+    """Raise UnsupportedError that lists every unsupported feature of the engine."""
     optimizer = engine.optimizer
     known = (
         (
@@ -142,7 +142,7 @@ def _refuse(engine: Any) -> None:
 
 
 def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
-    """Whether ranks share a copy of a layer. Raises UsageError where `mesh` says otherwise than the engine."""
+    """Whether layers are split over ranks. Raises UsageError if `mesh` contradicts the engine."""
     bwc = importlib.import_module("deepspeed.utils.bwc")
     ranks = int(bwc.bwc_tensor_model_parallel_world_size(engine.mpu))
     if ranks == 1:
@@ -165,7 +165,7 @@ class DeepSpeedAdapter:
     name = "deepspeed"
 
     def claims(self, request: LiveRequest) -> bool:
-        """Whether an engine is passed, or something that belongs to one."""
+        """Whether an engine, its module or its optimizer is passed."""
         if "deepspeed.runtime.engine" not in sys.modules:
             return False
         from torch import nn
@@ -177,7 +177,7 @@ class DeepSpeedAdapter:
         )
 
     def describe(self, request: LiveRequest) -> LiveRun:
-        """The parts of an engine. Raises UsageError without one, UnsupportedError for what is not known."""
+        """What the engine holds. Raises UsageError without an engine, UnsupportedError for unsupported features."""
         engine = _find_engine(request)
         _refuse(engine)
         is_cut = _is_tensor_parallel(engine, request.mesh)
@@ -191,7 +191,7 @@ class DeepSpeedAdapter:
 
 
 def _find_engine(request: LiveRequest) -> Any:
-    """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
+    """The engine, passed as model or optimizer; the other must belong to it. Raises UsageError."""
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     engines = [item for item in (request.model, request.optimizer) if isinstance(item, kind)]
     if not engines:
@@ -210,7 +210,7 @@ def _find_engine(request: LiveRequest) -> Any:
 
 
 def _describe_model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
-    """Masters where there are any; else what the rank holds of a tensor."""
+    """The master of each tensor, if it has one; else the rank's shard of it."""
     tensors, handles, marked = [], {}, {}
     tensor: Any  # with what DeepSpeed hangs on it
     for tensor, names in named.tensors.items():

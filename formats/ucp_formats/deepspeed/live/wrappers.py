@@ -1,4 +1,4 @@
-"""The optimizers of an engine, class by class: where masters lie, what is stepped, how weights follow from masters."""
+"""The optimizer classes of an engine: where masters are, what is stepped, how weights are computed from masters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModule:
-    """Parameters and persistent buffers, each once."""
+    """Parameters and persistent buffers of a module, each once."""
 
     tensors: Mapping[torch.Tensor, tuple[str, ...]]
-    """Parameter or buffer to the names it goes by."""
+    """Parameter or buffer to its names; several if it is tied."""
     notes: tuple[str, ...]
-    """What a checkpoint does not hold."""
+    """Notes on what a checkpoint does not hold."""
 
     def name(self, param: torch.Tensor) -> str:
         """Its own name."""
@@ -81,16 +81,16 @@ _STATES = {
     "DeepSpeedCPULion": _ADAM,
     "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
 }
-"""Optimizer of DeepSpeed's own (ops/) to the states it makes in its first step, beside a step that is a number."""
+"""DeepSpeed's own optimizers (ops/) to the states that their first step creates, besides the step, a number."""
 _CURE = "load into an engine of ZeRO 0 in fp32, or without states (optimizer=False)"
 _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
-"""Those that put a step into every group too, 0 for good."""
+"""Optimizers that also put a step into every group, which stays 0."""
 
 
 def describe_optimizer(
     optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]
 ) -> BufferedOptimizer:
-    """The wrapped optimizer, and what it steps. `names`: parameter to its name in the whole model."""
+    """The wrapped optimizer, with the tensors that it steps. `names`: parameter to its name in the full model."""
     tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
     keyed_buffers = list(zip(tensors, buffers, strict=True))
     groups = range(len(optimizer.param_groups))
@@ -121,7 +121,7 @@ def describe_optimizer(
 
 
 def _stepping_class(optimizer: Optimizer, group: Mapping[str, object]) -> str:
-    """Class that steps a group: Muon has another optimizer for what are no matrices, or does it itself."""
+    """Class that steps a group: Muon steps only matrices, and may have another optimizer for the rest."""
     other = None if group.get("use_muon") else getattr(optimizer, "aux_optimizer", None)
     return type(optimizer if other is None else other).__name__
 
@@ -142,7 +142,7 @@ class BufferedOptimizer(FlatOptimizer):
         ]
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was brought, and let DeepSpeed's `safe_get_full_optimizer_state` find it before the next step."""
+        """Store the states, and let DeepSpeed's `safe_get_full_optimizer_state` find them before the next step."""
         FlatOptimizer.put(self, states, counts)
         utils = importlib.import_module("deepspeed.utils")
         for buffer in self.buffers.values():
@@ -153,12 +153,12 @@ class BufferedOptimizer(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """What the weight of a parameter is loaded into."""
+    """The tensor that the weight of a parameter is loaded into."""
 
     memory: torch.Tensor
-    """Its elements: a stretch of a flat tensor, or a tensor of the local shape."""
+    """Its elements: a range of a flat tensor, or a tensor of the local shape."""
     part: LivePart
-    """What of the parameter they are."""
+    """The part of the parameter that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,9 @@ class Wrapped:
     masters: Mapping[torch.Tensor, Master] = field(default_factory=dict)
     """Parameter of the module to its master, where it has one."""
     optimizer: LiveOptimizer | None = None
-    """What steps them."""
+    """The optimizer that steps them."""
     finish: Callable[[], None] = field(default=lambda: None)
-    """Make the weights from the masters. Collective."""
+    """Compute the weights from the masters. Collective."""
 
 
 _KINDS = frozenset(
@@ -183,11 +183,11 @@ _KINDS = frozenset(
         "DeepSpeedZeRoOffload",
     }
 )
-"""Classes of deepspeed.runtime that are known."""
+"""Supported classes of deepspeed.runtime."""
 
 
 def unwrap_optimizer(optimizer: Any, named: NamedModule) -> Wrapped:
-    """What an engine's optimizer steps. Raises UnsupportedError for a class that is not known."""
+    """The masters and the optimizer that steps them. Raises UnsupportedError for an unsupported class."""
     from torch.optim import Optimizer
 
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.runtime.")]
@@ -242,7 +242,7 @@ def _wrap_buffers(
 
 
 def _copy_weights(wrapped: Wrapped) -> Wrapped:
-    """The same, with weights that are copies of whole masters."""
+    """The same, for weights that are copies of full masters."""
 
     def copy() -> None:
         for param, master in wrapped.masters.items():
@@ -252,7 +252,7 @@ def _copy_weights(wrapped: Wrapped) -> Wrapped:
 
 
 def _update_chunks(optimizer: Any) -> None:
-    """Make the chunks of weights from those of masters, where there are; what is kept whole is gathered again."""
+    """Copy the chunks of masters, if any, to those of weights; then gather the parameters that stay unsharded."""
     optimizer.checkpoint_event_prologue()
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     for weights, master in zip(getattr(optimizer, "fp16_partitioned_groups_flat", ()), masters, strict=True):

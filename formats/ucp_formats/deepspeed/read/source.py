@@ -9,7 +9,7 @@ from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, parse_name, require_folder, add_save_folder
+from ucp_formats.deepspeed.names import add_save_folder, locate_tag, parse_name, require_folder
 
 
 def _scale(index: Index) -> LossScale | None:

@@ -1,7 +1,7 @@
-"""The model-states file of DeepSpeed: the module, and everything a run knows beside its optimizer.
+"""The model-states file of DeepSpeed: the module, and every other value of a run except its optimizer.
 
-Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state lies among
-them, at the top.
+Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state is among
+them, at the top level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Module = OrderedDict[object, object]
 
 
 def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
-    """The module with whole tensors; tied names share one tensor."""
+    """The module with full tensors; tied names share one tensor."""
     wanted = frozenset(kinds)
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
@@ -53,7 +53,7 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
 
 
 def _add_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
-    """Tied names, entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+    """Add tied names, entries that are not tensors, and module versions, which torch keeps as an attribute."""
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     module.update((name, draft.carried(value)) for name, value in facts.extras.with_prefix(MODULE_STATE, rank))
     metadata = facts.extras.get("module_metadata")
@@ -70,7 +70,7 @@ def _list_unowned(index: Index) -> list[AtomIndex]:
 def has_frozen(index: Index) -> bool:
     """Whether there is a frozen parameter with elements.
 
-    If not, the source may have been saved without them: then a loader must not be told of any, or it misses the others.
+    If not, the source may have been saved without them: a loader that finds one frozen parameter asks for all others.
     """
     return any(0 not in atom.global_shape for atom in _list_unowned(index))
 
@@ -81,7 +81,7 @@ def frozen_shapes(index: Index) -> OrderedDict[object, object]:
 
 
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
-    """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
+    """Values of these parameters: full under stage 2, the chunk of `rank` under stage 3."""
     fragments: OrderedDict[object, object] = OrderedDict()
     for atom in _list_unowned(facts.index):
         dtype = facts.module_dtype(atom)

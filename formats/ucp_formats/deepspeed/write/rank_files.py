@@ -29,20 +29,20 @@ from ucp_formats.deepspeed.write.model_states import (
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
+    describe_without_groups,
     group_notes,
     optimizer_groups,
-    describe_without_groups,
 )
 from ucp_formats.deepspeed.write.optimizer.states import (
     GroupBuffer,
     Share,
     Wrapper,
+    choose_wrapper,
     chunked_state,
     group_members,
     optimizer_state,
     shared_state,
     split_groups,
-    choose_wrapper,
 )
 from ucp_formats.deepspeed.write.rank_views import narrow_index
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
@@ -51,8 +51,8 @@ from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 class RankFiles:
     """Plans the files of one rank; `facts`: with its parameters and local shapes.
 
-    `experts`, `ep`: experts, and the number of ranks that they are spread over. `is_stage`: whether it is a stage of a
-    pipeline, whose modules are in files of layers.
+    `experts`, `ep`: experts, and the number of ranks that they are split over. `is_stage`: whether the rank is a stage
+    of a pipeline, whose modules are in layer files.
     """
 
     def __init__(self, facts: RunFacts, experts: ExpertNumbers, ep: int, *, is_stage: bool) -> None:
@@ -112,20 +112,20 @@ class RankFiles:
             note = f"the source {describe_without_groups(index)}: load the files with load_module_only=True"
             if unstepped is not None:
                 values["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
-                note = "the optimizer had not stepped; its groups are written as they were, by numbers of parameters"
+                note = "the optimizer was never stepped; its groups are written unchanged, with numbered parameters"
             return [draft.finish(model_state(draft, facts, 0, values))], (note,)
         kind = choose_wrapper(facts, self.groups)
         notes = list(group_notes(self.groups, flat=kind is Wrapper.FUSED))
         if kind is Wrapper.FUSED:
             check_flat(self.groups)
         if index.topology.zero != 0 and kind is not Wrapper.PLAIN:
-            written = f"the optimizer is written as {kind} of DeepSpeed {EMULATED} keeps it"
+            written = f"the optimizer is written in the form of DeepSpeed {EMULATED}'s {kind}"
             notes.insert(0, f"{written}, for an engine of {facts.precision}")
         elif index.topology.zero != 0 and frozen_shapes(index):
             notes.insert(
                 0,
-                "an optimizer of stage 0 numbers its parameters: ucp assumes that frozen ones are not among them, and "
-                "trained ones without elements are",
+                "an optimizer of stage 0 numbers its parameters: ucp assumes that it numbers trained ones without "
+                "elements, and does not number frozen ones",
             )
         files = []
         for rank in range(self.ep):

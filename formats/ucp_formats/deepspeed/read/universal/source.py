@@ -7,7 +7,7 @@ from pathlib import Path
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, require_folder, add_save_folder
+from ucp_formats.deepspeed.names import add_save_folder, locate_tag, require_folder
 from ucp_formats.deepspeed.read.source import RUN
 
 

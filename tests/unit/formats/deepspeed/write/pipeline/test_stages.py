@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, read_pipeline
-from ucp_formats.deepspeed.write.pipeline.stages import Stages, parse_stage_settings, assign_stages
+from ucp_formats.deepspeed.write.pipeline.stages import Stages, assign_stages, parse_stage_settings
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts
 
 import ucp
@@ -85,7 +85,7 @@ def test_the_note_says_what_was_done_and_whether_the_source_is_so() -> None:
     (note,) = stages("z1-pp2-dp2", 4, {**TIED, "partition": "uniform"}).notes
     assert "stages=0,2,4,5,6, as --set says with partition=uniform for 6 layers. A run that" in note
     (note,) = stages("z1-pp2-dp2", 3, {**TIED, "partition": "parameters"}).notes
-    assert "the source's stages are not of this partition: check partition, layers and tied" in note
+    assert "the source's stages do not follow from this partition: check partition, layers and tied" in note
     (note,) = stages("z1-pp2-dp2", 3, {**TIED, "stages": "0,1,4,6"}).notes
     assert "the source's stages" not in note
 
