@@ -40,8 +40,8 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "WorkerDiedError",
-    "counted",
-    "listed",
+    "format_count",
+    "format_list",
     "nearest",
 ]
 
@@ -185,10 +185,10 @@ class LoadError(UcpError):
     """A live model or optimizer and the checkpoint do not fit together."""
 
 
-def listed(items: Iterable[str], *, most: int = 20) -> str:
+def format_list(items: Iterable[str], *, most: int = 20) -> str:
     """One indented line per item, the rest counted.
 
-    >>> print(listed(["a", "b", "c"], most=2))
+    >>> print(format_list(["a", "b", "c"], most=2))
       a
       b
       (+1 more)
@@ -199,10 +199,10 @@ def listed(items: Iterable[str], *, most: int = 20) -> str:
     return "\n".join(lines)
 
 
-def counted(count: int, what: str, several: str = "") -> str:
+def format_count(count: int, what: str, several: str = "") -> str:
     """A number of things; `what`: the word for one of them, and what follows; `several`: the same for more.
 
-    >>> counted(1, "state of parameters"), counted(2000, "file"), counted(2, "name has", "names have")
+    >>> format_count(1, "state of parameters"), format_count(2000, "file"), format_count(2, "name has", "names have")
     ('1 state of parameters', '2,000 files', '2 names have')
     """
     if several:

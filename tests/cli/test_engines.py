@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.unit.conftest import tree
 from ucp.contract import plugins, registry
 from ucp.transfer.engines.ray import cluster
 
@@ -61,10 +62,6 @@ def shell(env: dict[str, str], *words: object) -> subprocess.CompletedProcess[st
     )
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
-
-
 def test_help_explains_each(ucp: Run) -> None:
     told = " ".join(ucp("convert", "--help").stdout.split())
     for name in plugins.names("ucp.engines"):
@@ -97,9 +94,6 @@ def test_ray_is_not_installed(ucp: Run, zero3: Path, tmp_path: Path, monkeypatch
 
 
 class TestOfAnotherPackage:
-    def test_it_is_listed(self, loud: dict[str, str]) -> None:
-        assert "loud (this process, aloud)" in " ".join(shell(loud, "convert", "--help").stdout.split())
-
     def test_it_does_the_work(self, loud: dict[str, str], ucp: Run, zero3: Path, tmp_path: Path) -> None:
         done = shell(loud, "convert", zero3, tmp_path / "out", "--engine", "loud", "--set", "word=oh", "--json")
         assert set(done.stderr.split()) == {"oh"}

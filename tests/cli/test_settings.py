@@ -54,10 +54,6 @@ def test_an_argument_that_the_source_records(ucp: Run) -> None:
     ucp("plan", LLAMA, "--to", "megatron", "--set", "eval_interval=7")
 
 
-def test_a_target_by_its_initials(ucp: Run) -> None:
-    assert "did you mean 'huggingface'?" in ucp("plan", HF, "--to", "hf", code=2).stderr
-
-
 def test_a_config_is_named_by_its_folder_or_itself(ucp: Run) -> None:
     words = ("plan", HF, "--to", "huggingface", "--set")
     folder, file = (ucp(*words, f"config={own}") for own in (HF, HF / "config.json"))

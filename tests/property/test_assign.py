@@ -61,21 +61,6 @@ def test_places_are_those_of_all_assignments(case) -> None:
         assert every, "the case was made from an assignment"
 
 
-@given(case=deals())
-def test_one_place_each_only_where_one_assignment_fits(case) -> None:
-    """Stages that are filled one after another by whole layers: the assignment that the case was made of is in it."""
-    stages, layers = case
-    places = possible_places(stages, layers)
-    if places is not None and all(len(own) == 1 for own in places):
-        homes = [place[0] for own in places for place in own if place]
-        owner = [stage for stage, groups in enumerate(stages) for _ in groups]
-        assert [owner[home] for home in homes] == sorted(owner[home] for home in homes)
-
-
-def test_nothing_fits() -> None:
-    assert possible_places([[Slots(((2, 2),))]], [[(3,)]]) is None
-
-
 def test_a_large_model_is_quick_and_a_boundless_one_is_given_up() -> None:
     layers = [[(64, 64), (64,)] for _ in range(400)]
     places = possible_places([[Slots(((64, 64),) * 400), Slots(((64,),) * 400)]], layers)

@@ -19,11 +19,11 @@ from ucp_patterns.unique import Unique
 
 import ucp.core.slices
 import ucp.transfer.gather
-from tests.strategies import FLOATS, boxes_in, cuts, random_array, shapes, slices_of, states_of
+from tests.strategies import FLOATS, cuts, random_array, shapes, slices_of, states_of
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.layout import Overlap
-from ucp.core.region import Box, RegionPair
-from ucp.core.slices import Locator, block_ranges, in_file_order, resolve, resolve_replicas, runs_of
+from ucp.core.region import Box
+from ucp.core.slices import Locator, in_file_order, resolve, resolve_replicas, runs_of
 from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import DType
 from ucp.errors import CoverError
@@ -95,17 +95,6 @@ def test_any_source_into_any_slice(array, bounds, data):
         state = data.draw(states_of(array, folder))
         own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
         assert same(gathered(own, state, own.start, own.stop), wanted(own, array)[own.start : own.stop])
-
-
-@given(arrays(), st.integers(1, 7), st.data())
-def test_blocks_join_to_the_whole(array, step, data):
-    with shards() as folder:
-        state = data.draw(states_of(array, folder))
-        own = data.draw(slices_of(state, patterns(array.shape), state.dtype))
-        blocks = [gathered(own, state, low, high) for low, high in block_ranges(own.start, own.stop, step)]
-        assert all(block.size <= step for block in blocks)
-        joined = np.concatenate([np.zeros(0, array.dtype), *blocks])
-        assert same(joined, wanted(own, array)[own.start : own.stop])
 
 
 @given(arrays(st.sampled_from(FLOATS), bits=False), st.sampled_from(FLOATS), LIMITS, st.data())
@@ -196,23 +185,6 @@ def test_an_expanded_tensor_repeats_its_elements(shape, data):
         assert same(gathered(own, state, own.start, own.stop), wanted(own, full)[own.start : own.stop])
 
 
-@given(arrays(), st.data())
-def test_near_misses_no_piece(array, data):
-    """The bisecting search finds what looking at every piece finds."""
-    with shards() as folder:
-        state = data.draw(states_of(array, folder))
-        locator = Locator(state)
-        box = data.draw(boxes_in(array.shape))
-        if not box.numel:
-            return
-        held = np.zeros(array.shape, dtype=bool)
-        held[index_of(box)] = True
-        for replica in (0, *locator.replicas):
-            meeting = [f for f in state.fragments if f.replica == replica and held[index_of(f.box)].any()]
-            near = locator.near(box, replica)
-            assert all(any(f is g for g in near) for f in meeting)
-
-
 @given(arrays(), LIMITS, st.data())
 def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(array, bounds, data):
     """A strided or cast piece needs scratch; it is bounded, whatever the piece."""
@@ -226,15 +198,3 @@ def test_no_read_is_longer_than_a_stretch_unless_it_goes_straight_to_its_place(a
                 lead, run = runs_of(part)
                 assert math.prod(part.sizes[:lead]) * run <= max(stretch, state.dtype.itemsize)
         gatherer.sources.close()
-
-
-def test_pairs_that_are_many_boxes_of_one_tensor(tmp_path):
-    array = np.arange(24, dtype="int32").reshape(4, 6)
-    state = Shards(tmp_path).whole(array)
-    boxes = [Box((3, 0), (1, 6)), Box((1, 0), (2, 6))]
-    pairs = (
-        RegionPair(boxes[0], Box((0, 0), (1, 6))),
-        RegionPair(boxes[1], Box((1, 0), (2, 6))),
-    )
-    own = Slice(param="p", state="s", dtype=DType.INT32, pairs=pairs, local_shape=(3, 6), start=4, stop=15)
-    assert gathered(own, state, 5, 14).tolist() == array[[3, 1, 2]].reshape(-1)[5:14].tolist()

@@ -18,7 +18,6 @@ from ucp_patterns.shard import Shard
 from ucp_patterns.touched import Touched
 from ucp_patterns.unique import Unique
 
-from tests.property.test_region import compose
 from tests.strategies import coordinates, cuts, shapes
 from ucp.core.layout import AxisLayout, Layout, Overlap, compute_local_shape, locate_shard, place
 from ucp.core.region import RegionPair, find_gaps
@@ -142,58 +141,7 @@ def test_split_then_union_is_the_identity(case, dp):
         assert (union == whole).all()
 
 
-@given(cases(), st.data())
-def test_axes_compose_in_any_grouping(case, data):
-    """(a then b) then c places what a then (b then c) places."""
-    shape, layout = case
-    rank = data.draw(st.sampled_from(coordinates(layout)))
-    local, steps = shape, []
-    for axis in layout.axes:
-        pairs = axis.pattern.regions(local, axis.parts, rank[axis.axis])
-        if not pairs:
-            return
-        steps.append(pairs)
-        local = compute_local_shape(Layout((axis,)), local, rank)
-    if len(steps) == 3:
-        a, b, c = steps
-        left, right = compose(compose(a, b), c), compose(a, compose(b, c))
-        assert sorted(left, key=str) == sorted(right, key=str)
-
-
-class TestHybrid:
-    """Shard-Hy: experts over ep, each expert's matrix over tp, the flat rest over dp."""
-
-    layout = Layout((AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 2, Shard(2))))
-
-    def test_a_rank_holds_its_columns_of_its_experts(self):
-        (own,) = place(self.layout, (4, 3, 6), coords={"ep": 1, "tp": 0})
-        assert str(own.box) == "[2:4, 0:3, 0:3]"
-        assert compute_local_shape(self.layout, (4, 3, 6), {"ep": 1, "tp": 0}) == (2, 3, 3)
-
-    def test_a_zero_partition_of_it_is_a_few_boxes(self):
-        found = place(cut_flat(self.layout, 4, 13, 18), (4, 3, 6), coords={"ep": 1, "tp": 1, "dp": 1})
-        assert [str(own.box) for own in found] == [
-            "[2:3, 1:2, 4:6]",
-            "[2:3, 2:3, 3:6]",
-            "[3:4, 0:1, 3:6]",
-            "[3:4, 1:2, 3:4]",
-        ]
-        assert [own.offset for own in found] == [0, 2, 5, 8]
-
-
 class TestReplicas:
-    def test_only_copies_of_rule_equal_are_numbered(self):
-        layout = Layout(
-            (AxisLayout("ep", 2, Shard(0)), AxisLayout("tp", 3, Replicate()), AxisLayout("cp", 2, Partial()))
-        )
-        found = [place(layout, (4,), coords={"ep": 1, "tp": t, "cp": c})[0] for t in range(3) for c in range(2)]
-        assert [(own.replica, own.term) for own in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-
-    def test_two_axes_of_copies_number_through(self):
-        layout = Layout((AxisLayout("tp", 2, Replicate()), AxisLayout("cp", 3, Replicate())))
-        found = [place(layout, (), coords=rank)[0].replica for rank in coordinates(layout)]
-        assert found == [0, 1, 2, 3, 4, 5]
-
     def test_copies_of_a_flat_range_are_numbered_within_those_of_the_axes(self):
         layout = Layout((AxisLayout("tp", 2, Replicate()),), flat=(AxisLayout("dp", 3, Touched(start=0, share=3)),))
         found = [[own.replica for own in place(layout, (4,), coords=rank)] for rank in layout.ranks()]
@@ -204,35 +152,6 @@ class TestReplicas:
         layout = Layout(flat=(AxisLayout("dp_replicate", 2, Replicate()), AxisLayout("dp_shard", 2, Chunk(0))))
         found = [[(str(own.box), own.replica) for own in place(layout, (3,), coords=rank)] for rank in layout.ranks()]
         assert found == [[("[0:2]", 0)], [("[2:3]", 0)], [("[0:2]", 1)], [("[2:3]", 1)]]
-
-
-class TestPartsThatHoldNothing:
-    def test_what_is_not_owned_is_not_cut_further(self):
-        layout = Layout((AxisLayout("pp", 2, Unique(1)), AxisLayout("tp", 2, Shard(0, (4, 2)))))
-        assert place(layout, (6, 3), coords={"pp": 0, "tp": 0}) == ()
-        assert place(cut_flat(layout, 0, 0, 0), (6, 3), coords={"pp": 0, "tp": 0, "dp": 1}) == ()
-        assert [str(own.box) for own in place(layout, (6, 3), coords={"pp": 1, "tp": 1})] == [
-            "[2:4, 0:3]",
-            "[5:6, 0:3]",
-        ]
-        assert prod(compute_local_shape(layout, (6, 3), {"pp": 0, "tp": 0})) == 0
-
-    def test_a_scalar_that_is_not_owned(self):
-        layout = Layout((AxisLayout("pp", 2, Unique(0)),))
-        assert place(layout, (), coords={"pp": 1}) == ()
-        assert place(cut_flat(layout, 0, 1, 1), (), coords={"pp": 0, "dp": 1})[0].box.numel == 1
-
-    @pytest.mark.parametrize("blocks", [(), (1, 1), (0, 2)])
-    def test_more_parts_than_elements_keep_the_other_dims(self, blocks):
-        layout = Layout((AxisLayout("ep", 4, Shard(0, blocks)), AxisLayout("tp", 2, Shard(1, (4, 2)))))
-        shapes_held = [compute_local_shape(layout, (2, 6), {"ep": e, "tp": 1}) for e in range(4)]
-        assert shapes_held[3] == (0, 3)
-        assert sum(prod(own) for own in shapes_held) == 6
-
-
-def test_layouts_of_no_axis_hold_the_whole():
-    (own,) = place(Layout(), (2, 3), coords={})
-    assert (str(own.box), own.offset, own.strides, own.replica, own.term) == ("[0:2, 0:3]", 0, (3, 1), 0, 0)
 
 
 def test_pairs_of_a_shard_by_blocks_follow_one_another():

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from tests.strategies import random_array, shapes
 from ucp.core.tensor import DType
-from ucp.io.elements import assign, differing, mean_dtype, numpy_dtype, strided, viewed
+from ucp.io.elements import assign, differing, mean_dtype, numpy_dtype
 
 DTYPES = st.sampled_from(list(DType))
-
-
-@given(DTYPES)
-def test_types_have_the_size_they_say(dtype):
-    assert numpy_dtype(dtype).itemsize == dtype.itemsize
-    assert DType.from_safetensors(dtype.safetensors) is dtype
-    assert numpy_dtype(dtype).name == dtype.value
 
 
 @given(DTYPES, shapes(most=5), st.integers(0, 99), st.data())
@@ -58,14 +51,6 @@ def test_equal_nans_do_not_differ():
     nan = np.frombuffer(b"\x01\x00\xc0\x7f", dtype=np.float32)
     assert differing(nan, nan.copy()) is None
     assert differing(nan, np.float32([np.nan])).numel == 1
-
-
-def test_views_share_memory():
-    data = bytearray(24)
-    viewed(memoryview(data), DType.INT16)[3] = 7
-    strided(memoryview(data), DType.INT32, offset=8, sizes=(2, 2), strides=(8, 4))[1, 0] = 5
-    assert data[6] == 7
-    assert data[16] == 5
 
 
 @pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating])

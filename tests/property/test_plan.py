@@ -20,7 +20,7 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
 from ucp.errors import CoverError, MemoryBudgetError, MissingStateError, UsageError
 from ucp.transfer.plan.job import check_target, choose_checking, make_job
-from ucp.transfer.plan.tasks import BLOCK, SCRATCH, TASK, Share, bundle, fit_workers
+from ucp.transfer.plan.tasks import BLOCK, SCRATCH, Share, bundle, fit_workers
 
 PLAN = import_module("ucp.transfer.plan.job")  # `ucp.plan` is the function
 ITEM = 4
@@ -179,20 +179,6 @@ def test_a_share_that_is_none(number, parts):
         Share(number, parts)
 
 
-def test_a_giant_tensor_is_shared_out_and_small_ones_are_joined():
-    giant = 100 * BLOCK // ITEM
-    names = {f"p{n}": state_of(100) for n in range(1000)}
-    index = index_of(giant=state_of(giant), **names)
-    at, placements = 0, []
-    for name, numel in [("giant", giant), *((name, 100) for name in names)]:
-        placements.append(Placement(slice=slice_of(name, numel, 0, numel), path="pack", offset=at))
-        at += numel * ITEM
-    job = make_job(index, TargetPlan(files=(OutputFile(path="pack", nbytes=at),), placements=tuple(placements)))
-    assert len(job.tasks) == 26
-    assert sum(len(own.fills) for own in job.tasks) == 101
-    assert max(own.nbytes for own in job.tasks) == TASK
-
-
 class TestTargetsThatDoNotFit:
     def plan(self, *placements, nbytes=40, **more):
         return TargetPlan(files=(OutputFile(path="f", nbytes=nbytes, **more),), placements=placements)
@@ -250,10 +236,6 @@ class TestCheckingPlacements:
     def test_what_is_stored_twice_is_checked_once(self):
         own = [slice_of("p", 9, 0, 9), slice_of("p", 9, 0, 9), slice_of("p", 9, 2, 4)]
         assert self.placed(*own) == {0}
-
-    def test_states_are_told_apart(self):
-        own = [slice_of("p", 9, 0, 9), slice_of("p", 9, 0, 9, state="exp_avg"), slice_of("q", 9, 0, 9)]
-        assert self.placed(*own) == {0, 1, 2}
 
     def test_shards_of_a_tensor_check_their_own_parts(self):
         shards = [self.shard(Shard(1, (4, 2)), (3, 6), index) for index in range(2)]

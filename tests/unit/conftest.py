@@ -89,3 +89,13 @@ def extras_of(shards: Shards) -> tuple[Extra, ...]:
         Extra(name="rng/cpu", value=shards.put(np.arange(40, dtype="uint8"), file="rng.bin"), rank=0),
         Extra(name="rng/cpu", value=shards.put(np.arange(40, dtype="uint8")[::-1].copy(), file="rng.bin"), rank=1),
     )
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Files below a folder, by path."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def partial(dst: Path) -> Path:
+    """The folder in which a destination grows."""
+    return dst.with_name(f"{dst.name}.ucp-partial")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ucp.core.text.page import Part, Section, facts, table
 from ucp.core.text.units import count_text, ranges_text
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp.transfer.differences import Change
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
@@ -76,7 +76,7 @@ def make_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:
         for row in _group_rows(others, lambda change: (*_similarity(change), change.a, change.b))
     ]
     settings = [
-        (row.first.state or row.label, row.first.a, row.first.b, counted(row.changes, "parameter"))
+        (row.first.state or row.label, row.first.a, row.first.b, format_count(row.changes, "parameter"))
         for row in _group_rows(hyper, lambda change: (change.state or _similarity(change), change.a, change.b))
     ]
     by_state = [

@@ -23,7 +23,7 @@ from ucp.errors import (
     MalformedError,
     MissingFileError,
     UsageError,
-    counted,
+    format_count,
 )
 from ucp.io.folder import path_of
 from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
@@ -100,7 +100,7 @@ class VerifyReport(Report):
         if self.drift:
             return f"{self.path}: holds copies that should be equal and are not"
         if self.changes:
-            return f"{self.path}: differs from {self.against}, {counted(len(self.changes), 'difference')}"
+            return f"{self.path}: differs from {self.against}, {format_count(len(self.changes), 'difference')}"
         return f"{self.path}: complete and undamaged"
 
 
@@ -130,8 +130,8 @@ class DiffReport(Report):
 
     def page(self) -> Page:
         """The verdict, and the differences as tables."""
-        verdict = "equal" if self.equal else counted(len(self.changes), "difference")
-        yield f"{verdict}; {counted(self.compared, 'state')} of {nbytes_text(self.nbytes_compared)} compared"
+        verdict = "equal" if self.equal else format_count(len(self.changes), "difference")
+        yield f"{verdict}; {format_count(self.compared, 'state')} of {nbytes_text(self.nbytes_compared)} compared"
         yield from make_tables(self.changes, a=self.a, b=self.b)
         yield lines("Notes", self.notes)
 
@@ -265,7 +265,7 @@ def diff_checkpoints(
             *_describe_no_overlap(index_a, index_b),
             *casts,
             *(
-                f"{line}, of {counted(count, 'parameter')}: the numbers are equal, only their type is another"
+                f"{line}, of {format_count(count, 'parameter')}: the numbers are equal, only their type is another"
                 for line, count in Counter(
                     f"{change.state} is {change.a} in a, {change.b} in b" for change in recast
                 ).items()

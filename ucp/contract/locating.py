@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ucp.errors import MalformedError, UnknownFormatError, UsageError, counted, listed
+from ucp.errors import MalformedError, UnknownFormatError, UsageError, format_count, format_list
 from ucp.io.folder import exists, names_in, path_of, read_short_text, to_absolute
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def require_checkpoint(
     """
     if located is None:
         raise UnknownFormatError(f"expected {what} at {path}: {example}")
-    choices = listed(str(located.root / name) for name in located.choices)
+    choices = format_list(str(located.root / name) for name in located.choices)
     if located.dangling:
         text = read_short_text(located.root / located.dangling, most_bytes=_MOST_BYTES)
         shown = "what cannot be read as text" if text is None else f"{text!r}, which names none"
@@ -186,5 +186,7 @@ def require_checkpoint(
     if located.choices:
         noun = "candidate file" if located.strength is Strength.SUFFIX else "checkpoint"
         unnamed = f" and no {pointer} that names one" if pointer else ""
-        raise UsageError(f"{path} holds {counted(len(located.choices), noun)}{unnamed}; pass one of them:\n{choices}")
+        raise UsageError(
+            f"{path} holds {format_count(len(located.choices), noun)}{unnamed}; pass one of them:\n{choices}"
+        )
     return located

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.index import STEP, WEIGHT, Index
 from ucp.core.tensor import DType, Tensor
-from ucp.errors import MissingStateError, UnsupportedError, counted, listed
+from ucp.errors import MissingStateError, UnsupportedError, format_count, format_list
 
 if TYPE_CHECKING:
     from ucp.transfer.probe import Prober
@@ -60,7 +60,7 @@ class OptimizerPlan:
         if len(first) > 1:
             raise UnsupportedError(
                 f"expected one {state} for all parameters of an optimizer group, as {keeper}; got\n"
-                f"{listed(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
+                f"{format_list(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"
             )
         return next(iter(first.values()), None)
 
@@ -81,14 +81,14 @@ class OptimizerPlan:
     @property
     def casts(self) -> tuple[str, ...]:
         """A line per change of type of counts."""
-        return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in self._casts.items())
+        return tuple(f"{change} in {format_count(count, 'parameter')}" for change, count in self._casts.items())
 
     def check_grouped(self, params: Iterable[str], *, remedy: str) -> None:
         """Raise MissingStateError for those of `params` that are in no group, with the reasons that the source has."""
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:
-            reasons = self._index.loss_reasons(absent) or (listed(absent),)
+            reasons = self._index.loss_reasons(absent) or (format_list(absent),)
             raise MissingStateError(
                 f"expected every trained parameter in an optimizer group; {self._index.path} has {len(absent)} in "
                 "none:\n" + "\n".join((*reasons, remedy))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from ucp.errors import DestinationError, counted, listed
+from ucp.errors import DestinationError, format_count, format_list
 
 _MOST_COMPONENT = 255
 """Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
@@ -49,7 +49,7 @@ def check_named(
     for name, fault in (*faults, *_meeting([item for item in named if item[0] not in faults_by_name], reserved)):
         faults_by_name.setdefault(name, fault)
     if faults_by_name:
-        lines = listed(f"{_format_name(name)}: {fault}" for name, fault in faults_by_name.items())
+        lines = format_list(f"{_format_name(name)}: {fault}" for name, fault in faults_by_name.items())
         raise error(f"expected {expected}; got {len(faults_by_name):,} that cannot:\n{lines}\n{remedy}")
 
 
@@ -71,8 +71,8 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     if long:
         raise DestinationError(
             f"expected paths of at most {most_path} bytes, and {most_component} for each part, below {folder}; got "
-            f"{counted(len(long), 'longer one')}:\n{listed(map(_format_name, long))}\nchoose a shorter destination, or "
-            "a layout or target that makes no files of names"
+            f"{format_count(len(long), 'longer one')}:\n{format_list(map(_format_name, long))}\nchoose a shorter "
+            "destination, or a layout or target that makes no files of names"
         )
 
 
@@ -89,8 +89,8 @@ def check_text(names: Iterable[str]) -> None:
     wrong = [name for name in dict.fromkeys(names) if not is_text(name)]
     if wrong:
         raise DestinationError(
-            f"expected names that are text; got {counted(len(wrong), 'name')} with lone surrogates, which have no "
-            f"UTF-8:\n{listed(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
+            f"expected names that are text; got {format_count(len(wrong), 'name')} with lone surrogates, which have no "
+            f"UTF-8:\n{format_list(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
         )
 
 

@@ -16,8 +16,8 @@ from operator import attrgetter
 
 from ucp.core.index import Extra
 from ucp.core.tensor import Record, TensorRef
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
-from ucp.io.pickle.fields import described
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, format_list
+from ucp.io.pickle.fields import describe_value
 from ucp.io.pickle.values import diff, equal_leaves
 
 
@@ -118,10 +118,10 @@ class Problems:
         if len(set(firsts)) <= 1:
             return
         usual = Counter(firsts).most_common(1)[0][0]
-        elsewhere = described(list(known.values())[usual])
+        elsewhere = describe_value(list(known.values())[usual])
         for (file, value), first in zip(known.items(), firsts, strict=True):
             if first != usual:
-                self.wrong.append(f"{file}: of another run: {what} is {described(value)}, elsewhere {elsewhere}")
+                self.wrong.append(f"{file}: of another run: {what} is {describe_value(value)}, elsewhere {elsewhere}")
 
     def extend(self, others: Problems) -> None:
         """Add the problems of another collection."""
@@ -144,4 +144,4 @@ class Problems:
             remedy.append("remove files that belong to another run")
         count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
         advice = f"\n{'; '.join(remedy)}".replace("\nc", "\nC") if remedy else ""
-        raise kind(f"{count} with the files of {where} ({what}):\n{listed(lines, most=40)}{advice}")
+        raise kind(f"{count} with the files of {where} ({what}):\n{format_list(lines, most=40)}{advice}")

@@ -21,10 +21,10 @@ from ucp.errors import (
     UcpError,
     UnknownFamilyError,
     UnknownFormatError,
-    listed,
+    format_list,
 )
 from ucp.io.folder import is_url, refuse_partial, url_scheme
-from ucp.io.pickle.callables import CALLS, GROUPS, unusual_calls
+from ucp.io.pickle.callables import CALLS, GROUPS, find_unusual_calls
 
 if TYPE_CHECKING:
     from ucp.families.family import Family
@@ -150,7 +150,7 @@ def add_call_notes(index: Index) -> Index:
     usual = {name for fmt in _formats() for name in fmt.pickles}
     values = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
     notes = [note for note in index.notes if not note.startswith(CALLS)]
-    return replace(index, notes=(*notes, *unusual_calls(values, usual)))
+    return replace(index, notes=(*notes, *find_unusual_calls(values, usual)))
 
 
 def _configured(fmt: Format, options: SourceOptions | None) -> Format:
@@ -193,7 +193,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
             for fmt, evidence_of in strongest
         ]
         raise UnknownFormatError(
-            f"{path} could be several formats; pass the folder or file of one of them:\n{listed(lines)}"
+            f"{path} could be several formats; pass the folder or file of one of them:\n{format_list(lines)}"
         )
     raise UnknownFormatError(
         f"expected a checkpoint of {', '.join(plugins.names('ucp.formats'))}; {path} is none of them "
@@ -215,7 +215,7 @@ def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[F
     claims = ((folder, other.detect(folder)) for folder in folders for other in other_formats)
     checkpoints = dict.fromkeys(folder for folder, claim in claims if claim is not None and claim.root == folder)
     if checkpoints:
-        lines = listed(map(str, sorted([evidence.root, *checkpoints])))
+        lines = format_list(map(str, sorted([evidence.root, *checkpoints])))
         raise UnknownFormatError(
             f"{path} holds {len(checkpoints) + 1} checkpoints, of several formats, and nothing says which is meant; "
             f"pass one of them:\n{lines}"
@@ -241,7 +241,7 @@ def _advice(path: Path, formats: Sequence[Format]) -> str:
     """What to pass instead: a checkpoint in `path`; else what is known of its names; else what it is a part of."""
     inside = [str(folder) for folder in _folders(path) if any(fmt.detect(folder) for fmt in formats)]
     if len(inside) > 1:
-        return f"It holds several:\n{listed(inside)}\nPass one of them"
+        return f"It holds several:\n{format_list(inside)}\nPass one of them"
     if inside:
         return f"Did you mean {inside[0]}?"
     parent = path.absolute().parent

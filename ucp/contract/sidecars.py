@@ -17,7 +17,7 @@ from ucp.contract.locating import SaveFolder
 from ucp.core.index import SIDECAR, Extra, Index, SourceFile
 from ucp.core.target import OutputFile, RawCopy, TargetPlan
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import MalformedError, counted
+from ucp.errors import MalformedError, format_count
 from ucp.io.folder import MARK, PARTIAL, names_of_folder, path_of, to_absolute
 from ucp.io.provenance import source_file
 
@@ -119,7 +119,7 @@ def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()
     """
     used_names = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
     before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
-    alien = f"of single ranks; there were {counted(before, 'rank')}, and " + (
+    alien = f"of single ranks; there were {format_count(before, 'rank')}, and " + (
         f"will be {now:,}" if now else "what is written is for any number of ranks"
     )
     carried: list[SidecarFile] = []

@@ -31,7 +31,7 @@ from ucp.conversion.prepare import Prepared, prepare
 from ucp.core.index import WEIGHT, Index
 from ucp.core.text.page import Page, facts, lines
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
-from ucp.errors import CorruptError, UsageError, counted, listed
+from ucp.errors import CorruptError, UsageError, format_count, format_list
 from ucp.io.folder import url_scheme
 from ucp.source.read import read_with_options
 from ucp.transfer.compare import find_corruption, find_drift, fit_threads
@@ -206,25 +206,25 @@ def _describe_resumed(report: ConvertReport) -> str:
 
 def _describe_tensors(report: ConvertReport) -> str:
     """What was done with the bytes of tensors."""
-    whose, spent = f"of {counted(report.atoms, 'parameter')}", f"in {seconds_text(report.seconds)}"
+    whose, spent = f"of {format_count(report.atoms, 'parameter')}", f"in {seconds_text(report.seconds)}"
     if report.references:
-        return f"{counted(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
+        return f"{format_count(report.references, 'reference')} into the source, {whose}; nothing copied; {spent}"
     rate = rate_text(report.nbytes_written, report.seconds) if report.nbytes_written else ""
     how = "with --verify" if report.verified else rate
     return f"{nbytes_text(report.nbytes_written)} written, {whose}, {spent}{f' ({how})' if how else ''}"
 
 
 def _describe_files(count: int, nbytes: int) -> str:
-    return f"{counted(count, 'file')} of {nbytes_text(nbytes)}"
+    return f"{format_count(count, 'file')} of {nbytes_text(nbytes)}"
 
 
 def _list_checks(report: ConvertReport) -> Iterator[str]:
     if report.checked_bytes:
         yield f"{nbytes_text(report.checked_bytes)} of the source against checksums"
     if report.copies_checked:
-        yield f"{counted(report.copies_checked, 'state')} against copies in the source"
+        yield f"{format_count(report.copies_checked, 'state')} against copies in the source"
     if report.unchecked_files:
-        yield f"{counted(len(report.unchecked_files), 'file')} of the source without checksums"
+        yield f"{format_count(len(report.unchecked_files), 'file')} of the source without checksums"
 
 
 def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
@@ -250,7 +250,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
         ),
     ]
     if lines:
-        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{listed(lines)}")
+        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{format_list(lines)}")
 
 
 def _keep_companions(index: Index, job: Job) -> Index:

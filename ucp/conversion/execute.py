@@ -15,7 +15,7 @@ from ucp.conversion.destination.protocol import Destination, ResumePoint, WorkFo
 from ucp.conversion.prepare import Prepared
 from ucp.core.index import Index
 from ucp.core.target import Literal, OutputFile, Receipts
-from ucp.errors import CorruptError, ReplicaError, counted, listed
+from ucp.errors import CorruptError, ReplicaError, format_count, format_list
 from ucp.io.folder import MARK
 from ucp.io.provenance import check_unchanged, dump_mark, is_remote
 from ucp.io.writing import is_memory
@@ -131,15 +131,15 @@ def check_read(index: Index, written: Written) -> None:
     if written.drift:
         lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
         raise ReplicaError(
-            f"{index.path} holds copies that should be equal and are not:\n{listed(lines)}\n"
+            f"{index.path} holds copies that should be equal and are not:\n{format_list(lines)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "
             "mixed. --drift first or --drift mean chooses a value where copies drifted"
         )
     wrong = find_mismatches(index.records, written.spans)
     if wrong:
         raise CorruptError(
-            f"CRC-32 differs in {counted(len(wrong), 'record')}: these bytes are not those that were written:\n"
-            f"{listed(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
+            f"CRC-32 differs in {format_count(len(wrong), 'record')}: these bytes are not those that were written:\n"
+            f"{format_list(f'{r.path}: {r.name}{describe_owners(index, r)}' for r in wrong)}\n"
             "the files were damaged after they were saved; copy them again, or use another checkpoint"
         )
     check_unchanged(index.files)

@@ -22,7 +22,7 @@ from ucp.core.text.overview import layout_lines, source_facts
 from ucp.core.text.page import Page, Report, Section, facts, lines
 from ucp.core.text.units import nbytes_text, seconds_text
 from ucp.core.topology import Topology
-from ucp.errors import counted
+from ucp.errors import format_count
 
 _DISK = 1 << 30
 """Bytes per second of the disk that the time is given for."""
@@ -167,20 +167,20 @@ def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> Plan
 
 def _list_facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "to", " ".join(filter(None, [report.to, report.layout, str(report.topology or "")]))
-    whose = f"of {counted(report.atoms, 'parameter')}"
+    whose = f"of {format_count(report.atoms, 'parameter')}"
     if report.references:
-        references = counted(report.references, "reference")
+        references = format_count(report.references, "reference")
         yield "tensors", f"{nbytes_text(report.nbytes)} {whose}: {references} into the source, nothing copied"
     else:
         amounts = f"{nbytes_text(report.nbytes_read)} to read, {nbytes_text(report.nbytes_written)} to write"
         yield "tensors", f"{amounts}, {whose}"
     packs = "what the tensors compress to, and " if report.compressed else ""
-    files = f"{counted(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
+    files = f"{format_count(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
     at_best = seconds_text((report.nbytes_read + report.nbytes_out) / _DISK)
     yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
-    workers = f"{counted(report.workers, 'worker')} of {counted(report.threads, 'thread')}"
-    yield "work", f"{counted(report.tasks, 'task')} by {workers}"
+    workers = f"{format_count(report.workers, 'worker')} of {format_count(report.threads, 'thread')}"
+    yield "work", f"{format_count(report.tasks, 'task')} by {workers}"
     yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
     if report.scratch:
         yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"

@@ -19,8 +19,8 @@ from ucp.conversion.options import OPTIONS, ConvertOptions, count_cores
 from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
-from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, listed, nearest
-from ucp.io.pickle.values import nbytes_in_memory
+from ucp.errors import FamilyError, MisfitError, MissingStateError, UnsupportedError, UsageError, format_list, nearest
+from ucp.io.pickle.values import measure_memory
 from ucp.io.provenance import contents_of, is_remote
 from ucp.source.moments import ZeroMoments, check_moments, detect_first_step
 from ucp.source.new_optimizer import HYPER, add_optimizer, drop_hyper
@@ -98,7 +98,7 @@ class Prepared:
         states = [state for _, _, state in self.job.index.states()]
         pieces = sum(len(state.fragments) for state in states)
         atoms, placements = len(self.job.index.atoms), len(self.job.target.placements)
-        extras = nbytes_in_memory(extra.value for extra in self.job.index.extras) * _COPIES_OF_EXTRAS
+        extras = measure_memory(extra.value for extra in self.job.index.extras) * _COPIES_OF_EXTRAS
         return (
             atoms * _PER_ATOM
             + len(states) * _PER_STATE
@@ -302,7 +302,7 @@ def _check_settings(
     common = (*(RUN_SETTINGS if chosen.resumes else ()), DROP, FROZEN)
     working = () if engine is None else engine.settings
     near = {name: nearest(name, [*known, *also, *common, *working]) for name in unknown}
-    lines = listed(f"{name}{_suggest(name, similar)}" for name, similar in near.items())
+    lines = format_list(f"{name}{_suggest(name, similar)}" for name, similar in near.items())
     takes = ", ".join([*chosen.settings, *also, *common])
     more = "; any argument that the source records" if len(known) > len(chosen.settings) else ""
     more += "; sizes of the model by the names of Megatron or config.json (num_attention_heads)" if by_family else ""

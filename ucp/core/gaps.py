@@ -26,7 +26,7 @@ from itertools import permutations
 from ucp.core.index import WEIGHT, DoubtKind, Fragment, Index, Kind, LostStates, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box, find_gaps
-from ucp.errors import CoverError, MalformedError, MissingStateError, counted, listed
+from ucp.errors import CoverError, MalformedError, MissingStateError, format_count, format_list
 
 _WHY = (
     "states or settings that others like these parameters have: part of the optimizer is lost. Copy the checkpoint "
@@ -124,7 +124,7 @@ def add_state_gaps(index: Index) -> Index:
 def describe_state_gaps(lacking: Mapping[str, tuple[str, ...]]) -> str:
     """Message about gaps: every parameter with what it lacks."""
     lines = (f"{name}: {', '.join(states)}" for name, states in lacking.items())
-    return f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} {_WHY}:\n{listed(lines)}"
+    return f"{format_count(len(lacking), 'parameter lacks', 'parameters lack')} {_WHY}:\n{format_list(lines)}"
 
 
 def check_cover(index: Index) -> None:
@@ -132,8 +132,8 @@ def check_cover(index: Index) -> None:
     problems = [problem for atom, name, state in index.states() for problem in _describe_gaps(atom.name, name, state)]
     if problems:
         raise CoverError(
-            f"the pieces in {index.path} do not tile {counted(len(problems), 'region')} of tensors exactly once:\n"
-            f"{listed(problems)}\nfiles of this checkpoint are missing, or are from different runs"
+            f"the pieces in {index.path} do not tile {format_count(len(problems), 'region')} of tensors exactly once:\n"
+            f"{format_list(problems)}\nfiles of this checkpoint are missing, or are from different runs"
         )
 
 
@@ -155,7 +155,7 @@ def check_names(index: Index) -> None:
     if problems:
         raise MalformedError(
             f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
-            f"most; got\n{listed(problems)}\nIt is damaged, or was edited: copy it again"
+            f"most; got\n{format_list(problems)}\nIt is damaged, or was edited: copy it again"
         )
 
 
@@ -163,7 +163,7 @@ def check_weights(index: Index) -> None:
     """Prove that every parameter has a weight. Raises MissingStateError with all that have none."""
     atoms = [atom for atom in index.atoms.values() if WEIGHT not in atom.states]
     if atoms:
-        lines = listed(f"{atom.name}: {', '.join(atom.states) or 'no state'}" for atom in atoms)
+        lines = format_list(f"{atom.name}: {', '.join(atom.states) or 'no state'}" for atom in atoms)
         raise MissingStateError(
             f"expected the weight of every parameter, as frameworks save no other state without it; {index.path} has "
             f"only\n{lines}\nInclude the weights if --include or --exclude leaves them out; otherwise make the store "

@@ -15,7 +15,7 @@ from ucp.core.region import Box
 from ucp.core.tensor import DType, Record, Tensor, TensorRef
 from ucp.core.text.page import Page, Report
 from ucp.core.topology import Topology
-from ucp.errors import UsageError, counted, listed
+from ucp.errors import UsageError, format_count, format_list
 
 WEIGHT = "weight"
 """State of the parameter itself, in the best precision of the checkpoint (the fp32 master if there is one)."""
@@ -347,7 +347,7 @@ class Index(Report):
             if name in self.lost:
                 loss = self.lost[name]
                 names.setdefault(loss.reason, []).append(f"{name}: {loss.detail}" if loss.detail else name)
-        return tuple(f"{why}:\n{listed(params_of_reason)}" for why, params_of_reason in names.items())
+        return tuple(f"{why}:\n{format_list(params_of_reason)}" for why, params_of_reason in names.items())
 
     @property
     def nbytes(self) -> int:
@@ -356,7 +356,8 @@ class Index(Report):
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"<{self.format} checkpoint {self.path}: {counted(len(self.atoms), 'parameter')}, {self.topology}{step}>"
+        params = format_count(len(self.atoms), "parameter")
+        return f"<{self.format} checkpoint {self.path}: {params}, {self.topology}{step}>"
 
     def page(self) -> Page:
         """What it is, what is missing, its states, its notes."""

@@ -40,6 +40,9 @@ class Box:
         """The box of all elements of a tensor of this shape."""
         return _full_box(tuple(shape))
 
+    whole = full
+    """Name of `full` before 26 November 2026, for scripts that use it."""
+
     @property
     def numel(self) -> int:
         """Elements."""

@@ -15,7 +15,7 @@ from ucp.core.layout import Layout
 from ucp.core.region import RegionPair, full_pairs
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import counted
+from ucp.errors import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +226,4 @@ def describe_casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool
         if stored is not item.dtype and item.stop > item.start and (names_rounded or not is_model_copy):
             line = f"{item.state}: {stored} -> {item.dtype}{' beside the masters' if is_model_copy else ''}"
             changed.setdefault(line, set()).add(item.param)
-    return tuple(f"{line} in {counted(len(params), 'parameter')}" for line, params in changed.items())
+    return tuple(f"{line} in {format_count(len(params), 'parameter')}" for line, params in changed.items())

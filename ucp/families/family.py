@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ucp.errors import FamilyError, UsageError, counted, listed
+from ucp.errors import FamilyError, UsageError, format_count, format_list
 from ucp.families.expression import Expression
 from ucp.families.match import Match
 from ucp.families.naming import (
@@ -197,13 +197,13 @@ class Family:
         parts = []
         if unmatched:
             parts.append(
-                f"{counted(len(unmatched), 'name has', 'names have')} "
-                f"no rule in the family {self.name!r}:\n{listed(unmatched)}"
+                f"{format_count(len(unmatched), 'name has', 'names have')} "
+                f"no rule in the family {self.name!r}:\n{format_list(unmatched)}"
             )
         if ambiguous:
             parts.append(
-                f"{counted(len(ambiguous), 'name has', 'names have')} "
-                f"two rules in the family {self.name!r}:\n{listed(ambiguous)}"
+                f"{format_count(len(ambiguous), 'name has', 'names have')} "
+                f"two rules in the family {self.name!r}:\n{format_list(ambiguous)}"
             )
         remedy = "choose another family with --family, or add rules of your own with --patterns my.toml"
         return "\n".join((*parts, f"{remedy} (`ucp patterns check` shows which names have a rule)"))
@@ -282,7 +282,9 @@ class Family:
         """The name in another style, if it is one tensor there. Raises FamilyError, UsageError."""
         names = self.find_spelling(name, style)[1]
         if len(names) != 1:
-            raise FamilyError(f"{name} is {counted(len(names), 'tensor')} in the style {style!r}: {', '.join(names)}")
+            raise FamilyError(
+                f"{name} is {format_count(len(names), 'tensor')} in the style {style!r}: {', '.join(names)}"
+            )
         return names[0]
 
     def find_spelling(self, name: str, style: str) -> tuple[Alias, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from ucp.families.family import Family, distinct_shapes
 from ucp.families.rule import PatternFactory, Rule
 from ucp.families.template import kind, outline
 from ucp.families.toml.family import read_family, read_header
-from ucp.io.pickle.fields import shown
+from ucp.io.pickle.fields import format_value
 
 _MOST_BYTES = 4 << 20
 """Longest rules file that is read."""
@@ -197,7 +197,7 @@ def _contradiction(
     while queue:
         inputs[name := queue.pop(0)] = None
         queue += sorted(other for formula in family.sizes.get(name, ()) for other in formula.names - inputs.keys())
-    recorded = (f"{name} = {shown(arguments[name])}" for name in inputs if arguments.get(name) is not None)
+    recorded = (f"{name} = {format_value(arguments[name])}" for name in inputs if arguments.get(name) is not None)
     templates = {family.tensors[name].text for name in inputs if name in family.tensors}
     shape_texts: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -233,7 +233,7 @@ def _contradicted(wanted: Mapping[str, object], arguments: Mapping[str, object])
     """Recorded arguments that have not the values `wanted`."""
     for key, value in wanted.items():
         if key in arguments and arguments[key] != value:
-            yield f"{key} is {shown(arguments[key])}, not {value!r}"
+            yield f"{key} is {format_value(arguments[key])}, not {value!r}"
 
 
 def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> set[str]:

@@ -17,7 +17,7 @@ from ucp.core.index import AtomIndex, Fragment, Index, StateIndex
 from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.union import add_copies, map_fragment
-from ucp.errors import MissingStateError, UnsupportedError, listed
+from ucp.errors import MissingStateError, UnsupportedError, format_list
 
 
 class TensorRecipe(NamedTuple):
@@ -159,8 +159,8 @@ def _check_once(index: Index, recipes: Mapping[str, TensorRecipe]) -> None:
             problems.append(f"{source}: {count:,} of its {numel:,} elements would be taken")
     if problems:
         raise UnsupportedError(
-            f"expected names and shapes under which every element is kept, and kept once; got\n{listed(problems)}\n"
-            "Correct the rules that tensors are joined and split by"
+            "expected names and shapes under which every element is kept, and kept once; "
+            f"got\n{format_list(problems)}\nCorrect the rules that tensors are joined and split by"
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ucp.errors import FamilyError, listed
+from ucp.errors import FamilyError, format_list
 from ucp.families.expression import Expression
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.naming import CANONICAL, ParsedName
@@ -109,7 +109,7 @@ def _length(option: OptionValue, values: Mapping[str, object]) -> int | None:
 
 def _describe_undecided(family: Family, name: str, fitting: list[str], conflicts: list[str]) -> str:
     if not fitting:
-        why = f":\n{listed(conflicts)}" if conflicts else ", and no style has all of the names"
+        why = f":\n{format_list(conflicts)}" if conflicts else ", and no style has all of the names"
         return (
             f"several styles of {family.name!r} store other elements under names such as {name}, and the shapes are "
             f"those of none{why}\nA config.json or --set of another model would show so; else choose another family "

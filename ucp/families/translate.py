@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.core.region import Box, RegionPair
-from ucp.errors import FamilyError, UnsupportedError, listed
+from ucp.errors import FamilyError, UnsupportedError, format_list
 from ucp.families.expression import ExpressionError, UnknownNameError
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL, ParsedName
@@ -102,7 +102,8 @@ def _to_canonical(
 
 def _parts_error(family: Family, problems: Sequence[str]) -> UnsupportedError:
     return UnsupportedError(
-        f"expected every tensor that makes up a parameter of {family.name!r}, once; got\n{listed(problems)}\n{_REMEDY}"
+        f"expected every tensor that makes up a parameter of {family.name!r}, once; "
+        f"got\n{format_list(problems)}\n{_REMEDY}"
     )
 
 
@@ -118,7 +119,7 @@ def _parse_names(family: Family, names: Iterable[str], source: str | None) -> It
         family.match(without)  # raises, with all of them and what to do
     if without:
         raise FamilyError(
-            f"no rule of {family.name!r} knows these names{f' in {source}' if source else ''}:\n{listed(without)}"
+            f"no rule of {family.name!r} knows these names{f' in {source}' if source else ''}:\n{format_list(without)}"
         )
 
 
@@ -187,14 +188,14 @@ def _to_style(
             twice += names
     if without:
         raise FamilyError(
-            f"the family {family.name!r} has no name in the style {style!r} for\n{listed(without)}\n"
+            f"the family {family.name!r} has no name in the style {style!r} for\n{format_list(without)}\n"
             f"give them one in a rules file of your own ([alias.{style}], --patterns my.toml), or leave them out "
             "(--exclude)"
         )
     counts = Counter(name for unit in units for name in unit.names)
     twice += [name for name, count in counts.items() if count > 1]
     if twice:
-        raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{listed(twice)}")
+        raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{format_list(twice)}")
     recipes: dict[str, TensorRecipe] = {}
     for unit, members in units.items():
         if all(canonical[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
@@ -214,7 +215,7 @@ def _split_unit(
     if prod(counts) != len(members) or len(inner) > 1:
         raise UnsupportedError(
             f"expected all {prod(counts)} tensors that make {', '.join(unit.names)}, of one shape; got\n"
-            f"{listed(f'{name} {list(recipe.shape)}' for name, recipe in canonical.items())}\n{_REMEDY}"
+            f"{format_list(f'{name} {list(recipe.shape)}' for name, recipe in canonical.items())}\n{_REMEDY}"
         )
     (shape,) = inner
     try:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self, cast
 
 from ucp.core.tensor import GAP
-from ucp.errors import MalformedError, MissingFileError, SourceError, listed
+from ucp.errors import MalformedError, MissingFileError, SourceError, format_list
 from ucp.io.folder import exists, is_url, names_in, path_of
 from ucp.io.json_text import NotJson, parsed
 
@@ -315,7 +315,7 @@ def split_parts(path: str) -> tuple[str, ...]:
     missing = [part for index, part in enumerate(parts) if index not in indices]
     if missing:
         raise MissingFileError(
-            f"{path} is split into {count} parts and {len(missing)} are not there; copy them:\n{listed(missing)}"
+            f"{path} is split into {count} parts and {len(missing)} are not there; copy them:\n{format_list(missing)}"
         )
     return tuple(parts)
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from zlib_ng import zlib_ng
 
 from ucp.core.index import SourceFile
-from ucp.errors import ChangedError, DestinationError, SourceError, counted, listed
+from ucp.errors import ChangedError, DestinationError, SourceError, format_count, format_list
 from ucp.io.files import open_source, parts_of
 from ucp.io.folder import MARK, files_below, is_url, path_of, refresh
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
@@ -65,8 +65,8 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
         changed.append(file.path)
     if changed:
         raise ChangedError(
-            f"objects were replaced while they were read:\n{listed(changed)}\nWait until whoever writes there is done, "
-            "then begin again"
+            f"objects were replaced while they were read:\n{format_list(changed)}\nWait until whoever writes there is "
+            "done, then begin again"
         )
 
 
@@ -154,10 +154,10 @@ def is_complete(dst: Path, fingerprint: str, *, overwrite: bool = False) -> bool
         return False
     damage = find_damage(dst, mark)
     if damage and not overwrite:
-        files, verb = counted(len(damage), "file"), "is" if len(damage) == 1 else "are"
+        files, verb = format_count(len(damage), "file"), "is" if len(damage) == 1 else "are"
         raise DestinationError(
-            f"this conversion was finished, but {files} in {dst} {verb} not as written:\n{listed(damage)}\nCopy them "
-            "again, or write all of them again with --overwrite in place of --resume"
+            f"this conversion was finished, but {files} in {dst} {verb} not as written:\n{format_list(damage)}\nCopy "
+            "them again, or write all of them again with --overwrite in place of --resume"
         )
     return not damage
 

@@ -21,7 +21,7 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import open_source, read_object
 from ucp.io.json_text import parsed
-from ucp.io.pickle.fields import described
+from ucp.io.pickle.fields import describe_value
 
 _MOST_HEADER_NBYTES = 100_000_000
 """Bound of the reference implementation."""
@@ -98,7 +98,7 @@ def read_weight_map(path: str) -> dict[str, str]:
     """
     places = read_object(path).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {described(places)}")
+        raise MalformedError(f"expected weight_map, tensor to file, in {path}; got {describe_value(places)}")
     odd = [file for file in places.values() if not (file and isinstance(file, str) and os.path.basename(file) == file)]
     if odd:
         raise MalformedError(f"expected names of files beside {path} in its weight_map; got {odd[:1]}")

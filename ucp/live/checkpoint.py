@@ -25,7 +25,7 @@ from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.text.page import Page, Report, table
 from ucp.core.text.units import shape_text
 from ucp.core.topology import Topology
-from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, counted
+from ucp.errors import MissingLibraryError, NoSuchNameError, UsageError, format_count
 from ucp.io.files import Sources
 from ucp.live.resume.values import load_extra
 from ucp.transfer.gather import Gatherer
@@ -84,7 +84,9 @@ def _describe_unknown(index: Index, name: str) -> str:
     if name in index.aliases:
         return f"{message}: it is tied to {index.aliases[name]!r}, which holds it"
     near = get_close_matches(name, (*index.atoms, *index.aliases), 3) if isinstance(name, str) else []
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {counted(len(index.atoms), 'name')}"
+    hint = (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {format_count(len(index.atoms), 'name')}"
+    )
     return f"{message}; {hint} (iterate over the checkpoint for all)"
 
 

@@ -10,7 +10,7 @@ from ucp.core.index import WEIGHT
 from ucp.core.tensor import TensorRef
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import count_text, nbytes_text, rate_text, seconds_text
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp.live.exchange.carry import Traffic
 from ucp.live.match.decide import Decision
 from ucp.live.resume.beside import ResumePlan
@@ -104,10 +104,10 @@ class LoadReport(Report):
 def _facts(report: LoadReport) -> Iterator[tuple[str, str]]:
     yield "loaded", f"{report.path} ({report.format})"
     yield "step", "not recorded" if report.step is None else count_text(report.step)
-    yield "tensors", ", ".join((counted(len(report.names), "tensor"), *report.states))
+    yield "tensors", ", ".join((format_count(len(report.names), "tensor"), *report.states))
     if report.fresh:
         names = ", ".join((*report.fresh[:5], *(["..."] if len(report.fresh) > 5 else [])))
-        yield "fresh", f"{counted(len(report.fresh), 'parameter')} without optimizer states: {names}"
+        yield "fresh", f"{format_count(len(report.fresh), 'parameter')} without optimizer states: {names}"
     share = f", {nbytes_text(report.nbytes_read)} by this one of {report.ranks} ranks" if report.ranks > 1 else ""
     yield "read", f"{nbytes_text(report.nbytes_total)}{share}"
     yield "received", f"{nbytes_text(report.nbytes_exchanged)} from other ranks" if report.nbytes_exchanged else ""
@@ -159,7 +159,7 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         stages=stages,
         restored=resume.restored,
         carried=resume.carried,
-        casts=tuple(f"{cast}, {counted(count, 'tensor')}" for cast, count in findings.casts.items()),
+        casts=tuple(f"{cast}, {format_count(count, 'tensor')}" for cast, count in findings.casts.items()),
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),

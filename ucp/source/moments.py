@@ -19,7 +19,7 @@ from enum import StrEnum
 from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Doubt, DoubtKind, Index, Kind, StateIndex
 from ucp.core.tensor import DType, Tensor, TensorRef
-from ucp.errors import MalformedError, SourceError, counted, listed
+from ucp.errors import MalformedError, SourceError, format_count, format_list
 from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
 
@@ -184,9 +184,9 @@ def find_odd_moments(index: Index) -> Iterator[Doubt]:
     ]
     if odd:
         text = (
-            f"expected moments in the shapes of their parameters; {index.path} has {counted(len(odd), 'moment')} of "
-            f"another shape:\n{listed(odd)}\nThe optimizer is of another model, or keeps moments in a form of its own "
-            "(GaLore projects them). Save it again beside this model, or take the weights alone (--include "
+            f"expected moments in the shapes of their parameters; {index.path} has {format_count(len(odd), 'moment')} "
+            f"of another shape:\n{format_list(odd)}\nThe optimizer is of another model, or keeps moments in a form of "
+            "its own (GaLore projects them). Save it again beside this model, or take the weights alone (--include "
             "'*/weight'; ucp.load_into without optimizer)"
         )
         yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)

@@ -12,7 +12,7 @@ from ucp.contract.registry import choose_family, library, naming_style_of
 from ucp.core.gaps import check_weights
 from ucp.core.index import Index
 from ucp.core.tensor import DType
-from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, listed, nearest
+from ucp.errors import FamilyError, UnknownFamilyError, UnsupportedError, UsageError, format_list, nearest
 from ucp.families.family import Family
 from ucp.families.library import read_rules_text
 from ucp.families.naming import CANONICAL
@@ -158,7 +158,7 @@ def _describe_unknown(index: Index, unread: Sequence[str], whose: str, target: T
         f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
         "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
         f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
-        f"{listed(unread, most=_MOST_SHOWN)}\n"
+        f"{format_list(unread, most=_MOST_SHOWN)}\n"
         f"{as_they_are}The families are {families} (`ucp patterns show llama` prints one). If yours is of one under "
         "other names, give rules for them (--rename FILE), or write a rules file that extends it, with your names "
         "under [alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. "
@@ -190,7 +190,7 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
     used = {source for item in tensors.values() for source in item.sources}
     unused = [name for name in index.atoms if name not in used]
     dropped = (
-        [f"no parameters, and without a name in {style} by the family {family.name}:\n{listed(unused)}"]
+        [f"no parameters, and without a name in {style} by the family {family.name}:\n{format_list(unused)}"]
         if unused
         else []
     )
@@ -225,7 +225,7 @@ def apply_rules(index: Index, path: Path) -> Index:
     _check_counts(index, tensors)
     names = {tensor.sources[0]: name for name, tensor in tensors.items() if tensor.is_rename}
     renamed = apply_recipes(index, tensors)
-    note = f"no rule in {path} for, and so left under their names:\n{listed(unmatched)}"
+    note = f"no rule in {path} for, and so left under their names:\n{format_list(unmatched)}"
     aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in tensors}
     return replace(
         renamed,
@@ -238,7 +238,7 @@ def apply_rules(index: Index, path: Path) -> Index:
 def _list_lost_aliases(index: Index, known: Collection[str]) -> list[str]:
     """A line for second names that are not carried over: that of a tensor joined or split, or taken by another."""
     lost = [f"{alias} = {name}" for alias, name in index.aliases.items() if alias not in known]
-    return [f"second names of tied tensors, which have none under other names:\n{listed(lost)}"] if lost else []
+    return [f"second names of tied tensors, which have none under other names:\n{format_list(lost)}"] if lost else []
 
 
 def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
@@ -255,5 +255,5 @@ def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
     if problems:
         raise UnsupportedError(
             "expected one count of steps for all tensors that join to one, as an optimizer keeps it; these differ:\n"
-            f"{listed(problems)}\nLeave the optimizer out (--include '*/weight'), or keep the names"
+            f"{format_list(problems)}\nLeave the optimizer out (--include '*/weight'), or keep the names"
         )

@@ -18,7 +18,7 @@ from ucp.core.index import STEP, WEIGHT, AtomIndex, Fragment, Index, Kind, Param
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor
 from ucp.core.union import state_from_number
-from ucp.errors import UsageError, counted
+from ucp.errors import UsageError, format_count
 
 HYPER: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 """Setting to the default of torch's AdamW (torch 2.13, optim/adamw.py)."""
@@ -61,7 +61,7 @@ def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
         groups, description = _make_group(params, settings)
     note = (
         f"an optimizer was made (--optimizer zero): moments of zero and a step of 0 for "
-        f"{counted(len(params), 'trained parameter', 'trained parameters')}, in {description}"
+        f"{format_count(len(params), 'trained parameter', 'trained parameters')}, in {description}"
     )
     return replace(index, atoms=atoms, groups=groups, notes=(*index.notes, note))
 

@@ -12,7 +12,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
-from ucp.errors import IdleOptionError, listed
+from ucp.errors import IdleOptionError, format_list
 from ucp.io.folder import files_below
 from ucp.source.copied_ranks import find_copied_ranks
 from ucp.source.moments import find_odd_moments
@@ -98,7 +98,7 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
         return index
     note = (
         f"not read, as this is a checkpoint of {fmt.name} ({evidence.reasons[0]}); to read such a file, "
-        f"pass it by itself:\n{listed(evidence.not_read)}"
+        f"pass it by itself:\n{format_list(evidence.not_read)}"
     )
     return replace(index, notes=(*index.notes, note))
 

@@ -19,7 +19,7 @@ from ucp.contract.protocols import Observer
 from ucp.core.index import Fragment, Index, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import find_gaps
-from ucp.errors import ReplicaError, counted, listed
+from ucp.errors import ReplicaError, format_count, format_list
 
 
 class Drift(StrEnum):
@@ -56,8 +56,8 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
         atoms[param] = replace(atom, states={**atom.states, name: state})
     action = "the first rank's value was taken" if drift is Drift.FIRST else "their mean was taken"
     lines = [line for _, differences in sorted(lines_by_state.items()) for line in sorted(differences)]
-    states = counted(len(lines_by_state), "state")
-    note = f"copies of {states} differ, and {action}, as asked with --drift {drift}:\n{listed(lines)}"
+    states = format_count(len(lines_by_state), "state")
+    note = f"copies of {states} differ, and {action}, as asked with --drift {drift}:\n{format_list(lines)}"
     return replace(index, atoms=atoms, notes=(*index.notes, note))
 
 

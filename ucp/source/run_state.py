@@ -16,7 +16,7 @@ from ucp.contract.registry import run_extras
 from ucp.contract.run_extras import LR_SCHEDULER, SchedulerState, find_schedulers
 from ucp.core.index import STEP, Extra, Index
 from ucp.errors import UsageError
-from ucp.io.pickle.values import differing_values
+from ucp.io.pickle.values import find_differing_values
 from ucp.transfer.probe import Prober
 
 SCHEDULER = "scheduler"
@@ -80,7 +80,7 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
     wanted = known.values() if key is None else [known[key.replace("/", ".")]]
     different: list[SchedulerState] = []
     for scheduler in wanted:
-        if all(any(True for _ in differing_values(scheduler.state, other.state)) for other in different):
+        if all(any(True for _ in find_differing_values(scheduler.state, other.state)) for other in different):
             different.append(scheduler)
     if len(different) > 1:
         line = (

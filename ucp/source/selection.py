@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ucp.core.index import WEIGHT, AtomIndex, DoubtKind, Index, Kind, LostStates
-from ucp.errors import UsageError, counted, listed
+from ucp.errors import UsageError, format_count, format_list
 from ucp.source.moments import find_odd_moments
 
 DROP = "drop"
@@ -75,8 +75,10 @@ def select(index: Index, names: NameFilter) -> Index:
     states_left = sum(len(index.atoms[name].states) - len(atom.states) for name, atom in atoms.items())
     params_left = len(index.atoms) - len(atoms)
     losses = [
-        f"{counted(params_left, 'parameter')} of {len(index.atoms):,}" if params_left else "",
-        f"{counted(states_left, 'state')} of {'the others' if params_left else 'parameters'}" if states_left else "",
+        f"{format_count(params_left, 'parameter')} of {len(index.atoms):,}" if params_left else "",
+        f"{format_count(states_left, 'state')} of {'the others' if params_left else 'parameters'}"
+        if states_left
+        else "",
     ]
     dropped = (*index.dropped, f"{', '.join(filter(None, losses))}: {_SELECTION}") if any(losses) else index.dropped
     problems = tuple(problem for problem in index.doubts if problem.kind is not DoubtKind.MOMENT_SHAPES)
@@ -112,7 +114,7 @@ def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostSt
 def describe_part(full: Index, index: Index) -> Iterator[str]:
     """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
     if index.unselected:
-        part = f"{counted(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
+        part = f"{format_count(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
         yield (
             f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
             "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
@@ -123,11 +125,10 @@ def describe_part(full: Index, index: Index) -> Iterator[str]:
         lacking = [name for name in had if state not in index.atoms[name].states]
         if lacking:
             yield (
-                f"{state} is left out of {counted(len(lacking), 'parameter')} and kept of {len(had) - len(lacking):,}: "
-                f"the optimizer starts afresh for {lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from "
-                "zeros where parameters lie flat, and resumes for the others. Leave it out of all (--exclude '*/"
-                + state
-                + "'), or of none"
+                f"{state} is left out of {format_count(len(lacking), 'parameter')} and kept of "
+                f"{len(had) - len(lacking):,}: the optimizer starts afresh for "
+                f"{lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from zeros where parameters lie "
+                "flat, and resumes for the others. Leave it out of all (--exclude '*/" + state + "'), or of none"
             )
 
 
@@ -171,7 +172,8 @@ def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappin
     with_states = [name for name in index.atoms if name in frozen and index.atoms[name].states.keys() - {WEIGHT}]
     if with_states:
         raise UsageError(
-            f"--set frozen: expected parameters without optimizer states; these were stepped:\n{listed(with_states)}"
+            "--set frozen: expected parameters without optimizer states; these were "
+            f"stepped:\n{format_list(with_states)}"
         )
     grouped = {name for group in index.groups for name in group.params}
     atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob

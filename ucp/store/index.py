@@ -10,7 +10,7 @@ from zlib_ng import zlib_ng
 
 from ucp.core.index import Extra, Index, SourceFile
 from ucp.core.tensor import Record
-from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, listed
+from ucp.errors import ChangedError, CorruptError, MalformedError, UcpError, format_list
 from ucp.io.files import SourceFile as OpenFile
 from ucp.io.files import open_source
 from ucp.io.folder import names_of_folder
@@ -64,7 +64,9 @@ def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise CorruptError(f"{len(problems)} extras of {root} are damaged or missing:\n{listed(map(str, problems))}")
+        raise CorruptError(
+            f"{len(problems)} extras of {root} are damaged or missing:\n{format_list(map(str, problems))}"
+        )
     return tuple(extras.values()), tuple(records)
 
 
@@ -87,7 +89,7 @@ def _check_unchanged(manifest: Manifest, files: Iterable[SourceFile], root: Path
     if changed:
         raise ChangedError(
             f"{root} is a virtual store, and files that it refers to were changed since it was made:\n"
-            f"{listed(changed)}\nmake it again with `ucp convert SRC {root} --virtual --overwrite`"
+            f"{format_list(changed)}\nmake it again with `ucp convert SRC {root} --virtual --overwrite`"
         )
 
 

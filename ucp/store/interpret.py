@@ -24,7 +24,7 @@ from ucp.core.layout import AxisLayout, Layout, Overlap
 from ucp.core.region import Box, locate_flat_range
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, MissingFileError, UsageError, counted, listed
+from ucp.errors import MalformedError, MissingFileError, UsageError, format_count, format_list
 from ucp.io.folder import exists, is_url, refresh, resolve_from
 from ucp.io.provenance import source_file
 from ucp.store.manifest import MANIFEST, Checksum, Manifest, Piece, StoredAtom, StoredAxis, StoredState
@@ -53,9 +53,9 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
             missing.append(path)
     if missing:
         raise MissingFileError(
-            f"expected {counted(len(missing), 'file')} "
+            f"expected {format_count(len(missing), 'file')} "
             f"that {root / MANIFEST} refers to; nothing is there. Copy what is missing:\n"
-            f"{listed(missing)}"
+            f"{format_list(missing)}"
         )
     return tuple(files)
 

@@ -33,11 +33,11 @@ from ucp.core.target import (
     full_slice,
 )
 from ucp.core.topology import Topology
-from ucp.errors import DestinationError, UsageError, counted, listed
-from ucp.io.pickle.fields import described
+from ucp.errors import DestinationError, UsageError, format_count, format_list
+from ucp.io.pickle.fields import describe_value
 from ucp.io.provenance import identity_of, size_and_time
 from ucp.io.safetensors import layout_safetensors
-from ucp.io.torch_file.draft import torch_file
+from ucp.io.torch_file.draft import make_torch_file
 from ucp.store.describe import describe, is_inline
 from ucp.store.manifest import EXTRAS, LONGEST, MANIFEST, StoredExtra, StoredFile, dump
 from ucp.store.values import NotPlainError, is_plain, to_json
@@ -117,7 +117,7 @@ class StoreTarget(Target):
 def _check_groups(index: Index) -> None:
     """Raise DestinationError for hyper-parameters that the manifest cannot keep."""
     wrong = [
-        f"group {number}: {key}, which is {described(value)}"
+        f"group {number}: {key}, which is {describe_value(value)}"
         for number, group in enumerate(index.groups)
         for key, value in group.hyper.items()
         if not is_plain(value)
@@ -125,8 +125,8 @@ def _check_groups(index: Index) -> None:
     if wrong:
         raise DestinationError(
             "expected hyper-parameters that are plain values, as atoms keep them; got\n"
-            f"{listed(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, or "
-            "make them numbers and save again"
+            f"{format_list(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, "
+            "or make them numbers and save again"
         )
 
 
@@ -164,7 +164,7 @@ def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFi
         if twice:
             raise DestinationError(
                 "expected parameters and states whose names differ when they are joined by '/', as tensors of packs "
-                f"are named; got {counted(len(twice), 'name')} for several:\n{listed(map(repr, twice))}\n"
+                f"are named; got {format_count(len(twice), 'name')} for several:\n{format_list(map(repr, twice))}\n"
                 "rename them in the model, or use --layout per-parameter or --compress, which keep them apart"
             )
         parts = list(_packs(slices, PACK))
@@ -207,7 +207,7 @@ def _layout_extras(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile,
         if 0 < len(text) <= LONGEST:
             yield extra, OutputFile(path=f"{stem}.json", nbytes=len(text), literals=(Literal(0, text),)), ()
         else:
-            yield extra, *torch_file(f"{stem}.pt", extra.value)
+            yield extra, *make_torch_file(f"{stem}.pt", extra.value)
 
 
 def recogniser(index: Index) -> Callable[[str], StoredFile]:

@@ -10,9 +10,9 @@ from math import isnan
 from ucp.contract.protocols import Observer
 from ucp.contract.ranks import Checksums
 from ucp.core.index import WEIGHT, Index, Kind, StateIndex
-from ucp.errors import counted
-from ucp.io.pickle.fields import shown
-from ucp.io.pickle.values import Apart, differing_values
+from ucp.errors import format_count
+from ucp.io.pickle.fields import format_value
+from ucp.io.pickle.values import Apart, find_differing_values
 from ucp.transfer.compare import THREADS, Pair, compare_states
 
 
@@ -67,7 +67,7 @@ def compare(
     for (name, state, total), parts in sorted(compare_states(shared, observer, cast=cast, threads=threads).items()):
         numel = sum(count for count, _ in parts)
         largest = max((part for _, part in parts), key=lambda value: (isnan(value), value))
-        text = f"{numel:,} of {counted(total, 'element')}"
+        text = f"{numel:,} of {format_count(total, 'element')}"
         changes.append(Change(param=name, state=state, what="values", a=text, b=text, numel=numel, largest=largest))
     return changes
 
@@ -87,7 +87,7 @@ def describe_casts(a: Index, b: Index) -> tuple[str, ...]:
         for pair in pair_states(a, b)
         if pair.a.dtype is not pair.b.dtype and pair.a.numel
     )
-    return tuple(f"{change} in {counted(count, 'parameter')}" for change, count in changed.items())
+    return tuple(f"{change} in {format_count(count, 'parameter')}" for change, count in changed.items())
 
 
 def find_equal_casts(
@@ -105,7 +105,7 @@ def find_equal_casts(
             pair = Pair(change.param, change.state, wide, narrow)
             casts.setdefault((change.state, f"{wide.dtype} -> {narrow.dtype}"), []).append(pair)
     return [
-        f"{state}: equal after the cast {cast}, in {counted(len(pairs), 'parameter')}"
+        f"{state}: equal after the cast {cast}, in {format_count(len(pairs), 'parameter')}"
         for (state, cast), pairs in casts.items()
         if not compare_states(pairs, observer, cast=True, threads=threads)
     ]
@@ -154,7 +154,7 @@ def _compare_extras(a: Index, b: Index) -> Iterator[Change | Pair]:
         if key not in values_a or key not in values_b:
             yield _missing_change(label, "", in_a=key in values_a)
             continue
-        for item in differing_values(values_a[key], values_b[key]):
+        for item in find_differing_values(values_a[key], values_b[key]):
             if isinstance(item, Apart):
                 yield Change(param=label, state=item.place, what="extra", a=item.a, b=item.b)
             else:
@@ -174,7 +174,7 @@ def _compare_groups(a: Index, b: Index) -> Iterator[Change]:
     """
     hyper_a, hyper_b = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
     if bool(hyper_a) is not bool(hyper_b):
-        sides = [f"{counted(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (hyper_a, hyper_b)]
+        sides = [f"{format_count(len(hyper), 'parameter')} in groups" if hyper else "-" for hyper in (hyper_a, hyper_b)]
         yield Change(param="", state="", what="group", a=sides[0], b=sides[1])
         return
     for name in sorted((set(hyper_a) ^ set(hyper_b)) & a.atoms.keys() & b.atoms.keys()):
@@ -203,7 +203,7 @@ def _compare_settings(
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
         if not checksums.is_same(*sides):
-            value_a, value_b = (shown(side[0]) if side else "-" for side in sides)
+            value_a, value_b = (format_value(side[0]) if side else "-" for side in sides)
             yield key, value_a, value_b
 
 

@@ -9,7 +9,7 @@ import click
 
 from ucp.conversion.options import count_cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp.transfer.floor import measure_floor
 from ucp_cli.options import PATH, as_json, example, parse_count, parse_memory_option
 from ucp_cli.pages.render import table, write, write_json
@@ -42,7 +42,12 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
         write_json({"schema": "ucp.bench/1", "folder": str(folder), "rates": records})
         return
     rows = [
-        (rate.what, counted(rate.threads, "thread"), rate_text(rate.nbytes, rate.seconds), seconds_text(rate.seconds))
+        (
+            rate.what,
+            format_count(rate.threads, "thread"),
+            rate_text(rate.nbytes, rate.seconds),
+            seconds_text(rate.seconds),
+        )
         for rate in rates
     ]
     write(table(f"{nbytes_text(size)} in {folder}", ("way", "by", ">rate", ">time"), rows))

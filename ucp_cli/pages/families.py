@@ -10,7 +10,7 @@ from rich.text import Text
 from ucp.checks.explain import NO_RULE, ExplainedParameter, FamilyReport
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import shape_text
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp.families.family import Family
 from ucp.families.naming import CANONICAL
 from ucp.families.rule import Alias, Rule
@@ -68,7 +68,7 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
     without = [parameter for parameter in wrong if parameter.problem == NO_RULE]
     undecided = [parameter for parameter in wrong if parameter.rule is None and parameter.problem != NO_RULE]
     verdict = "every parameter has a rule and fits it" if report.ok else f"{len(wrong)} do not fit"
-    yield Text(f"{report.path}: {counted(len(report.parameters), 'parameter')}, {verdict}")
+    yield Text(f"{report.path}: {format_count(len(report.parameters), 'parameter')}, {verdict}")
     yield facts(
         [
             ("format", report.format),
@@ -89,7 +89,7 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
 
 def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
     """What a checkpoint says of itself: where it stands, and a row per kind of parameter."""
-    count = counted(len(report.parameters), "parameter")
+    count = format_count(len(report.parameters), "parameter")
     yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records how they lie")
     yield facts([("format", report.format), ("family", "none knows these names, and none is needed")])
     yield table("Recorded", ("axis", "in"), list(report.recorded_in.items()))

@@ -7,8 +7,8 @@ from itertools import islice
 from ucp.core.index import Extra
 from ucp.core.tensor import InlineTensor, TensorRef
 from ucp.core.text.units import count_text, nbytes_text, shape_text
-from ucp.errors import counted
-from ucp.io.pickle.fields import short, short_members
+from ucp.errors import format_count
+from ucp.io.pickle.fields import format_short, format_short_members
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp.store.values import PlainJson
 
@@ -68,17 +68,17 @@ def describe_value(value: object) -> str:
         case GlobalName():
             return str(value)
         case bytes() | bytearray():
-            return counted(len(value), "byte")
+            return format_count(len(value), "byte")
         case dict():
-            shown = [f"{_key(key)}={short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
+            shown = [f"{_key(key)}={format_short(item, _SHORT) or '...'}" for key, item in islice(value.items(), _MOST)]
             more = [f"and {len(value) - _MOST} more"] if len(value) > _MOST else []
             return ", ".join((*shown, *more)) or "nothing"
         case list() | tuple() | set() | frozenset():
-            return short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
+            return format_short_members(value, _LONGEST) or f"{type(value).__name__} of {count_text(len(value))}"
         case str():
-            return short(value, _LONGEST) or f"text of {counted(len(value), 'character')}"
+            return format_short(value, _LONGEST) or f"text of {format_count(len(value), 'character')}"
         case int():
-            return short(value, _LONGEST) or f"a number of {counted(value.bit_length(), 'bit')}"
+            return format_short(value, _LONGEST) or f"a number of {format_count(value.bit_length(), 'bit')}"
     return repr(value)
 
 

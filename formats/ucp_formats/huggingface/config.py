@@ -17,7 +17,7 @@ from ucp.contract.model import CONFIG_EXTRA, family_of_type, run_arguments
 from ucp.contract.sidecars import list_sidecars, sidecar_extra
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import MisfitError, UsageError, counted, listed
+from ucp.errors import MisfitError, UsageError, format_count, format_list
 from ucp.families.family import Family, distinct_shapes
 from ucp.families.library import find_contradictions
 from ucp.families.recipes import TensorRecipe, apply_recipe
@@ -150,7 +150,7 @@ def check_config(
     lines = [*general, *config_conflicts(config, shapes, family)]
     if lines:
         raise MisfitError(
-            f"expected the tensors that {config.where} describes; got\n{listed(dict.fromkeys(lines))}\nIt is of "
+            f"expected the tensors that {config.where} describes; got\n{format_list(dict.fromkeys(lines))}\nIt is of "
             "another model, or the source names its tensors otherwise (--names SOURCE:huggingface): name the folder of "
             f"this model with --set config=DIR, or write the weights alone (config={NONE})"
         )
@@ -235,8 +235,8 @@ def derive_config(
     if lines:
         raise MisfitError(
             f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
-            f"{where}\n{listed(lines)}\nName a folder with the config.json of the model (--set config=DIR), or write "
-            f"the weights alone (--set config={NONE})"
+            f"{where}\n{format_list(lines)}\nName a folder with the config.json of the model (--set config=DIR), or "
+            f"write the weights alone (--set config={NONE})"
         )
     return ModelConfig(values=values, where=f"the arguments that {where} records")
 
@@ -293,6 +293,6 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
             shortened[name] = replace(atom, global_shape=shape, states={WEIGHT: weight})
     if not shortened:
         return index
-    padding = counted(index.atoms[next(iter(shortened))].global_shape[0] - rows, "row")
+    padding = format_count(index.atoms[next(iter(shortened))].global_shape[0] - rows, "row")
     note = f"{padding} of padding left out after the {rows:,} of the vocabulary: {', '.join(shortened)}"
     return replace(index, atoms={**index.atoms, **shortened}, notes=(*index.notes, note))

@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ucp.contract.locating import Located, Strength, require_checkpoint
-from ucp.errors import UsageError, counted, listed
+from ucp.errors import UsageError, format_count, format_list
 from ucp.io.folder import names_in, read_short_text
 
 CONFIG = "config.json"
@@ -191,8 +191,8 @@ def check_model(located: Located[ModelFiles] | None, path: Path) -> Located[Mode
         raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.root}")
     if located is not None and located.choices:
         raise UsageError(
-            f"{path} holds a model in {counted(len(located.choices), 'form')}, which may differ; pass the file of the "
-            f"right one:\n{listed(str(located.root / name) for name in located.choices)}"
+            f"{path} holds a model in {format_count(len(located.choices), 'form')}, which may differ; pass the file of "
+            f"the right one:\n{format_list(str(located.root / name) for name in located.choices)}"
         )
     example = (
         "a folder with model.safetensors, with model.safetensors.index.json and the files that it names, or with "

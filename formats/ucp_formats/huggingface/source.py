@@ -24,7 +24,7 @@ from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Doubt, DoubtKind, Extra, Index, Kind, SourceFile, StateIndex
 from ucp.core.topology import Topology
 from ucp.core.union import add_copies
-from ucp.errors import FamilyError, MalformedError, UnsupportedError, listed
+from ucp.errors import FamilyError, MalformedError, UnsupportedError, format_list
 from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp_formats.huggingface.locate import CONFIG, Form, ModelFiles, check_model, is_weights, locate
@@ -131,7 +131,7 @@ class _ModelIndexer:
         if self.config and lines:
             yield Doubt(
                 kind=DoubtKind.CONFIG,
-                text=f"expected the tensors that {where} describes; got\n{listed(dict.fromkeys(lines))}\nFiles "
+                text=f"expected the tensors that {where} describes; got\n{format_list(dict.fromkeys(lines))}\nFiles "
                 "are lost or of another model, or were written under wrong names or shapes: transformers does not load "
                 "them",
             )

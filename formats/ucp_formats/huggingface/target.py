@@ -32,7 +32,7 @@ from ucp.core.target import Literal, OutputFile, Placement, Slice, TargetOptions
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.core.union import add_copies
-from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, counted, listed
+from ucp.errors import MisfitError, UnknownFamilyError, UnsupportedError, UsageError, format_count, format_list
 from ucp.families.family import Family
 from ucp.io.safetensors import layout_safetensors
 from ucp_formats.huggingface.config import (
@@ -196,7 +196,7 @@ def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
     """Every tensor, in its type. Raises UnsupportedError for types that safetensors lack."""
     unsupported = [name for name, atom in written.atoms.items() if atom.states[WEIGHT].dtype is DType.COMPLEX128]
     if unsupported:
-        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{listed(unsupported)}")
+        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{format_list(unsupported)}")
     slices = []
     for name, atom in written.atoms.items():
         source = index.atoms.get(name) or index.atoms[index.aliases[name]]
@@ -243,8 +243,8 @@ def _notes(index: Index, written: Index, slices: Sequence[Slice], limit: int, *,
     changes = Counter((dtype, stored) for dtype, stored in dtypes if dtype is not stored)
     for (dtype, stored), count in () if is_cast else changes.items():
         yield (
-            f"{counted(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype weight={stored} "
-            "keeps them as they are"
+            f"{format_count(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype "
+            f"weight={stored} keeps them as they are"
         )
     large = [tensor.param for tensor in slices if tensor.nbytes > limit]
     if large:
@@ -261,7 +261,7 @@ def _dropped(index: Index) -> Iterator[str]:
     """What the format has no place for."""
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
-    kinds += [counted(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
+    kinds += [format_count(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
     extras = ExtraValues(index, EXTRAS).without_place()
     kinds += [f"the extras {', '.join(extras)}"] if extras else []
     if kinds:

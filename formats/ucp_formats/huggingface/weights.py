@@ -22,10 +22,18 @@ from ucp.core.index import StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import Record, TensorRef
 from ucp.core.union import state_of_boxes
-from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError, counted, listed
+from ucp.errors import (
+    CorruptError,
+    MalformedError,
+    MissingFileError,
+    SourceError,
+    UnsupportedError,
+    format_count,
+    format_list,
+)
 from ucp.io.folder import names_in, to_absolute
 from ucp.io.json_text import parsed
-from ucp.io.pickle.fields import described
+from ucp.io.pickle.fields import describe_value
 from ucp.io.safetensors import read_header, read_weight_map
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.huggingface.locate import BIN, Form, ModelFiles, parse_weights
@@ -141,11 +149,13 @@ def _try_read(path: str, problems: Problems) -> _WeightsFile | None:
 def _read_bin(path: str) -> _WeightsFile:
     archive = read_archive(path)
     if not isinstance(archive.root, dict):
-        raise MalformedError(f"{path}: expected the state dict of a model; got {described(archive.root)}")
-    odd = [f"{key!r}: {described(value)}" for key, value in archive.root.items() if not isinstance(value, TensorRef)]
+        raise MalformedError(f"{path}: expected the state dict of a model; got {describe_value(archive.root)}")
+    odd = [
+        f"{key!r}: {describe_value(value)}" for key, value in archive.root.items() if not isinstance(value, TensorRef)
+    ]
     if odd:
         raise MalformedError(
-            f"{path}: expected the state dict of a model, names to tensors; got also\n{listed(odd, most=5)}\n"
+            f"{path}: expected the state dict of a model, names to tensors; got also\n{format_list(odd, most=5)}\n"
             "Nothing in it was executed"
         )
     tensors = {str(name): ref for name, ref in archive.root.items() if isinstance(ref, TensorRef)}
@@ -192,8 +202,8 @@ def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[
                 copies[file, os.path.basename(first.path)] += 1
     for (file, other), count in copies.items():
         problems.wrong.append(
-            f"{file}: holds shards of {counted(count, 'tensor')} that {other} holds too; torch saves each shard once, "
-            "so one file is a copy of the other, or of another save"
+            f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard "
+            "once, so one file is a copy of the other, or of another save"
         )
     tensors = {}
     for name, boxes in shards.items():
@@ -218,5 +228,5 @@ def _parse_offsets(file: _WeightsFile) -> dict[str, tuple[int, ...]]:
             ):
                 offsets[name] = tuple(starts)
             case other:
-                raise ValueError(f"got {described(other)} of {name}")
+                raise ValueError(f"got {describe_value(other)} of {name}")
     return offsets

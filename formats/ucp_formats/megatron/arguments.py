@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from ucp.core.gaps import find_lacking_states
 from ucp.core.index import STEP, WEIGHT
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, TopologyError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, TopologyError, UnsupportedError, format_count, format_list
 from ucp.families.family import Family
 from ucp.families.library import find_contradictions
-from ucp.io.pickle.fields import described
+from ucp.io.pickle.fields import describe_value
 from ucp.io.pickle.values import GlobalName, Stub
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -129,7 +129,7 @@ def read_arguments(value: object, where: str) -> Arguments:
         case Stub(made_by=GlobalName(qualname="Namespace" | "SimpleNamespace"), state=None, has_state=False):
             value = {}
     if not isinstance(value, dict):
-        raise MalformedError(f"expected a namespace for the arguments of {where}; got {described(value)}")
+        raise MalformedError(f"expected a namespace for the arguments of {where}; got {describe_value(value)}")
     raw = {name: argument for name, argument in value.items() if isinstance(name, str)}
     shards = [f"{name}={ranks}" for name in _WEIGHT_SHARDS if isinstance(ranks := raw.get(name), int) and ranks > 1]
     if shards:  # megatron-core 0.20
@@ -145,12 +145,14 @@ def read_arguments(value: object, where: str) -> Arguments:
         number, is_flag = raw[name], name in _FLAGS
         if not isinstance(number, int) or (isinstance(number, bool) and not is_flag):
             kind = "true or false" if is_flag else "a whole number"
-            raise MalformedError(f"expected {kind} for {name} in the arguments of {where}; got {described(number)}")
+            raise MalformedError(
+                f"expected {kind} for {name} in the arguments of {where}; got {describe_value(number)}"
+            )
         if (name in _SIZES and number < 0) or (name in _NAMES["num_layers"] and number > _MOST_LAYERS):
             wrong.append(f"{name}: {number}")
     if wrong:
         raise MalformedError(
-            f"expected sizes of a model in the arguments of {where}; got\n{listed(wrong)}\n"
+            f"expected sizes of a model in the arguments of {where}; got\n{format_list(wrong)}\n"
             "They are damaged or were edited: use another copy"
         )
     typed: dict[str, int | bool | None] = {}
@@ -195,7 +197,7 @@ def check_recorded(
     if lines:
         raise MalformedError(
             f"expected the tensors of {where} to have the sizes that its arguments record; put together by the rules "
-            f"of the family {family.name!r} they have not:\n{listed(lines)}\n"
+            f"of the family {family.name!r} they have not:\n{format_list(lines)}\n"
             "The arguments were edited or are of another run: use another copy; or rules of your own (--patterns) "
             "join the wrong rows: mend them. Where the arguments are wrong and the tensors right, say the size under "
             "[given] in a rules file"
@@ -225,6 +227,6 @@ def check_gaps(
         lines = (f"{name}: {', '.join(missing)}" for name, missing in lacking.items())
         raise MalformedError(
             f"expected of every trained parameter the states that others have; in {where} "
-            f"{counted(len(lacking), 'parameter lacks', 'parameters lack')} some:\n{listed(lines)}\n"
+            f"{format_count(len(lacking), 'parameter lacks', 'parameters lack')} some:\n{format_list(lines)}\n"
             "Part of the optimizer is lost: copy the checkpoint again, or use another one"
         )

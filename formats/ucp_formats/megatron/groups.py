@@ -28,7 +28,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ucp.core.index import STEP, LostStates, ParamGroup
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
 
 _ENDS = (EMBEDDING, OUTPUT)
@@ -290,7 +290,7 @@ def assign_groups(
     rule = group_rule(arguments, [group.hyper for group in saved])
     groups, unassigned = assign_params(saved, shapes, chains or {}, rule)
     why = (
-        f"the optimizer group of {counted(len(unassigned), 'parameter')}, which is not recorded: "
+        f"the optimizer group of {format_count(len(unassigned), 'parameter')}, which is not recorded: "
         f"{rule.describe_gap()}. Megatron records it with --ckpt-format torch and without --use-distributed-optimizer: "
         "save the run so"
     )

@@ -19,7 +19,7 @@ from ucp.contract import locating
 from ucp.contract.locating import Located, require_checkpoint
 from ucp.contract.registry import is_owned_by_another
 from ucp.errors import MissingFileError
-from ucp.io.dcp.checkpoint import local_files, rank_of
+from ucp.io.dcp.checkpoint import find_local_files, parse_rank
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import exists, names_in
 
@@ -36,12 +36,12 @@ def locate(path: Path) -> Located[tuple[str, ...]] | None:
 
 def _look(path: Path) -> Located[tuple[str, ...]] | None:
     names = set(names_in(path))
-    others = {name for name in names if rank_of(name) is None}
+    others = {name for name in names if parse_rank(name) is None}
     items = len(others) < len(names)
     if METADATA in names or items:
         if any(is_owned_by_another(name, "dcp") for name in others):
             return None  # a format that is built on this one
-        kinds = {METADATA: METADATA in names, "__*.metadata": bool(local_files(names)), "__*_*.distcp": items}
+        kinds = {METADATA: METADATA in names, "__*.metadata": bool(find_local_files(names)), "__*_*.distcp": items}
         return Located(
             root=path, content=("",), reasons=tuple(kind for kind, is_present in kinds.items() if is_present)
         )
@@ -54,7 +54,11 @@ def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Locate
     """`located`, complete. Raises UnknownFormatError, MissingFileError if it was not finished, UsageError."""
     example = f"a folder with {METADATA} and files such as __0_0.distcp"
     located = require_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
-    if located.content == ("",) and not exists(located.root / METADATA) and not local_files(names_in(located.root)):
+    if (
+        located.content == ("",)
+        and not exists(located.root / METADATA)
+        and not find_local_files(names_in(located.root))
+    ):
         raise MissingFileError(
             f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last: the "
             "checkpoint was not finished. Take an earlier one, or copy it again"
@@ -64,7 +68,11 @@ def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Locate
 
 def is_of_the_format(path: Path) -> bool:
     """Whether an entry of a checkpoint's folder is part of the checkpoint itself."""
-    return path.name in (METADATA, MODEL, OPTIMIZER) or rank_of(path.name) is not None or bool(local_files([path.name]))
+    return (
+        path.name in (METADATA, MODEL, OPTIMIZER)
+        or parse_rank(path.name) is not None
+        or bool(find_local_files([path.name]))
+    )
 
 
 def step_in(name: str) -> int | None:

@@ -23,11 +23,11 @@ from ucp.core.layout import Layout
 from ucp.core.region import Box
 from ucp.core.tensor import Record
 from ucp.core.union import state_of_boxes
-from ucp.errors import UnsupportedError, counted, listed
-from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, rank_of, read_dcp
+from ucp.errors import UnsupportedError, format_count, format_list
+from ucp.io.dcp.checkpoint import Dcp, StoredObject, StoredTensor, parse_rank, read_dcp
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import names_in, path_of, to_absolute
-from ucp.io.pickle.values import differing_values
+from ucp.io.pickle.values import find_differing_values
 from ucp.io.provenance import source_file
 from ucp_formats.torch.extras import find_step
 from ucp_formats.torch.locate import check_folder, is_of_the_format, locate, step_in
@@ -112,25 +112,25 @@ class _DcpFolder:
         """All files that were read or are referred to."""
         for name in (*self.dcp.parts, *self.dcp.files):
             path = self.dcp.path(name)
-            yield source_file(path, "index of items" if name in self.dcp.parts else f"items of rank {rank_of(name)}")
+            yield source_file(path, "index of items" if name in self.dcp.parts else f"items of rank {parse_rank(name)}")
 
     def differing_keys(self) -> Iterator[str]:
         """Keys of objects that every rank saved for itself, with differing values."""
         for part in list(self.dcp.parts.values())[1:]:
             for key, stored in self.dcp.objects(part.objects).items():
-                if any(True for _ in differing_values(self.objects[key].value, stored.value)):
+                if any(True for _ in find_differing_values(self.objects[key].value, stored.value)):
                     yield key
 
     def unreferenced_files(self) -> dict[str, int]:
         """Files of items that are not referred to, with their bytes: 0 for a rank that had nothing to save."""
         folder = path_of(self.dcp.folder)
-        names = (name for name in names_in(folder) if rank_of(name) is not None and name not in self.dcp.files)
+        names = (name for name in names_in(folder) if parse_rank(name) is not None and name not in self.dcp.files)
         return {name: (folder / name).stat().st_size for name in sorted(names)}
 
     def ranks(self) -> Iterator[int]:
         """Ranks that saved a file."""
         empty = [name for name, nbytes in self.unreferenced_files().items() if not nbytes]
-        yield from (rank for name in (*self.dcp.files, *empty) if (rank := rank_of(name)) is not None)
+        yield from (rank for name in (*self.dcp.files, *empty) if (rank := parse_rank(name)) is not None)
 
 
 class _DcpIndexer:
@@ -154,7 +154,7 @@ class _DcpIndexer:
         """Ranks whose files have chunks of a parameter: of its weight, and of states of the same shape."""
         states = (entry for entry in self._saved.states.get(name, {}).values() if entry.shape == weight.shape)
         chunks = (chunk for entry in (weight, *states) for chunk in _tensor_of(entry).saved.chunks)
-        return {rank_of(chunk.place.file) or 0 for chunk in chunks}
+        return {parse_rank(chunk.place.file) or 0 for chunk in chunks}
 
     def index(self, name: str) -> Index:
         """The index."""
@@ -233,13 +233,13 @@ class _DcpIndexer:
     def _dropped(self, sharded: list[str]) -> Iterator[str]:
         """What is not read. `sharded`: tensors in several chunks, which an extra cannot hold."""
         if sharded:
-            yield f"sharded tensors beside model and optimizer:\n{listed(sharded)}"
+            yield f"sharded tensors beside model and optimizer:\n{format_list(sharded)}"
         keys = sorted({key for folder in self._folders for key in folder.differing_keys()})
         if keys:
-            yield f"values of other ranks, which differ from those of the first rank, of:\n{listed(keys)}"
+            yield f"values of other ranks, which differ from those of the first rank, of:\n{format_list(keys)}"
         lost = self._saved.lost
         for why in dict.fromkeys(loss.reason for loss in lost.values()):
-            yield f"{why}:\n{listed(name for name, loss in lost.items() if loss.reason == why)}"
+            yield f"{why}:\n{format_list(name for name, loss in lost.items() if loss.reason == why)}"
 
     def _notes(self, atoms: Mapping[str, AtomIndex]) -> Iterator[str]:
         unplaced = [
@@ -248,16 +248,18 @@ class _DcpIndexer:
             if name not in self._mesh.layouts and len(atom.states[WEIGHT].fragments) > 1
         ]
         if unplaced:
-            names = listed(unplaced)
-            yield f"{counted(len(unplaced), 'tensor')} sharded by no known pattern, read by recorded boxes:\n{names}"
+            names = format_list(unplaced)
+            count = format_count(len(unplaced), "tensor")
+            yield f"{count} sharded by no known pattern, read by recorded boxes:\n{names}"
         if not self._is_sharded:
             yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
-            pairs = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
+            pairs = format_list(f"{alias} = {name}" for alias, name in self._saved.tied.items())
             yield f"taken for tied, as all elements are equal:\n{pairs}"
         files = [name for folder in self._folders for name, nbytes in folder.unreferenced_files().items() if nbytes]
         if files:
-            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{listed(files)}"
+            names = format_list(files)
+            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{names}"
 
 
 def _tensor_of(entry: StateEntry) -> StoredTensor:
@@ -284,7 +286,8 @@ def _check_not_flat(names: Iterable[str], where: str) -> None:
     if flat:
         raise UnsupportedError(
             f"{where} was saved as FSDP1's LOCAL_STATE_DICT, whose flat parameters have neither names nor shapes:\n"
-            f"{listed(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by torch.save"
+            f"{format_list(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by "
+            "torch.save"
         )
 
 

@@ -36,10 +36,10 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice, TargetOptions, TargetPlan
 from ucp.core.tensor import DType, TensorRef
 from ucp.core.topology import Topology
-from ucp.errors import MisfitError, UsageError, counted
+from ucp.errors import MisfitError, UsageError, format_count
 from ucp.io.dcp.emit import DcpDraft, NewChunk
 from ucp.io.dcp.metadata import METADATA
-from ucp.io.torch_file.draft import Drafted, FileDraft, Part, target_plan
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part, make_target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.extras import STEP_KEYS, TRAIN_STATE, extra_paths
 from ucp_formats.torch.locate import MODEL, OPTIMIZER
@@ -106,7 +106,7 @@ class DcpTarget(Target):
             draft.add_model()
             draft.add_optimizer()
             draft.add_extras()
-        plan = target_plan(index, draft.finish(), notes=draft.notes, topology=topology, axes_of=sharding.axes)
+        plan = make_target_plan(index, draft.finish(), notes=draft.notes, topology=topology, axes_of=sharding.axes)
         metadata = tuple(file.path for file in plan.files if file.path.rpartition("/")[2] == METADATA)
         plan = replace(plan, last=metadata, casts=(*plan.casts, *draft.counts.casts), dropped=tuple(draft.dropped))
         return add_sidecars(index, plan)
@@ -145,12 +145,12 @@ class _DcpTargetDraft:
         self.notes: list[str] = [*sharding.notes]
         self.dropped: list[str] = []
 
-    def finish(self) -> list[Drafted]:
+    def finish(self) -> list[FinishedFile]:
         """All files."""
         files = [file for draft in self._drafts for file in draft.finish()]
         return [*files, *self._lightning_meta()] if self._style == "lightning" else files
 
-    def _lightning_meta(self) -> list[Drafted]:
+    def _lightning_meta(self) -> list[FinishedFile]:
         """`meta.pt` from the extras of Lightning's other checkpoints; none if the source has the file itself.
 
         Raises MisfitError if Lightning did not save the source.
@@ -166,7 +166,7 @@ class _DcpTargetDraft:
                 "callback of Lightning (docs/how-to/resume-in-a-client.md)"
             )
         draft = FileDraft(_META)
-        return [draft.finish({name: draft.carried(value) for name, value in values.items()})]
+        return [draft.finish({name: draft.copy_extra(value) for name, value in values.items()})]
 
     def _draft_of(self, path: tuple[object, ...]) -> DcpDraft:
         """The checkpoint that an entry belongs to: accelerate has the optimizer in one of its own."""
@@ -255,15 +255,15 @@ class _DcpTargetDraft:
 
     def _add_value(self, path: tuple[object, ...], value: object) -> None:
         draft, key = self._draft_of(path), _key(path)
-        draft.value(key, value, rank=0)
-        draft.path(key, path)
+        draft.add_value(key, value, rank=0)
+        draft.set_path(key, path)
 
     def _add_tensor(
         self, path: tuple[object, ...], dtype: DType, shape: tuple[int, ...], chunks: list[NewChunk]
     ) -> None:
         draft, key = self._draft_of(path), _key(path)
-        draft.tensor(key, dtype, shape, chunks)
-        draft.path(key, path)
+        draft.add_tensor(key, dtype, shape, chunks)
+        draft.set_path(key, path)
 
     def _add_state(self, path: tuple[object, ...], atom: AtomIndex, name: str) -> None:
         state = atom.states[name]
@@ -340,7 +340,7 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     bare = list(find_missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
-            f"{counted(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such as "
-            f"{bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; load "
-            "with DefaultLoadPlanner(allow_partial_load=True)"
+            f"{format_count(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such "
+            f"as {bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; "
+            "load with DefaultLoadPlanner(allow_partial_load=True)"
         )

@@ -40,16 +40,6 @@ def test_it_draws_at_most_ten_times_a_second() -> None:
     assert shown.said[-1] == ("stop", 1000, pytest.approx(1.0))
 
 
-def test_stages_are_counted_apart() -> None:
-    shown = Shown()
-    own = Watch(shown, lambda: 0.0)
-    for title in ("a", "b"):
-        own.begin(title=title, nbytes=5)
-        own.advance(5)
-        own.end()
-    assert shown.said == [("start", "a", 5), ("stop", 5, 0.0), ("start", "b", 5), ("stop", 5, 0.0)]
-
-
 @pytest.mark.parametrize("how", ["bar", "log", "json"])
 def test_that_another_process_is_waited_for_is_shown(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     observer = watch(how)

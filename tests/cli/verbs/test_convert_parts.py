@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.unit.conftest import shrink
+from tests.unit.conftest import shrink, tree
 
 PROGRAM = """
 import os, sys, threading
@@ -61,10 +61,6 @@ def at_once(*commands: list[str]) -> list[str]:
     said = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0] * len(commands), said
     return [out for out, _ in said]
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 @contextlib.contextmanager
@@ -161,16 +157,6 @@ def test_a_part_that_is_terminated_says_how_to_go_on(mixed: Path, dst: Path) -> 
     assert part.returncode == 143
 
 
-def test_nothing_is_left_to_do_afterwards(ucp: Run, mixed: Path, dst: Path) -> None:
-    said = ucp("convert", mixed, dst, "--part", "1/1").stdout
-    assert "part 1/1 of" in said.partition("\n")[0]
-    assert "--finalize completes it" in said
-    assert "0 B/s" not in ucp("convert", mixed, dst, "--finalize").stdout
-    for option in (["--part", "1/1"], ["--part", "2/7"], ["--finalize"]):
-        assert "nothing was written" in ucp("convert", mixed, dst, *option).stdout
-    assert not dst.with_name("out.ucp-partial").exists()
-
-
 def test_parts_of_a_step_and_of_an_array(
     ucp: Run, mixed: Path, tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,9 +188,3 @@ def test_parts_of_a_step_and_of_an_array(
 def test_what_cannot_mean_anything(ucp: Run, mixed: Path, dst: Path, words: list[str], said: str) -> None:
     assert said in ucp("convert", mixed, dst, *words, code=2).output
     assert not dst.with_name("out.ucp-partial").exists()
-
-
-def test_it_is_explained(ucp: Run) -> None:
-    said = " ".join(ucp("convert", "--help").output.split())
-    assert "--part K/N" in said
-    assert "ucp convert checkpoints/ atoms/ --part 3/8" in said

@@ -107,16 +107,6 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path, mixed: Path) -> 
     }
 
 
-def test_a_cast_is_a_difference_of_dtype_and_of_values(ucp: Run, zero3: Path, tmp_path: Path) -> None:
-    ucp("convert", zero3, tmp_path / "cast", "--dtype", "exp_avg=fp16", "-q")
-    document = json.loads(ucp("diff", zero3, tmp_path / "cast", "--json", code=3).stdout)
-    assert {(change["state"], change["what"]) for change in document["changes"]} == {
-        ("exp_avg", "dtype"),
-        ("exp_avg", "values"),
-    }
-    assert 0 < max(change["largest"] for change in document["changes"]) < 1e-3
-
-
 def test_weights_alone_are_compared_where_asked_for(ucp: Run, zero3: Path, tmp_path: Path) -> None:
     """A run and its export differ in optimizer states and hyper-parameters; the weights are equal."""
     run, export = zero3, tmp_path / "export"

@@ -219,14 +219,6 @@ def test_rules_of_ones_own(ucp: Run, tmp_path: Path) -> None:
     assert row.split(maxsplit=3) == ["a.{layer}.weight", "2", "4x2", "tp: shard(dim=0)  a thing"]
 
 
-def test_a_mistake_in_ones_own_rules_is_wrong_usage(ucp: Run, llama: Path, tmp_path: Path) -> None:
-    rules = tmp_path / "my.toml"
-    rules.write_text('name = "mine"\n[[rule]]\nname = "a"\ntp = "shart"')
-    message = ucp("patterns", "check", llama, "--patterns", rules, code=2).stderr
-    assert "rule[0]: tp: expected one of the patterns" in message
-    assert "did you mean 'shard'?" in message
-
-
 def test_every_key_is_described(ucp: Run, llama: Path) -> None:
     words = set(re.findall(r"\w+", PAGE.read_text()))
     for page in (("list",), ("show", "llama"), ("check", llama)):

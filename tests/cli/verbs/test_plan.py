@@ -58,24 +58,12 @@ def test_the_layout_of_a_store_is_that_of_the_run_that_was_saved(ucp: Run, zero3
     assert "dp=4: flat chunk(dim=0)" in page.split("Layout of the run that was saved (deepspeed)\n")[1]
 
 
-def test_casts_are_named(ucp: Run, zero3: Path) -> None:
-    page = ucp("plan", zero3, "--dtype", "weight=bf16").stdout
-    assert "weight: float32 -> bfloat16" in page
-
-
 def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path) -> None:
     document = json.loads(ucp("plan", zero3, "--json").stdout)
     assert document["schema"] == "ucp.plan/1"
     assert set(document) == KEYS
     assert set(document["source"]) == {"path", "format", "producer", "topology", "step"}
     assert document["nbytes_out"] == sum(file["nbytes"] for file in document["files"])
-
-
-def test_the_plan_is_what_convert_writes(ucp: Run, zero3: Path, tmp_path: Path) -> None:
-    planned = json.loads(ucp("plan", zero3, "--layout", "per-parameter", "--json").stdout)
-    ucp("convert", zero3, tmp_path / "out", "--layout", "per-parameter", "-q")
-    for file in planned["files"]:
-        assert (tmp_path / "out" / file["path"]).stat().st_size == file["nbytes"]
 
 
 def test_a_target_with_ranks(ucp: Run, zero3: Path) -> None:
@@ -137,9 +125,3 @@ def test_all_states_of_one_parameter_left_out_are_not_taken_for_zeros(
 def warnings_of(page: str) -> str:
     """What stands under the title."""
     return page.partition("\nWarnings\n")[2].partition("\n\n")[0]
-
-
-def test_nothing_is_written(ucp: Run, copy: Path) -> None:
-    before = sorted(copy.parent.rglob("*"))
-    ucp("plan", copy)
-    assert sorted(copy.parent.rglob("*")) == before

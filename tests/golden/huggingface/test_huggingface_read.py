@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ucp
+from tests.golden.damage import Gadget, check_refused, copy_to, cut, flip
 from ucp.contract.model import sort_in_model_order
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
@@ -222,211 +224,195 @@ class TestBesideOthers:
             assert not any("adapter" in line and "of the training" in line for line in dropped)
 
 
-class TestDamage:
-    """Every damage is one clear error."""
-
-    @pytest.fixture
-    def copy(self, tmp_path: Path) -> Path:
-        shutil.copytree(ROOT / "llama-sharded" / "model", tmp_path / "copy")
-        return tmp_path / "copy"
-
-    def refused(self, copy: Path, match: str) -> None:
-        with pytest.raises(ucp.UcpError, match=match):
-            ucp.convert(copy, copy.parent / "atoms")
-        assert not (copy.parent / "atoms").exists()
-
-    def index_json(self, copy: Path, **changed: object) -> None:
-        file = copy / "model.safetensors.index.json"
-        document = json.loads(file.read_text())
-        document["weight_map"] |= changed
-        document["weight_map"] = {name: own for name, own in document["weight_map"].items() if own is not None}
-        file.write_text(json.dumps(document))
-
-    def test_a_missing_file(self, copy: Path) -> None:
-        (copy / "model-00002-of-00002.safetensors").unlink()
-        self.refused(copy, r"missing: model-00002-of-00002\.safetensors, which .* names for \d+ tensors")
-
-    def test_a_name_that_no_file_can_have(self, copy: Path) -> None:
-        self.index_json(copy, **{"model.norm.weight": f"{'m' * 5000}.safetensors"})
-        self.refused(copy, r"missing: m{80}\.\.\., which model\.safetensors\.index\.json names for 1 tensor")
-
-    def test_a_missing_file_without_an_index(self, copy: Path) -> None:
-        (copy / "model-00001-of-00002.safetensors").unlink()
-        (copy / "model.safetensors.index.json").unlink()
-        self.refused(copy, r"missing: model-00001-of-00002\.safetensors")
-
-    def test_a_tensor_that_the_file_lacks(self, copy: Path) -> None:
-        self.index_json(copy, ghost="model-00001-of-00002.safetensors")
-        self.refused(copy, r"model-00001-of-00002\.safetensors: lacks ghost")
-
-    def test_a_tensor_that_the_index_does_not_name(self, copy: Path) -> None:
-        self.index_json(copy, **{"model.norm.weight": None})
-        self.refused(copy, r"holds model\.norm\.weight, which model\.safetensors\.index\.json does not name")
-
-    def test_a_tensor_in_two_files(self, copy: Path) -> None:
-        first, second = sorted(copy.glob("*.safetensors"))
-        save_file(load_file(second) | {"lm_head.weight": torch.zeros(2)}, second)
-        save_file(load_file(first) | {"lm_head.weight": torch.zeros(2)}, first)
-        self.refused(copy, r"holds lm_head\.weight, as .* does")
-
-    @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "", 3])
-    def test_an_index_that_leads_elsewhere(self, copy: Path, file: object) -> None:
-        self.index_json(copy, **{"model.norm.weight": file})
-        self.refused(copy, "expected names of files beside")
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}'])
-    def test_a_broken_index(self, copy: Path, text: str) -> None:
-        (copy / "model.safetensors.index.json").write_text(text)
-        self.refused(copy, r"model\.safetensors\.index\.json")
-
-    @pytest.mark.parametrize("text", ["", '{"a": ', "[1]"])
-    def test_a_broken_configuration(self, copy: Path, text: str) -> None:
-        (copy / "config.json").write_text(text)
-        self.refused(copy, r"expected (a )?JSON.* in .*config\.json")
-
-    def test_a_truncated_file(self, copy: Path) -> None:
-        file = copy / "model-00001-of-00002.safetensors"
-        file.write_bytes(file.read_bytes()[:-100])
-        self.refused(copy, r"not a whole safetensors file: expected \d+ bytes; got \d+")
-
-    @pytest.mark.parametrize(
-        ("header", "found"),
-        [
-            ({"a": ["F32", [2], [0, 8]], "b": ["F32", [2], [4, 12]]}, "a hole or an overlap"),
-            ({"a": ["F32", [2], [8, 16]]}, "a hole or an overlap"),
-            ({"a": ["F32", [3], [0, 8]]}, "got 8 bytes"),
-            ({"a": ["F32", [2], [0, 800]]}, "got 800 bytes"),
-            ({"a": ["F32", [200], [0, 800]]}, "expected 8.. bytes; got"),
-            ({"a": ["F99", [2], [0, 8]]}, "type 'F99'"),
-            ({"a": ["F32", [-2], [0, 8]]}, "expected dtype, shape and data_offsets"),
-        ],
-    )
-    def test_a_header_that_lies(self, tmp_path: Path, header: dict[str, list[Any]], found: str) -> None:
-        keys = ("dtype", "shape", "data_offsets")
-        text = json.dumps({name: dict(zip(keys, own, strict=True)) for name, own in header.items()}).encode()
-        (tmp_path / "copy").mkdir()
-        (tmp_path / "copy" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
-        self.refused(tmp_path / "copy", found)
-
-    @pytest.mark.parametrize(
-        ("data", "found"),
-        [
-            ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "expected a header within its"),
-            (b"\x06" + bytes(7) + b'{"a":1', "expected a header of JSON"),
-            (b"\x0d" + bytes(7) + b'{"a":1,"a":2}', "'a' twice"),
-            (b"", "expected at least 10 bytes"),
-            (b"version https://git-lfs.github.com/spec/v1\n", "not a whole safetensors file"),
-        ],
-    )
-    def test_what_is_no_header(self, tmp_path: Path, data: bytes, found: str) -> None:
-        (tmp_path / "copy").mkdir()
-        (tmp_path / "copy" / "model.safetensors").write_bytes(data)
-        self.refused(tmp_path / "copy", found)
-
-    def test_two_forms_of_a_model(self, copy: Path) -> None:
-        shutil.copy(ROOT / "llama" / "model" / "model.safetensors", copy)
-        self.refused(copy, r"holds a model in 2 forms.*pass the file(.|\n)*index\.json(.|\n)*model\.safetensors")
-
-    def test_two_indexes(self, copy: Path) -> None:
-        for name in ("model.fp16", "model.bf16"):
-            stem, variant = name.split(".")
-            shutil.copy(copy / "model.safetensors.index.json", copy / f"{stem}.safetensors.index.{variant}.json")
-        (copy / "model.safetensors.index.json").unlink()
-        self.refused(copy, "holds a model in 2 forms")
-
-    def test_one_of_several_files(self, copy: Path) -> None:
-        self.refused(copy / "model-00001-of-00002.safetensors", "one of several files of a model; pass its folder")
-
-    def test_a_quantised_model(self, copy: Path) -> None:
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-        self.refused(copy, r"quantised \(config\.json: gptq\)")
-
-    def test_a_tied_matrix_with_other_elements(self, tmp_path: Path) -> None:
-        shutil.copytree(ROOT / "llama-tied" / "model", tmp_path / "copy")
-        file = tmp_path / "copy" / "model.safetensors"
-        tensors = load_file(file)
-        tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-        save_file(tied, file)
-        assert ucp.diff(tmp_path / "copy", ROOT / "llama-tied" / "model").equal
-        tied["lm_head.weight"][3, 3] += 1
-        save_file(tied, file)
-        self.refused(tmp_path / "copy", r"model\.embed_tokens\.weight")
-        save_file({**tied, "lm_head.weight": torch.zeros(3, 16)}, file)
-        self.refused(tmp_path / "copy", "which have the shapes")
-
-    def test_a_gadget(self, tmp_path: Path) -> None:
-        class Gadget:
-            def __reduce__(self) -> tuple[Any, ...]:
-                return print, ("executed",)
-
-        shutil.copytree(ROOT / "llama-bin" / "model", tmp_path / "copy")
-        for content in ({"w": torch.zeros(2), "x": Gadget()}, Gadget()):
-            torch.save(content, tmp_path / "copy" / "pytorch_model.bin")
-            self.refused(tmp_path / "copy", "expected the state dict of a model")
-        (tmp_path / "copy" / "pytorch_model.bin").write_bytes(pickle.dumps(Gadget()))
-        self.refused(tmp_path / "copy", "expected the magic number of torch.save")
-
-    def test_a_flipped_byte_in_a_torch_file(self, tmp_path: Path) -> None:
-        shutil.copytree(ROOT / "llama-bin" / "model", tmp_path / "copy")
-        ref = index_of("llama-bin").atoms["lm_head.weight"].states["weight"].fragments[0].ref
-        file = tmp_path / "copy" / "pytorch_model.bin"
-        data = bytearray(file.read_bytes())
-        data[ref.offset] ^= 1  # type: ignore[union-attr]
-        file.write_bytes(data)
-        self.refused(tmp_path / "copy", "CRC-32 differs")
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+INDEX = "model.safetensors.index.json"
 
 
-class TestRanks:
-    """Files of HuggingFaceStorageWriter, one or more of each rank."""
+def edit_index(copy: Path, **changed: object) -> None:
+    document = json.loads((copy / INDEX).read_text())
+    document["weight_map"] |= changed
+    document["weight_map"] = {name: file for name, file in document["weight_map"].items() if file is not None}
+    (copy / INDEX).write_text(json.dumps(document))
 
-    @pytest.fixture
-    def copy(self, tmp_path: Path) -> Path:
-        shutil.copytree(ROOT / "llama-dcp" / "model", tmp_path / "copy")
-        return tmp_path / "copy"
 
-    def refused(self, copy: Path, match: str) -> None:
-        with pytest.raises(ucp.UcpError, match=match):
-            ucp.convert(copy, copy.parent / "atoms")
+def store_twice(copy: Path) -> None:
+    for file in (copy / FIRST, copy / SECOND):
+        save_file(load_file(file) | {"lm_head.weight": torch.zeros(2)}, file)
 
-    def rewrite(self, file: Path, offsets: object) -> None:
-        save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
-    def test_a_missing_rank(self, copy: Path) -> None:
-        (copy / "shard-00001-model-00001-of-00001.safetensors").unlink()
-        self.refused(copy, "missing: shard-00001-model")
+def make_variants(copy: Path) -> None:
+    for variant in ("fp16", "bf16"):
+        shutil.copy(copy / INDEX, copy / f"model.safetensors.index.{variant}.json")
+    (copy / INDEX).unlink()
 
-    @pytest.mark.parametrize(("number", "other"), [(1, 2), (2, 1)])
-    @pytest.mark.parametrize("has_config", [True, False])
-    def test_a_copy_of_another_rank(self, copy: Path, number: int, other: int, has_config: bool) -> None:
-        name = "shard-0000{}-model-00001-of-00001.safetensors"
-        shutil.copyfile(copy / name.format(other), copy / name.format(number))
-        if not has_config:
-            (copy / "config.json").unlink()
-        self.refused(copy, "shard-00002-.*: holds shards of .* tensors that shard-00001-.* holds too")
 
-    def test_a_lost_last_rank(self, copy: Path) -> None:
-        (copy / "shard-00002-model-00001-of-00001.safetensors").unlink()
-        self.refused(copy, r"config\.json describes; got\n(.*\n)*.*hidden_size = 16")
+def quantise(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
 
-    def test_what_cannot_be_known_is_said(self, copy: Path) -> None:
-        assert not any("last ranks" in note for note in index_of("llama-dcp").notes)
-        (copy / "config.json").unlink()
-        assert any("last ranks" in note for note in ucp.inspect(copy).notes)
 
-    def test_no_offsets(self, copy: Path) -> None:
-        file = copy / "shard-00002-model-00001-of-00001.safetensors"
-        for said in (None, {}, {name: {"saved_offsets": [-1]} for name in load_file(file)}):
-            self.rewrite(file, said)
-            self.refused(copy, "shard-00002-.*: expected DCP_SHARDING_INFO of every tensor")
+NORM = "model.norm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing file": (lambda copy: (copy / SECOND).unlink(), rf"missing: {SECOND}, which .* names for \d+ tensors"),
+    "a name no file can have": (
+        lambda copy: edit_index(copy, **{NORM: f"{'m' * 5000}.safetensors"}),
+        r"missing: m{80}\.\.\., which",
+    ),
+    "a missing file, no index": (
+        lambda copy: ((copy / FIRST).unlink(), (copy / INDEX).unlink()),
+        f"missing: {FIRST}",
+    ),
+    "a tensor that the file lacks": (lambda copy: edit_index(copy, ghost=FIRST), f"{FIRST}: lacks ghost"),
+    "a tensor not in the index": (lambda copy: edit_index(copy, **{NORM: None}), rf"holds {NORM}, which {INDEX}"),
+    "a tensor in two files": (store_twice, r"holds lm_head\.weight, as .* does"),
+    "a truncated file": (lambda copy: cut(copy / FIRST, 100), r"expected \d+ bytes; got \d+"),
+    "two forms of a model": (
+        lambda copy: shutil.copy(ROOT / "llama" / "model" / "model.safetensors", copy),
+        r"a model in 2 forms(.|\n)*index\.json(.|\n)*model\.safetensors",
+    ),
+    "two indexes": (make_variants, "a model in 2 forms"),
+    "a quantised model": (quantise, r"config\.json: gptq"),
+    **{
+        f"an index that leads to {file!r}": (
+            lambda copy, file=file: edit_index(copy, **{NORM: file}),
+            "expected names of files beside",
+        )
+        for file in ("../elsewhere.safetensors", "/etc/passwd", "", 3)
+    },
+    **{
+        f"{text!r} as {name}": (
+            lambda copy, text=text, name=name: (copy / name).write_text(text),
+            rf"in .*{name}|{INDEX}",
+        )
+        for text, name in (
+            *((text, INDEX) for text in ("", "{", "[]", "{}", '{"weight_map": []}')),
+            *((text, "config.json") for text in ("", '{"a": ', "[1]")),
+        )
+    },
+}
 
-    def test_offsets_that_overlap(self, copy: Path) -> None:
-        file = copy / "shard-00002-model-00001-of-00001.safetensors"
-        tensors = load_file(file)
-        self.rewrite(file, {name: {"saved_offsets": [0] * own.dim()} for name, own in tensors.items()})
-        self.refused(copy, "shard-00002-.*: holds shards of .* that shard-00001-.* holds too")
 
-    def test_metadata_that_is_no_json(self, copy: Path) -> None:
-        file = copy / "shard-00002-model-00001-of-00001.safetensors"
-        save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": "{"})
-        self.refused(copy, "expected DCP_SHARDING_INFO")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused(name: str, tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "llama-sharded" / "model")
+    damage, said = DAMAGE[name]
+    damage(copy)
+    check_refused(copy, said)
+
+
+def test_one_of_several_files_is_no_model() -> None:
+    with pytest.raises(ucp.UcpError, match="one of several files of a model; pass its folder"):
+        ucp.inspect(ROOT / "llama-sharded" / "model" / FIRST)
+
+
+def header(**tensors: list[Any]) -> bytes:
+    keys = ("dtype", "shape", "data_offsets")
+    text = json.dumps({name: dict(zip(keys, own, strict=True)) for name, own in tensors.items()}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "a hole or an overlap"),
+        (header(a=["F32", [2], [8, 16]]), "a hole or an overlap"),
+        (header(a=["F32", [3], [0, 8]]), "got 8 bytes"),
+        (header(a=["F32", [2], [0, 800]]), "got 800 bytes"),
+        (header(a=["F32", [200], [0, 800]]), "expected 8.. bytes; got"),
+        (header(a=["F99", [2], [0, 8]]), "type 'F99'"),
+        (header(a=["F32", [-2], [0, 8]]), "expected dtype, shape and data_offsets"),
+        ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "expected a header within its"),
+        (b"\x06" + bytes(7) + b'{"a":1', "expected a header of JSON"),
+        (b"\x0d" + bytes(7) + b'{"a":1,"a":2}', "'a' twice"),
+        (b"", "expected at least 10 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "not a whole safetensors file"),
+    ],
+)
+def test_a_header_that_is_none_or_lies_is_refused(tmp_path: Path, data: bytes, found: str) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "model.safetensors").write_bytes(data)
+    check_refused(tmp_path / "copy", found)
+
+
+def test_a_tied_matrix_with_other_elements(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "llama-tied" / "model")
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tied, file)
+    assert ucp.diff(copy, ROOT / "llama-tied" / "model").equal
+    tied["lm_head.weight"][3, 3] += 1
+    save_file(tied, file)
+    check_refused(copy, r"model\.embed_tokens\.weight")
+    save_file({**tied, "lm_head.weight": torch.zeros(3, 16)}, file)
+    check_refused(copy, "which have the shapes")
+
+
+def test_damage_in_torch_files_is_refused(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "llama-bin" / "model")
+    flip(ucp.inspect(copy).atoms["lm_head.weight"].states["weight"].fragments[0].ref)
+    check_refused(copy, "CRC-32 differs")
+    for content in ({"w": torch.zeros(2), "x": Gadget()}, Gadget()):
+        torch.save(content, copy / "pytorch_model.bin")
+        check_refused(copy, "expected the state dict of a model")
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Gadget()))
+    check_refused(copy, "expected the magic number of torch.save")
+
+
+RANK = "shard-0000{}-model-00001-of-00001.safetensors"
+
+
+def rewrite_offsets(copy: Path, make: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = copy / RANK.format(2)
+    tensors, said = load_file(file), make(load_file(file))
+    text = said if isinstance(said, str) else json.dumps(said)
+    save_file(tensors, file, metadata={"DCP_SHARDING_INFO": text})
+
+
+NO_OFFSETS = "shard-00002-.*: expected DCP_SHARDING_INFO"
+HELD_TWICE = "shard-00002-.*: holds shards of .* that shard-00001-.* holds too"
+RANK_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing rank": (lambda copy: (copy / RANK.format(1)).unlink(), "missing: shard-00001-model"),
+    "a lost last rank": (
+        lambda copy: (copy / RANK.format(2)).unlink(),
+        r"config\.json(.|\n)*hidden_size = 16",
+    ),
+    "one rank over the other": (lambda copy: shutil.copyfile(copy / RANK.format(1), copy / RANK.format(2)), HELD_TWICE),
+    "the other over the one": (lambda copy: shutil.copyfile(copy / RANK.format(2), copy / RANK.format(1)), HELD_TWICE),
+    "one rank twice, no config": (
+        lambda copy: (
+            shutil.copyfile(copy / RANK.format(1), copy / RANK.format(2)),
+            (copy / "config.json").unlink(),
+        ),
+        HELD_TWICE,
+    ),
+    "null as offsets": (lambda copy: rewrite_offsets(copy, lambda _: None), NO_OFFSETS),
+    "no offsets": (lambda copy: rewrite_offsets(copy, lambda _: {}), NO_OFFSETS),
+    "no JSON": (lambda copy: rewrite_offsets(copy, lambda _: "{"), NO_OFFSETS),
+    "negative offsets": (
+        lambda copy: rewrite_offsets(copy, lambda own: {name: {"saved_offsets": [-1]} for name in own}),
+        NO_OFFSETS,
+    ),
+    "offsets of another rank": (
+        lambda copy: rewrite_offsets(
+            copy, lambda own: {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in own.items()}
+        ),
+        HELD_TWICE,
+    ),
+}
+"""Files of HuggingFaceStorageWriter, one of each rank."""
+
+
+@pytest.mark.parametrize("name", RANK_DAMAGE)
+def test_damage_in_files_of_ranks_is_refused(name: str, tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "llama-dcp" / "model")
+    damage, said = RANK_DAMAGE[name]
+    damage(copy)
+    check_refused(copy, said)
+
+
+def test_that_lost_last_ranks_cannot_be_known_is_noted(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "llama-dcp" / "model")
+    assert not any("last ranks" in note for note in index_of("llama-dcp").notes)
+    (copy / "config.json").unlink()
+    assert any("last ranks" in note for note in ucp.inspect(copy).notes)

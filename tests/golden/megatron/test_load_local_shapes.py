@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ucp
+from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "megatron"
@@ -30,7 +30,6 @@ CASES = [
     ("deepseek-ep2-dp2-full-singleton", "deepseek-tp2-ep2-dp2-torch-zero"),
     ("mamba-tp2-dp2-full", "mamba-tp2-dp2-torch-zero"),
 ]
-BUFFERS = ("expert_bias",)
 
 
 class Stub:
@@ -74,24 +73,6 @@ def saved_by(case: str, rank: int) -> list[dict[str, torch.Tensor]]:
     return [{name: own for name, own in chunk.items() if isinstance(own, torch.Tensor)} for chunk in chunks]
 
 
-def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A module with tensors of these names, types and shapes, all NaN."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        own = root
-        for part in path:
-            if not hasattr(own, part):
-                own.add_module(part, nn.Module())
-            own = getattr(own, part)
-        empty = torch.full_like(tensor, torch.nan)
-        if last in BUFFERS:
-            own.register_buffer(last, empty)
-        else:
-            own.register_parameter(last, nn.Parameter(empty))
-    return root
-
-
 @pytest.mark.parametrize(("source", "target"), CASES)
 def test_every_rank_holds_what_megatrons_own_rank_holds(source: str, target: str) -> None:
     layout = layout_of(target)
@@ -99,7 +80,7 @@ def test_every_rank_holds_what_megatrons_own_rank_holds(source: str, target: str
 
     def load(ranks: ThreadRanks) -> None:
         chunks = saved_by(target, ranks.rank)
-        modules = [module_of(chunk) for chunk in chunks]
+        modules = [module({name: torch.full_like(own, torch.nan) for name, own in chunk.items()}) for chunk in chunks]
         model = modules if len(modules) > 1 else modules[0]
         ucp.load_into(model, degrees, FIXTURES / source / "checkpoint", process_group=ranks)
         for chunk, own in zip(chunks, modules, strict=True):
@@ -130,7 +111,7 @@ def test_stages_of_another_frameworks_model_hold_their_cuts() -> None:
     """Megatron's files into tensor-parallel stages of a Llama in Hugging Face's names, cut by hand."""
     checkpoint = FIXTURES / "llama-tp2-dp2-dp" / "checkpoint"
     every = llama_in_hugging_faces_names(range(4))
-    whole = module_of({name: torch.empty(shape) for name, shape in every.items()})
+    whole = module(every)
     ucp.load_into(whole, checkpoint=checkpoint)
 
     def load(ranks: ThreadRanks) -> None:
@@ -142,7 +123,7 @@ def test_stages_of_another_frameworks_model_hold_their_cuts() -> None:
             is_cut = len(shape) == 2
             local = name.replace(f"layers.{2 * stage}.", "layers.0.").replace(f"layers.{2 * stage + 1}.", "layers.1.")
             wanted[local] = tensor.chunk(2, dim)[tp].contiguous() if is_cut else tensor
-        own = module_of(wanted)
+        own = module({name: tensor.shape for name, tensor in wanted.items()})
         ucp.load_into(own, "tp=2,pp=2", checkpoint, process_group=ranks)
         for name, live in own.state_dict().items():
             assert torch.equal(live, wanted[name]), (ranks.rank, name)

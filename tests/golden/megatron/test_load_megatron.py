@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ucp
+from tests.unit.live.cluster import module
 from ucp.errors import FamilyError, NoSuchNameError, UsageError
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
@@ -21,17 +22,8 @@ extends = ["gpt"]
 
 
 def model() -> nn.Module:
-    """A module with the names and shapes of the checkpoint."""
-    root = nn.Module()
-    for name, atom in ucp.open(CHECKPOINT).atoms.items():
-        *path, last = name.split(".")
-        own = root
-        for part in path:
-            if not hasattr(own, part):
-                own.add_module(part, nn.Module())
-            own = getattr(own, part)
-        own.register_parameter(last, nn.Parameter(torch.zeros(atom.global_shape)))
-    return root
+    """A module with the names and shapes of the checkpoint, in fp32."""
+    return module({name: torch.zeros(atom.global_shape) for name, atom in ucp.open(CHECKPOINT).atoms.items()})
 
 
 def test_the_family_named_is_the_one_that_is_used(tmp_path: Path) -> None:

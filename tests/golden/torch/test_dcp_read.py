@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ucp
-from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of
+from tests.golden.damage import Gadget, check_refused, copy_to, cut, flip
+from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
 from ucp.core.index import Kind
 from ucp.errors import UnsupportedError
 
@@ -30,7 +31,7 @@ def test_all_ways_of_saving_are_there() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
-    check_states(case)
+    check_states(index_of(case), truth_of(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -91,51 +92,30 @@ def test_a_conversion_to_deepspeed_is_equal(case: str, tmp_path: Path) -> None:
         assert ucp.diff(ROOT / case / "checkpoint", tmp_path / f"z{zero}").equal
 
 
-class TestDamage:
-    """Every damage is one clear error."""
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing file": (lambda copy: (copy / "__2_0.distcp").unlink(), r"__2_0\.distcp"),
+    "a truncated file": (lambda copy: cut(copy / "__1_0.distcp", 700), r"__1_0\.distcp"),
+    "a flipped byte": (
+        lambda copy: flip(ucp.inspect(copy).atoms["l1.weight"].states["exp_avg"].fragments[1].ref),
+        "CRC-32 differs",
+    ),
+    "an unfinished save": (lambda copy: (copy / ".metadata").unlink(), "not finished"),
+    "a gadget": (lambda copy: (copy / ".metadata").write_bytes(pickle.dumps(Gadget())), "expected the metadata"),
+}
 
-    @pytest.fixture
-    def copy(self, tmp_path: Path) -> Path:
-        shutil.copytree(ROOT / "fsdp2-dp4" / "checkpoint", tmp_path / "copy")
-        return tmp_path / "copy"
 
-    def refused(self, copy: Path, match: str) -> None:
-        with pytest.raises(ucp.UcpError, match=match):
-            ucp.convert(copy, copy.parent / "atoms")
-        assert not (copy.parent / "atoms").exists()
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused(name: str, tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "fsdp2-dp4" / "checkpoint")
+    damage, said = DAMAGE[name]
+    damage(copy)
+    check_refused(copy, said)
 
-    def test_a_missing_file(self, copy: Path) -> None:
-        (copy / "__2_0.distcp").unlink()
-        self.refused(copy, r"__2_0\.distcp")
 
-    def test_a_truncated_file(self, copy: Path) -> None:
-        file = copy / "__1_0.distcp"
-        file.write_bytes(file.read_bytes()[:-700])
-        self.refused(copy, r"__1_0\.distcp")
-
-    def test_a_flipped_byte(self, copy: Path) -> None:
-        ref = ucp.inspect(copy).atoms["l1.weight"].states["exp_avg"].fragments[1].ref
-        file = Path(str(ref.path))
-        data = bytearray(file.read_bytes())
-        data[ref.offset] ^= 1
-        file.write_bytes(data)
-        self.refused(copy, "CRC-32 differs")
-
-    def test_an_unfinished_save(self, copy: Path) -> None:
-        (copy / ".metadata").unlink()
-        self.refused(copy, "not finished")
-
-    def test_a_gadget(self, copy: Path) -> None:
-        class Gadget:
-            def __reduce__(self) -> tuple[Any, ...]:
-                return print, ("executed",)
-
-        (copy / ".metadata").write_bytes(pickle.dumps(Gadget()))
-        self.refused(copy, "expected the metadata")
-
-    def test_files_of_an_earlier_save_are_left_alone(self, copy: Path) -> None:
-        shutil.copy(copy / "__3_0.distcp", copy / "__7_0.distcp")
-        assert any("__7_0.distcp" in note for note in ucp.inspect(copy).notes)
+def test_files_of_an_earlier_save_are_left_alone(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / "fsdp2-dp4" / "checkpoint")
+    shutil.copy(copy / "__3_0.distcp", copy / "__7_0.distcp")
+    assert any("__7_0.distcp" in note for note in ucp.inspect(copy).notes)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -16,30 +16,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ucp
-from ucp.core.gaps import check_cover
+from tests.golden.torch.truth import ROOT, check_states, index_of, truth_of
+from tests.golden.truth import plain
 
-ROOT = Path(__file__).parents[3] / "fixtures" / "torch"
 CASES = sorted(path.name for path in (ROOT / "small").iterdir())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
-    checkpoint = ucp.open(ROOT / "small" / case / "checkpoint")
-    index, truth = checkpoint.index, load_file(ROOT / "small" / case / "truth.safetensors")
-    check_cover(index)
-    assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == set(truth)
-    for name, wanted in truth.items():
-        assert torch.equal(checkpoint.read(*name.rsplit("/", 1)), wanted), name
+    index = index_of(f"small/{case}")
+    check_states(index, truth_of(f"small/{case}"))
     report = json.loads((ROOT / "small" / case / "truth.json").read_text())
     assert index.topology.ranks == report["ranks"]
     ((params, group),) = [(own.params, own.hyper) for own in index.groups]
     (wanted_group,) = report["groups"]
     assert list(params) == wanted_group.pop("params")
-    assert {key: list(v) if isinstance(v, tuple) else v for key, v in group.items()} == wanted_group
+    assert plain(group) == wanted_group
     extras = {own.name: own.value for own in index.extras}
     assert index.step == 3
     assert extras["note"]["list"] == [1, 2]  # type: ignore[index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ucp
+from tests.golden.damage import Gadget, check_refused, copy_to, flip, swap
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
 from ucp.core.index import Kind
-from ucp.errors import MalformedError, UnsupportedError
+from ucp.errors import UnsupportedError
 
 WAYS = ("verl", "full", "nanogpt", "lightning")
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] in WAYS)
 RANKS = [name for name in CASES if name.startswith("verl")]
 
 
-def test_all_ways_of_saving_are_there() -> None:
-    assert {REPORTS[case]["case"]["saved"] for case in CASES} == set(WAYS)
-    assert len(RANKS) == 3
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_state_is_the_truth_bit_for_bit(case: str) -> None:
-    check_states(case)
+    check_states(index_of(case), truth_of(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,81 +111,69 @@ def test_a_conversion_to_deepspeed_is_equal(case: str, tmp_path: Path) -> None:
     assert ucp.diff(ROOT / case / "checkpoint", tmp_path / "z3").equal
 
 
-class TestDamage:
-    """Every damage is one clear error."""
+MODEL, OPTIM = "model_world_size_4_rank_{}.pt", "optim_world_size_4_rank_{}.pt"
 
-    @pytest.fixture(params=RANKS)
-    def copy(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-        shutil.copytree(ROOT / request.param / "checkpoint", tmp_path / "copy")
-        return tmp_path / "copy"
 
-    def refused(self, copy: Path, match: str) -> None:
-        with pytest.raises(ucp.UcpError, match=match):
-            ucp.convert(copy, copy.parent / "atoms")
-        assert not (copy.parent / "atoms").exists()
+def flip_moment(copy: Path) -> None:
+    atoms = ucp.inspect(copy).atoms.values()
+    flip(next(atom for atom in atoms if "exp_avg" in atom.states).states["exp_avg"].fragments[1].ref)
 
-    @pytest.mark.parametrize("item", ["model", "optim"])
-    def test_a_missing_rank(self, copy: Path, item: str) -> None:
-        (copy / f"{item}_world_size_4_rank_2.pt").unlink()
-        self.refused(copy, r"1 file is not there:\n.*_world_size_4_rank_2\.pt")
 
-    def test_a_truncated_file(self, copy: Path) -> None:
-        file = copy / "model_world_size_4_rank_1.pt"
-        file.write_bytes(file.read_bytes()[:-700])
-        self.refused(copy, r"rank_1\.pt")
+def edit_groups(copy: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    optimizer = torch.load(copy / OPTIM.format(1), weights_only=False)
+    for group in optimizer["param_groups"]:
+        edit(group)
+    torch.save(optimizer, copy / OPTIM.format(1))
 
-    def test_a_flipped_byte(self, copy: Path) -> None:
-        param = next(name for name, atom in ucp.inspect(copy).atoms.items() if "exp_avg" in atom.states)
-        ref = ucp.inspect(copy).atoms[param].states["exp_avg"].fragments[1].ref
-        file = Path(str(ref.path))
-        data = bytearray(file.read_bytes())
-        data[ref.offset] ^= 1
-        file.write_bytes(data)
-        self.refused(copy, "CRC-32 differs|copies that should be equal")
 
-    def test_exchanged_ranks(self, copy: Path) -> None:
-        one, other = (copy / f"model_world_size_4_rank_{rank}.pt" for rank in (0, 1))
-        kept = one.read_bytes()
-        one.write_bytes(other.read_bytes())
-        other.write_bytes(kept)
-        self.refused(copy, "exchanged|saved as")
+def store_no_parts(copy: Path) -> None:
+    torch.save({name: torch.zeros(2) for name in ucp.inspect(copy).atoms}, copy / MODEL.format(3))
 
-    def test_a_rank_of_another_step(self, copy: Path) -> None:
-        path = copy / "optim_world_size_4_rank_3.pt"
-        group = {"lr": 0.5, "params": [0]}
-        torch.save({"state": {}, "param_groups": [group]}, path)
-        self.refused(copy, "different runs")
 
-    @pytest.mark.parametrize("is_lost", [False, True])
-    def test_a_setting_that_one_rank_alone_has(self, copy: Path, *, is_lost: bool) -> None:
-        path = copy / "optim_world_size_4_rank_1.pt"
-        optimizer = torch.load(path, weights_only=False)
-        for group in optimizer["param_groups"]:
-            group.pop("lr") if is_lost else group.setdefault("extra_key", 7)
-        torch.save(optimizer, path)
-        self.refused(copy, f"of ranks 0 and 1 only one has {'lr' if is_lost else 'extra_key'}")
+GROUP: dict[str, Any] = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing model file": (
+        lambda copy: (copy / MODEL.format(2)).unlink(),
+        MODEL.format(2),
+    ),
+    "a missing optimizer file": (lambda copy: (copy / OPTIM.format(2)).unlink(), OPTIM.format(2)),
+    "a flipped byte": (flip_moment, "CRC-32 differs|copies that should be equal"),
+    "exchanged ranks": (lambda copy: swap(copy / MODEL.format(0), copy / MODEL.format(1)), "exchanged|saved as"),
+    "another run": (lambda copy: torch.save(GROUP, copy / OPTIM.format(3)), "different runs"),
+    "a setting of one rank": (
+        lambda copy: edit_groups(copy, lambda group: group.setdefault("extra_key", 7)),
+        "of ranks 0 and 1 only one has extra_key",
+    ),
+    "a setting lost on one rank": (
+        lambda copy: edit_groups(copy, lambda group: group.pop("lr")),
+        "of ranks 0 and 1 only one has lr",
+    ),
+    "runs of other sizes": (
+        lambda copy: shutil.copy(copy / MODEL.format(0), copy / "model_world_size_8_rank_5.pt"),
+        "runs of 4 and 8 ranks",
+    ),
+    "a tensor that is no part": (store_no_parts, "sharded on all ranks|same plain tensor"),
+}
 
-    def test_runs_of_other_sizes(self, copy: Path) -> None:
-        shutil.copy(copy / "model_world_size_4_rank_0.pt", copy / "model_world_size_8_rank_5.pt")
-        self.refused(copy, "runs of 4 and 8 ranks")
 
-    def test_the_file_of_one_rank(self, copy: Path) -> None:
-        self.refused(copy / "model_world_size_4_rank_0.pt", "file of one rank; pass the folder")
+@pytest.mark.parametrize("case", RANKS)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_refused(name: str, case: str, tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / case / "checkpoint")
+    damage, said = DAMAGE[name]
+    damage(copy)
+    check_refused(copy, said)
 
-    def test_a_gadget(self, copy: Path) -> None:
-        class Gadget:
-            def __reduce__(self) -> tuple[Any, ...]:
-                return print, ("executed",)
 
-        path = copy / "extra_state_world_size_4_rank_0.pt"
-        torch.save({"lr_scheduler": Gadget()}, path)
-        assert any("print" in note for note in ucp.inspect(copy).notes)
+def test_the_file_of_one_rank_is_no_checkpoint() -> None:
+    with pytest.raises(ucp.UcpError, match="file of one rank; pass the folder"):
+        ucp.inspect(ROOT / RANKS[0] / "checkpoint" / MODEL.format(0))
 
-    def test_a_tensor_that_is_no_part(self, copy: Path) -> None:
-        path = copy / "model_world_size_4_rank_3.pt"
-        names = ucp.inspect(copy).atoms
-        torch.save({name: torch.zeros(2) for name in names}, path)
-        self.refused(copy, "sharded on all ranks|same plain tensor")
+
+def test_an_object_beside_tensors_is_not_made(tmp_path: Path) -> None:
+    copy = copy_to(tmp_path, ROOT / RANKS[0] / "checkpoint")
+    torch.save({"lr_scheduler": Gadget()}, copy / "extra_state_world_size_4_rank_0.pt")
+    assert any("print" in note for note in ucp.inspect(copy).notes)
 
 
 def test_a_whole_file_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -229,9 +214,8 @@ def test_flat_parameters_that_lengths_do_not_tell_leave_the_weights(tmp_path: Pa
     assert index.unnamed.states == ("exp_avg", "exp_avg_sq", "step")
     assert "FSDP.optim_state_dict" in index.unnamed.reason
     ucp.convert(copy, tmp_path / "weights", include=["*/weight"], verify=True)
-    truth = {name: own for name, own in truth_of("verl-fsdp1-dp4").items() if name.endswith("/weight")}
-    for name, own in truth.items():
-        assert torch.equal(ucp.open(tmp_path / "weights").read(name.removesuffix("/weight"), "weight"), own), name
+    weights = {name: own for name, own in truth_of("verl-fsdp1-dp4").items() if name.endswith("/weight")}
+    check_states(ucp.inspect(tmp_path / "weights"), weights)
 
 
 def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:
@@ -248,11 +232,8 @@ def test_names_that_the_optimizer_keeps_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", sorted(path.name for path in ROOT.glob("ranks-torch-*")))
 def test_meshes_of_older_versions_of_torch(case: str) -> None:
-    checkpoint, truth = ucp.open(ROOT / case / "checkpoint"), truth_of(case)
-    assert {f"{name}/weight" for name in checkpoint.index.atoms} == truth.keys()
-    assert (checkpoint.index.topology.dp, checkpoint.index.topology.tp) == (2, 2)
-    for name, wanted in truth.items():
-        assert torch.equal(checkpoint.read(name.removesuffix("/weight"), "weight"), wanted)
+    check_states(index_of(case), truth_of(case))
+    assert (index_of(case).topology.dp, index_of(case).topology.tp) == (2, 2)
 
 
 class TestFlatModels:
@@ -273,10 +254,7 @@ class TestFlatModels:
 
     def check(self, checkpoint: ucp.Checkpoint, states: set[str]) -> None:
         truth = {name: own for name, own in truth_of("fsdp1-local-dp4").items() if name.rpartition("/")[2] in states}
-        assert {f"{atom.name}/{state}" for atom, state, _ in checkpoint.index.states()} == truth.keys()
-        for name, wanted in truth.items():
-            param, _, state = name.rpartition("/")
-            assert torch.equal(checkpoint.read(param, state), wanted), name
+        check_states(checkpoint.index, truth)
 
     def test_shapes_of_the_optimizer_are_enough(self) -> None:
         self.check(ucp.open(self.SOURCE), {"weight", "step", "exp_avg", "exp_avg_sq"})
@@ -340,14 +318,10 @@ class TestNamedPartsOfFlatModels:
         return tmp_path / "shapes.json"
 
     def test_every_state_is_the_truth(self, shapes: Path) -> None:
-        checkpoint = ucp.open(self.SOURCE, shapes_from=shapes)
-        index, truth = checkpoint.index, truth_of(self.CASE)
+        index = ucp.inspect(self.SOURCE, shapes_from=shapes)
         assert index.aliases == {"head.weight": "emb.weight"}
         assert (index.atoms["frozen.weight"].kind, index.atoms["drift"].kind) == (Kind.FROZEN, Kind.BUFFER)
-        assert {f"{atom.name}/{state}" for atom, state, _ in index.states()} == truth.keys() - {"head.weight/weight"}
-        for name, wanted in truth.items():
-            param, _, state = name.rpartition("/")
-            assert torch.equal(checkpoint.read(index.aliases.get(param, param), state), wanted), name
+        check_states(index, truth_of(self.CASE))
 
     @pytest.mark.parametrize("param", ["frozen.weight", "l1.weight", "l3.bias"])
     def test_a_parameter_without_a_shape_is_refused(self, shapes: Path, param: str) -> None:
@@ -359,14 +333,6 @@ class TestNamedPartsOfFlatModels:
     def test_frozen_parameters_need_shapes(self) -> None:
         with pytest.raises(UnsupportedError, match=r"frozen\.weight\nPass --shapes-from"):
             ucp.inspect(self.SOURCE)
-
-
-def test_what_one_rank_saved_is_refused_under_the_name_of_another(tmp_path: Path) -> None:
-    copy = shutil.copytree(ROOT / "verl-fsdp2-dp4" / "checkpoint", tmp_path / "checkpoint")
-    name = "extra_state_world_size_4_rank_{}.pt"
-    shutil.copy(copy / name.format(0), copy / name.format(1))
-    with pytest.raises(MalformedError, match=r"rank_1\.pt was saved as extra_state_world_size_4_rank_0\.pt"):
-        ucp.inspect(copy)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "optim_world_size_1_rank_0.pt", "last.pt"])

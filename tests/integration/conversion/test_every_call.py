@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 
 import ucp
+from tests.unit.conftest import tree
 from tests.unit.conversion.destination import test_bucket as bucket
 from tests.unit.conversion.parts import test_parts as parts
-from tests.unit.conversion.test_crash import OPTIONS, check_killed, tree
+from tests.unit.conversion.test_crash import OPTIONS, check_killed
 
 pytestmark = pytest.mark.integration
 

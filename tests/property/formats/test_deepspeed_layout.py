@@ -192,15 +192,6 @@ def test_whole_parameters_of_muon(source: Params, ranks: int) -> None:
     assert all(numbers == list(range(len(numbers))) for numbers in copies.values())
 
 
-@given(source=params(), ranks=st.integers(1, 9))
-def test_a_layout_never_names_padding(source: Params, ranks: int) -> None:
-    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
-    for layout in (buffer, Chunks(source.numels, ranks)):
-        held = [(n, pair_of(layout, r, n, source.numels[n]).global_box) for r in range(ranks) for n in layout.spans(r)]
-        assert sum(own.numel for _, own in held) == sum(source.numels.values())
-        assert all(0 <= own.offsets[0] < own.stops[0] <= source.numels[name] for name, own in held)
-
-
 @given(count=st.integers(0, 12), ranks=st.integers(1, 9))
 def test_dealing_back_undoes_dealing(count: int, ranks: int) -> None:
     names = tuple(f"p{at}" for at in range(count))
@@ -217,15 +208,6 @@ def test_the_order_of_the_optimizer_is_found_from_the_mappings(source: Params, r
     optimizer, *_ = shared_buffers(full, ranks=ranks, paddings=None, first=0, known_from="")
     mappings = [dict.fromkeys(optimizer.spans(rank)) for rank in range(ranks)]
     assert optimizer_order(stored, ranks=ranks, is_round_robin=dealt, mappings=mappings)[0] == names
-
-
-@given(source=params(), ranks=st.integers(1, 5))
-def test_slice_mappings_are_what_the_partition_places(source: Params, ranks: int) -> None:
-    buffer, *_ = shared_buffers(source.numels, ranks=ranks, paddings=None, first=0, known_from="")
-    for rank in range(ranks):
-        spans = buffer.spans(rank)
-        for name, span in spans.items():
-            assert span.numel == pair_of(buffer, rank, name, source.numels[name]).global_box.numel
 
 
 @given(source=params(), ranks=st.integers(1, 6))

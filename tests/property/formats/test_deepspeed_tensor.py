@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes, affine_layout, cut_layout, equal_layout
+from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes, affine_layout, cut_layout
 from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
 from ucp_patterns.chunk import Chunk
 
@@ -77,13 +77,6 @@ def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, dp: int) 
     layout = cut_layout(dim, [own.shape for own in ranks], widths)
     assert layout.global_shape == shape
     np.testing.assert_array_equal(united(layout, ranks, dp), whole)
-
-
-@given(st.integers(1, 4), ranks_of_dp)
-def test_equal_tensors(parts: int, dp: int) -> None:
-    whole = numbers((2, 5))
-    layout = equal_layout("replicate", [whole.shape] * parts)
-    np.testing.assert_array_equal(united(layout, [whole] * parts, dp), whole)
 
 
 def piece(shape: tuple[int, ...], source: tuple[int, list[int]], dest: tuple[int, list[int]]) -> dict[str, object]:

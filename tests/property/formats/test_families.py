@@ -6,15 +6,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from ucp_patterns.chunk import Chunk
-from ucp_patterns.shard import Shard
 
 from tests.strategies import coordinates
 from ucp.contract.registry import families, family, library
-from ucp.core.layout import AxisLayout, Layout, Overlap, compute_local_shape, infer_global_shape, place
+from ucp.core.layout import AxisLayout, Layout, compute_local_shape, infer_global_shape, place
 from ucp.core.region import find_gaps
 from ucp.families.expression import Expression
 from ucp.families.family import Family
@@ -108,20 +106,6 @@ def taken_apart(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     return [compute_local_shape(layout, shape, rank) for rank in coordinates(layout)]
 
 
-@given(cases())
-def test_split_then_union_is_the_identity(case):
-    layout, shape = case.layout, case.shape
-    pieces: dict[tuple[int, int], list] = {}
-    for rank in coordinates(layout):
-        for own in place(layout, shape, coords=rank):
-            pieces.setdefault((own.replica, own.term), []).append(own.box)
-    overlaps = {axis.pattern.overlap for axis in layout.axes}
-    degree = prod(axis.parts for axis in layout.axes if axis.pattern.overlap is not Overlap.EXCLUSIVE)
-    assert len(pieces) == (1 if overlaps <= {Overlap.EXCLUSIVE} else degree) or (not prod(shape) and not pieces)
-    for boxes in pieces.values():
-        assert find_gaps(shape, boxes) == ()
-
-
 @given(cases(), st.integers(1, 5))
 def test_a_flat_partition_of_every_part_makes_up_the_whole(case, dp):
     """As a distributed optimizer cuts what each rank holds, whether it divides or not."""
@@ -140,20 +124,6 @@ def test_whole_shape_inverts(case):
 def test_the_parts_tell_the_layout_that_the_whole_tells(case):
     parts = taken_apart(case.layout, case.shape)
     assert case.match.layout(axes=case.axes, local_shapes=parts) == case.layout
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
-def test_more_parts_are_parts_of_parts(lengths, parts, times, repeat):
-    """Cut for n * m ranks, rank i holds nothing that, cut for n, rank i // m does not hold."""
-    blocks = tuple(length * parts * times for length in lengths)
-    pattern, shape = Shard(0, blocks, repeat=repeat), (sum(blocks) * repeat,)
-    for index in range(parts * times):
-        fine, coarse = pattern.regions(shape, parts * times, index), pattern.regions(shape, parts, index // times)
-        assert rows(fine) <= rows(coarse)
-
-
-def rows(pairs) -> set[int]:
-    return {at for pair in pairs for at in range(pair.global_box.offsets[0], pair.global_box.stops[0])}
 
 
 class TestFused:
@@ -191,18 +161,6 @@ class TestFused:
         assert match.layout(axes={"tp": tp}, local_shapes=parts) == layout
         assert match.global_shape(layout, parts) == whole.shape
 
-    @given(st.data())
-    def test_axes_compose_in_any_grouping(self, data):
-        """ep inside of tp or tp inside of ep: the parts of parts that both give are disjoint and all there is."""
-        ep, tp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-        shape = (data.draw(st.integers(0, 9)), data.draw(st.integers(0, 9)), 2)
-        (match,) = own_family().match(["layers.0.experts.out.weight"]).values()
-        layout = match.layout(axes={"ep": ep, "tp": tp}, global_shape=shape)
-        swapped = Layout(layout.axes[::-1])
-        for rank in coordinates(layout):
-            one, other = (place(each, shape, coords=rank) for each in (layout, swapped))
-            assert [own.box for own in one] == [own.box for own in other]
-
 
 def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
     stored = np.full(prod(compute_local_shape(layout, whole.shape, rank)), -1)
@@ -212,18 +170,6 @@ def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
                 tuple(o + i for o, i in zip(own.box.offsets, at, strict=True))
             ]
     return stored
-
-
-@pytest.mark.parametrize("name", families())
-def test_every_name_of_every_style_leads_back(name):
-    """Writing a name in a style and reading it gives the parameter, or what several styles share and nothing tells."""
-    own = family(name).bind(arguments={"num_layers": 4})
-    for rule in own.rules:
-        canonical = rule.name.filled(NUMBERS)
-        for style in own.styles:
-            for _, stored in own.find_spellings(canonical, style):
-                for each in stored:
-                    assert rule.name in {found.name for found in own.rules_of(each)}
 
 
 ALIASES: list[Alias] = [

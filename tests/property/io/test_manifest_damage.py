@@ -18,7 +18,6 @@ from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UcpError
-from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 
 KINDS = ("packed", "compressed", "virtual")
@@ -61,11 +60,6 @@ def read(root: Path, text: bytes) -> None:
         ucp.plan(root)
     finally:
         path.write_bytes(whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_stores_are_whole(stores, kind):
-    assert ucp.verify(stores[kind]).ok
 
 
 @given(st.sampled_from(KINDS), st.data())
@@ -137,12 +131,6 @@ def edited(document: object, data: st.DataObject) -> object:
     return document
 
 
-@given(st.sampled_from(KINDS), st.recursive(ODD, lambda inner: st.dictionaries(st.text(max_size=5), inner)))
-def test_any_other_document_is_no_manifest(stores, kind, document):
-    with pytest.raises(UcpError):
-        read(stores[kind], json.dumps(document).encode())
-
-
 @pytest.mark.parametrize("file", ["/etc/hostname", "../../x.json", "extra/../../x.json", "extra/missing.json", 3, None])
 def test_an_extra_stays_below_the_store(stores, file):
     document = json.loads((stores["packed"] / "ucp.json").read_bytes())
@@ -165,20 +153,9 @@ def test_an_extra_that_is_damaged_is_named(stores):
             read(stores["packed"], json.dumps(document).encode())
 
 
-def test_a_manifest_without_a_seal_is_taken_as_it_is(stores):
-    document = json.loads((stores["packed"] / "ucp.json").read_bytes())
-    read(stores["packed"], json.dumps(document, indent=2).encode())
-    del document["xxh3"]
-    read(stores["packed"], json.dumps(document).encode())
-
-
 def test_reading_an_index_does_not_believe_a_number_of_blocks(stores):
     document = json.loads((stores["compressed"] / "ucp.json").read_bytes())
     del document["xxh3"]
     document["atoms"]["w"]["states"]["weight"]["blocks"].append([0, 10])
     with pytest.raises(MalformedError, match="2 blocks"):
         read(stores["compressed"], json.dumps(document).encode())
-
-
-def test_format_reads_the_manifest_by_its_own_path(stores):
-    assert StoreFormat().read(stores["packed"] / "ucp.json").path == str(stores["packed"])

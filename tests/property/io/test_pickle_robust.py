@@ -10,7 +10,6 @@ from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,16 +84,6 @@ def test_damaged_pickles_are_read_or_refused(flips: list[tuple[float, int]], pro
 @given(FLIPS, st.booleans())
 def test_damaged_archives_are_read_or_refused(tmp_path: Path, flips: list[tuple[float, int]], zipped: bool) -> None:
     answers(tmp_path / "x.pt", flipped(archive(zipped), flips))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_every_single_damaged_byte_is_read_or_refused(zipped: bool, tmp_path: Path) -> None:
-    """By one bit and by all, in turn."""
-    data = archive(zipped)
-    for index in range(len(data)):
-        mask = (0x01, 0xFF)[index % 2]
-        answers(tmp_path / "x.pt", data[:index] + bytes([data[index] ^ mask]) + data[index + 1 :])
 
 
 @ON_DISK

@@ -45,17 +45,6 @@ def test_shards_are_those_of_torch(mesh):
         assert [(box.sizes, box.offsets) for box in boxes] == ([] if 0 in held else [(held, offset)])
 
 
-@given(LENGTHS, LENGTHS, st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_fsdp_over_tensor_parallelism_is_that_of_torch_where_all_is_even(rows, columns, dp, tp, is_rows):
-    """Else torch's own arithmetic is not that of the memory that FSDP2 cuts; see the next test."""
-    shape = (rows * dp * tp, columns * tp)
-    placements = [_StridedShard(0, split_factor=tp), Shard(0)] if is_rows else [Shard(0), Shard(1)]
-    for coordinate in product(range(dp), range(tp)):
-        held, offset = _compute_local_shape_and_global_offset(shape, (dp, tp), list(coordinate), placements)
-        found, boxes = ours(shape, (dp, tp), placements, coordinate)
-        assert (found, [box.offsets for box in boxes]) == (held, [offset])
-
-
 @given(LENGTHS, st.integers(1, 4), st.integers(2, 4))
 def test_fsdp_cuts_what_tensor_parallelism_leaves(rows, dp, tp):
     """`_init_sharded_param` of FSDP2 chunks the local tensor of tensor parallelism; torch.chunk says how."""

@@ -43,12 +43,6 @@ def test_a_misspelt_family_is_named_where_none_is_needed(kept):
     assert not isinstance(caught.value, IdleOptionError)
 
 
-def test_the_format_of_a_path_is_recognised(source):
-    fmt, evidence = recognise(source)
-    assert fmt.name == "ucp"
-    assert evidence.root == source
-
-
 def test_nothing_there(tmp_path):
     with pytest.raises(UnknownFormatError, match="nothing is there"):
         recognise(tmp_path / "nope")

@@ -85,13 +85,6 @@ def test_a_run_of_one_rank_has_a_name_of_its_own_for_its_random_states():
     ]
 
 
-def test_the_plan_lists_them(saved):
-    plan = ucp.plan(saved, to="deepspeed", topology="dp=1,zero=1")
-    assert plan.files["scheduler.pt"] == 768
-    assert any("scheduler.pt" in note for note in plan.notes)
-    assert any("rng_state_1.pth" in line for line in plan.dropped)
-
-
 def test_none_are_carried_along_where_none_are_wanted(saved, tmp_path):
     for to in ("ucp", "deepspeed"):
         report = ucp.convert(saved, tmp_path / to, to=to, companions="none")
@@ -146,24 +139,11 @@ def test_what_lies_beside_belongs_to_the_checkpoint_saved_last(saved, tmp_path):
     assert line.endswith("beside the checkpoint: of global_step3, which was saved last")
 
 
-def test_a_tag_folder_alone_has_nothing_beside_it(saved, tmp_path):
-    (saved / "latest").unlink()
-    index = ucp.inspect(saved / "global_step3")
-    assert not list(list_sidecars(index))
-    assert list(list_sidecars(ucp.inspect(saved)))
-
-
 def test_destinations_beside_the_checkpoint_are_no_part_of_it(saved):
     ucp.convert(saved / "global_step3", saved / "atoms")
     ucp.convert(saved / "global_step3", saved / "again", to="deepspeed")
     assert beside(saved / "again") == wanted(saved)
     assert ucp.inspect(saved).dropped == ()
-
-
-def test_what_was_written_carries_them_on(saved, tmp_path):
-    ucp.convert(saved, tmp_path / "one", to="deepspeed", topology="dp=2,zero=3")
-    ucp.convert(tmp_path / "one", tmp_path / "two", to="deepspeed")
-    assert beside(tmp_path / "two") == wanted(saved)
 
 
 def test_a_megatron_run_has_them_too(tmp_path):
@@ -211,12 +191,6 @@ def test_verify_reads_them_back(saved, tmp_path):
     (tmp_path / "out" / "scheduler.pt").write_bytes(bytes(768))
     with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: .* in the source"):
         verify_written(job, tmp_path / "out", **told)
-
-
-def test_a_changed_file_makes_another_conversion(saved):
-    before = prepare(saved, ConvertOptions(to="deepspeed")).fingerprint
-    (saved / "config.json").write_bytes(b"{}")
-    assert prepare(saved, ConvertOptions(to="deepspeed")).fingerprint != before
 
 
 def tagged(saved: Path, tag: str) -> Path:

@@ -23,11 +23,6 @@ def run(source, tmp_path, small_blocks):
     return job, root, done, lines
 
 
-def test_a_journal_is_read_as_it_was_written(run):
-    job, root, done, lines = run
-    assert list(check_noted(job, root, lines).values()) == done
-
-
 def test_a_task_noted_twice_is_one(run):
     job, root, done, lines = run
     assert list(check_noted(job, root, lines + lines[:3])) == [own.task for own in done]

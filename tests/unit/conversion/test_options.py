@@ -35,13 +35,6 @@ def test_topologies_that_are_none(topology):
         make_options(topology=topology)
 
 
-@pytest.mark.parametrize(
-    ("memory", "nbytes"), [("1GiB", 1 << 30), ("512M", 512 << 20), ("2GB", 2 * 10**9), (4096, 4096)]
-)
-def test_memory(memory, nbytes):
-    assert parse_memory(memory) == nbytes
-
-
 @pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
 def test_memory_that_is_none(memory):
     with pytest.raises(UsageError, match="expected an amount of memory such as 512M"):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,20 +10,11 @@ import ucp
 from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import LostStates
-from ucp.core.topology import Topology
 from ucp.errors import MemoryBudgetError, UsageError
 from ucp.source.read import index_of
 from ucp.source.replica_policy import Drift, resolve_drift
 from ucp.source.selection import NameFilter
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
-
-
-def test_planning_writes_nothing(source, tmp_path):
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    prepared = prepare(source, ConvertOptions())
-    assert prepared.job.nbytes == sum(own.nbytes for own in prepared.job.index.atoms.values())
-    assert prepared.nbytes_out > prepared.job.nbytes
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("memory", [32 << 20, 100 << 20, 128 << 20, 1 << 30])
@@ -78,18 +68,6 @@ def test_a_fingerprint_is_of_the_index_too(source, tmp_path):
     text = manifest.read_text()
     manifest.write_text(text[: text.rindex(',"xxh3"')].replace('"step":7', '"step":8') + "}")
     assert prepare(tmp_path / "store", ConvertOptions()).fingerprint != before
-
-
-def test_targets_refuse_what_they_do_not_know(source):
-    with pytest.raises(UsageError, match="topology"):
-        prepare(source, ConvertOptions(topology=Topology(dp=2)))
-    with pytest.raises(UsageError, match="got 'nope'"):
-        prepare(Path(source), ConvertOptions(to="nope"))
-
-
-def test_a_topology_is_text_a_dict_or_a_topology(source, tmp_path):
-    with pytest.raises(UsageError, match="expected a topology as"):
-        ucp.convert(source, tmp_path / "out", to="deepspeed", topology=["dp=2"])
 
 
 def test_a_selection_keeps_why_states_are_lost_and_counts_what_it_leaves_out(tmp_path):

@@ -100,12 +100,6 @@ def test_files_of_a_framework_are_refused(zero, gap):
     assert ucp.plan(gap, **asked, include=["*/weight"])
 
 
-def test_atoms_made_of_it_do_not_pass_for_whole(gap, tmp_path):
-    ucp.convert(gap, tmp_path / "atoms", workers=1, verify=True)
-    (problem,) = ucp.verify(tmp_path / "atoms").problems
-    assert LOST in problem
-
-
 def test_a_selection_of_the_user_passes(gap, tmp_path):
     """What is left out by hand is named where it is left out, and a store remembers that."""
     whole = FIXTURES / "z1-dp4-fp32" / "universal"

@@ -78,10 +78,6 @@ class TestNames:
         assert [own.part for own in parts] == [0, 1, 2, 3, 4]
         assert {own.canonical for own in parts} == {"decoder.layers.0.mixer.in_proj.weight"}
 
-    def test_a_name_of_another_style_is_none(self, mcore):
-        assert mcore.read("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "legacy") is None
-        assert mcore.canonical("something.else") is None
-
     def test_how_it_is_written(self, mcore):
         name = "decoder.layers.2.input_layernorm.weight"
         assert mcore.to_style(name, "mcore") == name
@@ -142,10 +138,6 @@ class TestSizes:
         shapes = dict(zip((f"{prefix}.{name}" for name in names), [(rows, 4), (4, 8)], strict=True))
         assert family("mcore-gpt").bind(shapes=shapes).values["gated"] == gated
 
-    def test_stacked_dims_are_left_out(self):
-        shapes = {"decoder.layers.mlp.linear_fc1.weight": (3, 16, 4), "decoder.layers.mlp.linear_fc2.weight": (3, 4, 8)}
-        assert family("mcore-gpt").bind(shapes=shapes).values["gated"] == 1
-
     def test_of_one_rank_with_degrees(self):
         shapes = {"decoder.layers.0.mixer.out_proj.weight": (8, 16), "decoder.layers.0.mixer.A_log": (4,)}
         shapes["decoder.layers.0.mixer.in_proj.weight"] = (2 * 16 + 2 * 6 + 4, 8)
@@ -203,10 +195,6 @@ class TestMatch:
         assert match.renamed(layer=9) == "decoder.layers.9.mlp.experts.local_experts.5.linear_fc2.weight"
         assert match.template == "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
         assert match.axes({"tp": 4, "etp": 2}) == ("etp",)
-
-    def test_buffers_are_told_from_parameters(self, mcore):
-        matches = mcore.match(["decoder.layers.0.mlp.router.expert_bias", "decoder.layers.0.mlp.router.weight"])
-        assert [own.buffer for own in matches.values()] == [True, False]
 
     def test_vocabulary_is_padded(self, mcore):
         assert mcore.match(["output_layer.weight"])["output_layer.weight"].rule.padded == 0
@@ -273,15 +261,6 @@ class TestLayout:
         assert match.global_shape(layout, [(6, 5)] * 2) == (12, 5)
         with pytest.raises(FamilyError, match="expected the parts of one tensor"):
             match.global_shape(layout, [(6, 5), (6, 6)])
-
-
-class TestTied:
-    def test_only_where_the_model_ties(self):
-        own = family("gpt")
-        assert own.find_tied("output_layer.weight") is None
-        bound = own.bind(arguments={"untie_embeddings_and_output_weights": False})
-        assert bound.find_tied("output_layer.weight") == "embedding.word_embeddings.weight"
-        assert bound.find_tied("embedding.word_embeddings.weight") is None
 
 
 class TestOrder:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from random import Random
 
 import pytest
 from ucp_patterns.replicate import Replicate
@@ -47,13 +46,6 @@ def test_and_by_those_of_hugging_face(name):
     assert choose_family(names=names_of(name, "huggingface"), arguments={"num_hidden_layers": 4})[0].name == name
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_in_whatever_order_they_come(seed):
-    names = names_of("llama")
-    Random(seed).shuffle(names)
-    assert choose_family(names=names)[0].name == "llama"
-
-
 def test_a_model_whose_feed_forward_has_no_gate_is_no_llama() -> None:
     """Arcee: the names of a Llama, but for `gate_proj`."""
     below = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
@@ -63,11 +55,6 @@ def test_a_model_whose_feed_forward_has_no_gate_is_no_llama() -> None:
     with pytest.raises(UnknownFamilyError):
         choose_family(names=names)
     assert choose_family(names=[*names, "model.layers.0.mlp.gate_proj.weight"])[0].name == "llama"
-
-
-@pytest.mark.parametrize("name", ["gpt", "llama", "bloom", "gpt-neox", "qwen2"])
-def test_and_by_those_of_old_megatron(name):
-    assert choose_family(names=names_of(name, "legacy"))[0].name == name
 
 
 @pytest.mark.parametrize(
@@ -83,20 +70,6 @@ def test_recorded_arguments_speak_against_a_family(arguments, found):
     assert own.name == found
     if found == "llama":
         assert "normalization = 'RMSNorm'" in reasons
-
-
-def test_the_family_knows_the_model():
-    shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)}
-    own, _ = choose_family(names=[*shapes, *names_of("mcore-gpt")], shapes=shapes, arguments={"num_layers": 2})
-    assert (own.values["layers"], own.values["gated"]) == (2, 1)
-
-
-def test_names_of_no_family_are_explained():
-    with pytest.raises(UnknownFamilyError, match=r"no model family fits.*; none has a rule for a single name\n"):
-        choose_family(names=["foo.bar", "foo.baz"])
-    names = [*names_of("llama"), "foo.bar", "foo.baz"]
-    with pytest.raises(UnknownFamilyError, match=r"the nearest is \S+: .*no rule for foo.bar and 1 more like it\n"):
-        choose_family(names=names)
 
 
 def test_several_families_are_not_guessed():
@@ -134,10 +107,6 @@ def test_evidence_that_is_absent():
 
 
 class TestLibrary:
-    def test_parts_are_no_families(self):
-        assert "mcore-frame" in library().names()
-        assert "mcore-frame" not in families()
-
     def test_a_name_that_is_not_there(self):
         with pytest.raises(
             UsageError, match=r"expected one of the families .*; got 'LLaMa'; did you mean 'llama'\?"
@@ -185,10 +154,6 @@ class TestOfTheUser:
         assert own.canonical("own.3.w") == "own.3.w"
         assert own.canonical("model.norm.weight") == "decoder.final_layernorm.weight"
 
-    def test_a_family_that_is_named_is_taken(self):
-        own, reasons = choose_family(names=names_of("mixtral"), options=SourceOptions(family="llama"))
-        assert (own.name, reasons) == ("llama", ("--family llama",))
-
     def test_a_family_that_says_otherwise_than_the_checkpoint_is_refused(self, tmp_path):
         """A gated model cut as one that is not would be silently wrong, though every name has a rule."""
         arguments = {"swiglu": True}
@@ -200,16 +165,9 @@ class TestOfTheUser:
         own = self.file(tmp_path, 'name = "mine"\nextends = ["gpt"]')
         assert choose_family(names=[], arguments=arguments, options=SourceOptions(patterns=own))[0].values["gated"] == 0
 
-    def test_no_options_are_none(self):
-        assert choose_family(names=names_of("mixtral"), options=SourceOptions())[0].name == "mixtral"
-
     def test_a_name_that_is_taken(self, tmp_path):
         with pytest.raises(UsageError, match=r"my.toml: the name 'llama' is taken by ucp_patterns/families/llama.toml"):
             library().with_file(self.file(tmp_path, 'name = "llama"'))
-
-    def test_a_file_that_is_not_there(self, tmp_path):
-        with pytest.raises(UsageError, match=r"expected a rules file \(TOML\) at .*nope.toml"):
-            library().with_file(tmp_path / "nope.toml")
 
     def test_rules_in_place_of_known_ones_are_named(self, tmp_path):
         text = 'name = "own"\nextends = ["llama"]\n[[rule]]\nname = "{}"\ntp = {}\n'

@@ -6,6 +6,7 @@ layers and experts from 0 on every stage and expert-parallel rank where it is as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import ucp
 from ucp.core.index import Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor
@@ -153,15 +155,35 @@ def local(saved: Saved, at: Place, *, numbers: str = "local") -> list[dict[str, 
     return chunks
 
 
-def module(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
-    """A module with parameters of these names and shapes, all NaN."""
+def module(tensors: Mapping[str, tuple[int, ...] | torch.Tensor], *, fill: float = torch.nan) -> nn.Module:
+    """A module with parameters of these names and shapes; a tensor is registered as it is, integers as buffers."""
     root = nn.Module()
-    for name, shape in shapes.items():
-        *path, last = name.split(".")
-        own = root
-        for part in path:
-            if part not in dict(own.named_children()):
-                own.add_module(part, nn.Module())
-            own = own.get_submodule(part)
-        own.register_parameter(last, nn.Parameter(torch.full(shape, torch.nan)))
+    for name, held in tensors.items():
+        tensor = held if isinstance(held, torch.Tensor) else torch.full(held, fill)
+        holder, _, last = name.rpartition(".")
+        at = _submodule(root, holder)
+        if isinstance(tensor, nn.Parameter) or tensor.is_floating_point():
+            at.register_parameter(last, tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor))
+        else:
+            at.register_buffer(last, tensor)
+    return root
+
+
+def module_of(checkpoint: ucp.Checkpoint, *parts: str) -> nn.Module:
+    """A model of zeros with the tensors of a checkpoint, or with those that have one of `parts` in their names."""
+    atoms = {name: atom for name, atom in checkpoint.atoms.items() if not parts or any(part in name for part in parts)}
+    model = module({name: torch.zeros(atom.global_shape, dtype=atom.dtype("weight")) for name, atom in atoms.items()})
+    for alias, name in checkpoint.index.aliases.items():
+        if name in atoms:
+            holder, _, last = alias.rpartition(".")
+            setattr(_submodule(model, holder), last, model.get_parameter(name))
+    return model
+
+
+def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a dotted path, made where it is not there."""
+    for part in filter(None, path.split(".")):
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
     return root

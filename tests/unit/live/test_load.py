@@ -13,7 +13,7 @@ from tests.unit.live.threads import run
 from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType, InlineTensor, Record
-from ucp.errors import CorruptError, LoadError, MissingFileError, UnsupportedError, UsageError
+from ucp.errors import CorruptError, LoadError, UnsupportedError, UsageError
 from ucp.io.provenance import size_and_time
 from ucp.live.load import load_into
 from ucp.live.report import LoadReport
@@ -151,15 +151,6 @@ def test_a_single_process_gets_everything(saved):
     assert net.void not in optimizer.state
 
 
-def test_a_frozen_parameter_may_be_in_the_optimizer(saved):
-    net = Net()
-    optimizer = optim.AdamW(net.parameters())
-    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
-    saved.check(net, optimizer)
-    assert not report.problems
-    assert net.frozen not in optimizer.state
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("memory", [256, 4 << 20])
 def test_ranks_share_the_reading_and_hold_the_same(saved, count, memory):
@@ -195,48 +186,6 @@ def test_weights_alone(saved):
     saved.check(net)
     assert report.states == ()
     assert report.dropped == ("optimizer states exp_avg, exp_avg_sq, step: no optimizer was given",)
-
-
-def test_lower_precision_is_cast_and_told(saved):
-    net = Net(torch.bfloat16)
-    optimizer = adam(net)
-    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
-    saved.check(net, optimizer)
-    assert report.casts == (
-        "weight: float32 to bfloat16, 5 tensors",
-        "exp_avg: float32 to bfloat16, 3 tensors",
-        "exp_avg_sq: float32 to bfloat16, 3 tensors",
-    )
-
-
-def by_torch(saved, net, optimizer) -> None:
-    """Load the same values as torch's own `load_state_dict` does."""
-    tensors = dict(net.named_parameters())
-    for name in SHAPES.keys() & tensors.keys():
-        tensors[name].detach().copy_(torch.from_numpy(saved.arrays[name, "weight"]))
-    order = [name for name, param in tensors.items() if param.requires_grad]
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for name in STEPPED:
-        own = state[order.index(name)] = {"step": torch.tensor(9.0)}
-        for moment in MOMENTS:  # with the strides of the parameter, as torch itself makes and saves them
-            own[moment] = torch.empty_like(tensors[name].detach())
-            own[moment].copy_(torch.from_numpy(saved.arrays[name, moment]))
-    group = {**optimizer.state_dict()["param_groups"][0], **HYPER}
-    optimizer.load_state_dict({"state": state, "param_groups": [group]})
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
-def test_training_goes_on_as_after_load_state_dict(saved, options):
-    ours, theirs = Net(), Net()
-    mine, reference = adam(ours, **options), adam(theirs, **options)
-    load_into(ours, checkpoint=saved.path, optimizer=mine)
-    by_torch(saved, theirs, reference)
-    for _ in range(3):
-        for net, optimizer in ((ours, mine), (theirs, reference)):
-            optimizer.zero_grad()
-            (net.head(net.emb.weight).square().sum() + net.turned.sum() * net.scalar).backward()
-            optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def test_states_that_are_there_are_filled_in_place(saved):
@@ -345,17 +294,6 @@ def test_a_state_of_a_shape_of_its_own_is_kept_as_it_is(tmp_path):
     assert torch.equal(optimizer.state[net.w]["row_var"], torch.from_numpy(rows))
 
 
-def test_an_optimizer_of_another_kind_gets_states_as_they_are_stored(saved):
-    net = Net()
-    optimizer = Foreign([p for p in net.parameters() if p.requires_grad])
-    report = load_into(net, checkpoint=saved.path, optimizer=optimizer)
-    state = optimizer.state[net.scalar]
-    assert torch.equal(state["step"], torch.tensor(9))
-    assert torch.equal(state["exp_avg"], torch.from_numpy(saved.arrays["scalar", "exp_avg"]))
-    assert optimizer.param_groups[0]["betas"] == [0.5, 0.75]
-    assert any("the optimizer has no eps=1e-06, weight_decay=0.25" in note for note in report.notes)
-
-
 def test_hyper_parameters_stored_as_tensors_are_numbers(saved, tmp_path):
     ref = saved.index.atoms["scalar"].states["weight"].fragments[0].ref
     inline = InlineTensor(data=np.float64(0.5).tobytes(), dtype=DType.FLOAT64)
@@ -428,42 +366,6 @@ def test_a_record_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_pat
     assert report.nbytes_total == 4 * 700_000
 
 
-def test_a_tensor_of_many_blocks_and_buckets(tmp_path):
-    shards = Shards(tmp_path)
-    array = random((6 << 20,))
-    path = write_checkpoint(make_index(tmp_path, {("w", "weight"): shards.whole(array)}))
-    nets = [nn.Module() for _ in range(2)]
-    for net in nets:
-        net.w = nn.Parameter(torch.zeros(6 << 20))
-    reports = run(
-        2,
-        lambda ranks: load_into(
-            nets[ranks.rank], checkpoint=path, process_group=ranks, memory=80 << 20, exchange="always"
-        ),
-    )
-    assert [report.nbytes_read for report in reports] == [12 << 20, 12 << 20]
-    assert all(torch.equal(net.w.detach(), torch.from_numpy(array)) for net in nets)
-
-
-def test_a_tensor_that_cannot_be_written_stops_all_ranks(saved):
-    with torch.inference_mode():
-        frozen = Net()
-
-    def load(ranks):
-        return load_into(
-            frozen if ranks.rank == 0 else Net(),
-            checkpoint=saved.path,
-            process_group=ranks,
-            memory=256,
-            exchange="always",
-        )
-
-    found = run(2, load)
-    assert {type(error) for error in found} == {LoadError}
-    assert len({str(error) for error in found}) == 1
-    assert "rank 0 of 2: RuntimeError: Inplace update to inference tensor" in str(found[0])
-
-
 def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
     """One node lacks a file: every rank says so, and none waits."""
     own = Saved(tmp_path / "whole")
@@ -478,38 +380,6 @@ def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
     assert "rank 1 of 3" in str(found[0])
 
 
-def test_a_file_that_goes_away_under_way_stops_all_of_them(tmp_path):
-    own = Saved(tmp_path)
-
-    class Vanishing:
-        """Removes a file once the ranks have agreed on what to do."""
-
-        def __init__(self, ranks) -> None:
-            self._ranks = ranks
-            self.rank, self.count, self.device = ranks.rank, ranks.count, ranks.device
-
-        def share(self, value):
-            told = self._ranks.share(value)
-            (tmp_path / "2.bin").unlink(missing_ok=True)
-            return told
-
-        def swap(self, parts):
-            return self._ranks.swap(parts)
-
-        def gather(self, part, whole, members):
-            self._ranks.gather(part, whole, members)
-
-    found = run(
-        2,
-        lambda ranks: load_into(
-            Net(), checkpoint=own.path, process_group=Vanishing(ranks), memory=256, exchange="always"
-        ),
-    )
-    assert [type(error) for error in found] == [MissingFileError] * 2
-    assert len({str(error) for error in found}) == 1
-    assert "2.bin" in str(found[0])
-
-
 def test_each_rank_loads_what_its_own_model_has(saved):
     nets = [Net(torch.float32), Net(torch.float64)]
     run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=saved.path, process_group=ranks))
@@ -522,27 +392,6 @@ def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     assert {str(error) for error in found} == {
         "expected the same on every rank; these are not those of rank 0:\n  strict of rank 1: True, of rank 0: False"
     }
-
-
-class Deaf:
-    """An observer that fails at once."""
-
-    def begin(self, *, title, nbytes):
-        raise OSError(f"no terminal for {title} of {nbytes}")
-
-    def advance(self, nbytes): ...
-    def end(self): ...
-
-
-@pytest.mark.parametrize("exchange", ["always", "never"])
-def test_an_observer_that_fails_on_one_rank_stops_all(saved, exchange):
-    def load(ranks):
-        progress = Deaf() if ranks.rank else False
-        return load_into(Net(), checkpoint=saved.path, process_group=ranks, progress=progress, exchange=exchange)
-
-    found = run(2, load)
-    assert {type(error) for error in found} == {LoadError}
-    assert all("rank 1 of 2: OSError: no terminal for load" in str(error) for error in found)
 
 
 def test_what_is_no_model_on_one_rank_is_refused_by_all(saved):
@@ -580,15 +429,6 @@ def test_a_step_that_float32_does_not_hold_is_refused_before_anything_is_written
     assert not net.w.any()
     load_into(net, checkpoint=path)
     assert net.w.all()
-
-
-def test_ranks_that_load_into_other_things_are_told_apart(saved):
-    def load(ranks):
-        net = Net()
-        return load_into(net, checkpoint=saved.path, process_group=ranks, optimizer=adam(net) if ranks.rank else None)
-
-    found = run(2, load)
-    assert all("optimizer of rank 1: 'AdamW', of rank 0: None" in str(error) for error in found)
 
 
 def test_a_function_that_fails_is_named(saved):

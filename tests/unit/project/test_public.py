@@ -218,3 +218,7 @@ def test_a_state_dict_has_every_weight_and_tied_names_share_their_tensor():
         assert torch.equal(tensors[name], checkpoint.read(name))
     with pytest.raises(KeyError, match="no parameter has a state 'exp_avg'; the states are weight"):
         checkpoint.state_dict("exp_avg")
+
+
+def test_a_box_is_made_by_either_name():
+    assert ucp.Box.whole((2, 3)) == ucp.Box.full((2, 3)) == ucp.Box((0, 0), (2, 3))

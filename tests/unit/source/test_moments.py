@@ -57,10 +57,6 @@ def test_all_zero_is_refused_with_the_way_on(made):
     assert "zero wherever they were sampled" in (describe_zero_moments(index) or "")
 
 
-def test_and_kept_when_asked(made):
-    check_moments(made(exp_avg=ZEROS), ZeroMoments.KEEP)
-
-
 @pytest.mark.parametrize("at", [0, 5, 200, 499, 777, 999])
 def test_a_single_element_anywhere_is_enough(at, made):
     check_moments(made(exp_avg=ZEROS, exp_avg_sq=spike(at)), ZeroMoments.ERROR)

@@ -139,11 +139,6 @@ def test_rules_that_cannot_be_meant(store: Path, tmp_path: Path, text: str, said
         plan(store, rename=rules(tmp_path, text))
 
 
-def test_a_rules_file_that_is_not_there(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected a rules file"):
-        plan(store, rename=tmp_path / "none.toml")
-
-
 def test_styles_that_are_none(store: Path) -> None:
     with pytest.raises((FamilyError, MisfitError), match="Only models of a known family can be written under --names"):
         plan(store, names="huggingface")

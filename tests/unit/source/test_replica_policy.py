@@ -9,7 +9,7 @@ import ucp
 from ucp.core.index import Fragment, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
-from ucp.errors import ReplicaError, UsageError
+from ucp.errors import ReplicaError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 SHAPE = (5, 4)
@@ -86,15 +86,3 @@ def test_a_copy_of_a_part_has_no_mean(shards, arrays, tmp_path):
     state = StateIndex(dtype=DType.FLOAT32, global_shape=SHAPE, fragments=(*whole.fragments, part))
     with pytest.raises(ReplicaError, match=r"copy 1 does not hold \[2:5, 0:4\]"):
         converted(shards, state, tmp_path, "mean")
-
-
-def test_copies_that_agree_change_nothing(shards, tmp_path):
-    same = np.full(SHAPE, 0.1, np.float32)
-    report, drifted, _ = converted(shards, copies(shards, same, same), tmp_path, "mean")
-    assert np.array_equal(drifted, same)
-    assert report.notes == ()
-
-
-def test_an_unknown_policy_is_refused(shards, arrays, tmp_path):
-    with pytest.raises(UsageError, match="error, first, mean"):
-        converted(shards, copies(shards, *arrays), tmp_path, "median")

@@ -13,7 +13,6 @@ from ucp.core.index import Fragment, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.tensor import DType
-from ucp.errors import MissingFileError
 from ucp.source.read import index_of
 from ucp.testing.handmade import Shards, make_index
 from ucp.transfer.compare import find_drift, scan_digests, scan_records
@@ -159,12 +158,6 @@ class TestValues:
         arrays = [np.array([0, 1, 1]).astype(dtype) for dtype in dtypes]
         a, b = (index(shards, w=array) for array in arrays)
         assert [c[2] for c in changes(a, b)] == ["dtype"]
-
-    def test_a_file_that_is_gone_is_an_expected_error(self, shards):
-        a = index(shards, w=np.zeros(3, "float32"))
-        (shards.folder / "shard.bin").unlink()
-        with pytest.raises(MissingFileError):
-            compare(a, a, Watch())
 
 
 class TestScans:

@@ -33,7 +33,7 @@ from ucp.conversion.journal import parse_done, to_line
 from ucp.conversion.options import ConvertOptions
 from ucp.conversion.prepare import Prepared
 from ucp.core.target import OutputFile, Receipts
-from ucp.errors import DestinationError, UcpError, UsageError, counted, listed
+from ucp.errors import DestinationError, UcpError, UsageError, format_count, format_list
 from ucp.io.folder import MARK, PARTIAL, path_of
 from ucp.io.provenance import is_complete, read_mark
 from ucp.io.remote.connections import connect, preview
@@ -97,8 +97,8 @@ class BucketDestination:
         if too_long:
             raise DestinationError(
                 f"expected keys of at most {_MAX_KEY} bytes below {self.dst}; got "
-                f"{counted(len(too_long), 'longer one')}:\n{listed(too_long)}\nchoose a shorter destination, or a "
-                "layout or target that names no file after a parameter"
+                f"{format_count(len(too_long), 'longer one')}:\n{format_list(too_long)}\nchoose a shorter destination, "
+                "or a layout or target that names no file after a parameter"
             )
         free = shutil.disk_usage(self._scratch_parent).free
         self._room = plan_room(job, _tensor_files(job), free=free, place=str(self._scratch_parent))
@@ -184,9 +184,9 @@ class BucketDestination:
         changed = [path for path, stored in self._uploaded.items() if objects.get(path) != stored]
         if changed:
             raise DestinationError(
-                f"{counted(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
-                f"conversion or by hand:\n{listed(changed)}\nSee that nothing else writes there, then continue with "
-                "--resume"
+                f"{format_count(len(changed), 'object')} below {self.dst} changed after they were uploaded, by another "
+                f"conversion or by hand:\n{format_list(changed)}\nSee that nothing else writes there, then continue "
+                "with --resume"
             )
         self._journal.note_last([file.path for file in self._metadata])
         for file in self._metadata:

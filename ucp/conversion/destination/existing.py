@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ucp.errors import DestinationError, OverlapError, counted, listed
+from ucp.errors import DestinationError, OverlapError, format_count, format_list
 from ucp.io.folder import MARK, files_below, path_of, url_scheme
 from ucp.io.provenance import read_mark
 
@@ -39,7 +39,7 @@ class ConversionId:
             lines = [
                 f"files of the source: not those that were read then, or changed since; or those of {options_of_files}"
             ]
-        return f":\n{listed(lines)}\n"
+        return f":\n{format_list(lines)}\n"
 
 
 def check_destination(src: Path, dst: Path) -> None:
@@ -89,7 +89,7 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
     inside = [path for path in paths if resolved_dst in path_of(path).resolve().parents]
     if inside:
         raise OverlapError(
-            f"the source refers to {counted(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
+            f"the source refers to {format_count(len(inside), 'file')} in the destination {dst}, such as {inside[0]}; "
             "choose another folder"
         )
 
@@ -118,8 +118,8 @@ def check_foreign(dst: Path | str, foreign: Collection[str]) -> None:
     """Raise DestinationError if there are `foreign` files at `dst`: files that no conversion wrote or replaces."""
     if foreign:
         raise DestinationError(
-            f"{dst} holds {counted(len(foreign), 'file')} that ucp did not write there; move them away "
-            f"first:\n{listed(sorted(foreign))}"
+            f"{dst} holds {format_count(len(foreign), 'file')} that ucp did not write there; move them away "
+            f"first:\n{format_list(sorted(foreign))}"
         )
 
 

@@ -24,7 +24,7 @@ import xxhash
 
 from ucp.conversion.destination.existing import ConversionId, check_replaceable, other_conversion
 from ucp.conversion.journal import Line
-from ucp.errors import BusyError, DestinationError, listed
+from ucp.errors import BusyError, DestinationError, format_list
 from ucp.io.folder import PARTIAL
 from ucp.io.writing import TEMPORARY, describe_process, sync, this_process, write_at
 
@@ -160,8 +160,8 @@ class Staging:
         links = [f"{path} -> {os.readlink(path)}" for path in places if path.is_symlink()]
         if links:
             raise DestinationError(
-                f"expected no link in {self.folder}, where ucp writes and removes files; got\n{listed(links)}\nremove "
-                "the links, or choose another destination"
+                f"expected no link in {self.folder}, where ucp writes and removes files; "
+                f"got\n{format_list(links)}\nremove the links, or choose another destination"
             )
 
     def _empty(self) -> None:

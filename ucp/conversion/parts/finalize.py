@@ -25,7 +25,7 @@ from pathlib import Path
 from ucp.conversion.destination.staging import Staging
 from ucp.conversion.journal import is_report_of, parse_done
 from ucp.conversion.parts.journals import PartRun, is_running, list_runs
-from ucp.errors import BusyError, UnfinishedError, counted, listed
+from ucp.errors import BusyError, UnfinishedError, format_count, format_list
 from ucp.transfer.output_files import has_full_length
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Share, Task
@@ -50,8 +50,8 @@ def describe_busy(error: BusyError, staging: Staging) -> str:
     if not running:
         return str(error)
     return (
-        f"{counted(len(running), 'part is', 'parts are')} running of the conversion to {staging.dst}:\n"
-        f"{listed(running)}\nwait for them, or end them, and try again"
+        f"{format_count(len(running), 'part is', 'parts are')} running of the conversion to {staging.dst}:\n"
+        f"{format_list(running)}\nwait for them, or end them, and try again"
     )
 
 
@@ -59,8 +59,8 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
     """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
     runs = list(list_runs(staging))
     head = (
-        f"{len(todo):,} of {counted(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of {job.nbytes:,} "
-        f"bytes) of the conversion to {staging.dst} are missing"
+        f"{len(todo):,} of {format_count(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of "
+        f"{job.nbytes:,} bytes) of the conversion to {staging.dst} are missing"
     )
     if not runs:
         return UnfinishedError(f"{head}. Run the same command with --resume in place of --finalize, or its parts")
@@ -70,15 +70,15 @@ def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> U
         if task.number in todo_numbers:
             missing.setdefault(Share(number, parts), []).append(task)
     lines = [
-        f"part {share}: {counted(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes; "
+        f"part {share}: {format_count(len(tasks), 'task')} of {sum(task.nbytes for task in tasks):,} bytes; "
         f"{_explain_missing(share, runs)}"
         for share, tasks in missing.items()
     ]
     again = [f"--part {share}" for share in missing][:_MOST_NAMED]
     more = ", ..." if len(missing) > len(again) else ""
     return UnfinishedError(
-        f"{head}:\n{listed(lines)}\nrun the same command with {', '.join(again)}{more} in place of --finalize, then "
-        "finalize again"
+        f"{head}:\n{format_list(lines)}\nrun the same command with {', '.join(again)}{more} in place of --finalize, "
+        "then finalize again"
     )
 
 

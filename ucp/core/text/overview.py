@@ -13,7 +13,7 @@ from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.text.page import Section, facts, lines
 from ucp.core.text.units import count_text, nbytes_text
-from ucp.errors import CoverError, counted
+from ucp.errors import CoverError, format_count
 
 
 def overview(index: Index) -> Iterator[Section]:
@@ -21,7 +21,7 @@ def overview(index: Index) -> Iterator[Section]:
     missing = describe_missing(index)
     pieces = sum(len(state.fragments) for _, _, state in index.states())
     no = "Missing" if missing else "In doubt" if index.doubts else ""
-    complete = f"NO: see {no}" if no else f"yes: {counted(pieces, 'shard')} cover every tensor"
+    complete = f"NO: see {no}" if no else f"yes: {format_count(pieces, 'shard')} cover every tensor"
     yield facts([*source_facts(index), *_size_facts(index), ("complete", complete)])
     yield lines("Missing", missing)
     yield lines("In doubt", [item.text for item in index.doubts])
@@ -65,7 +65,7 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
         (
             count_text(tally.tensors) + f" {words[tally.kind]}"
             if tally.kind in words
-            else counted(tally.tensors, "buffer"),
+            else format_count(tally.tensors, "buffer"),
             tally,
         )
         for tally in count_kinds(index)
@@ -73,11 +73,11 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
     ]
     yield "parameters", ", ".join(f"{count} of {count_text(tally.numel)}" for count, tally in kinds) + " elements"
     low = Counter(atom.model_dtype for atom in index.atoms.values() if atom.model_dtype is not None)
-    yield "computes in", ", ".join(f"{dtype} ({counted(count, 'tensor')})" for dtype, count in low.items())
+    yield "computes in", ", ".join(f"{dtype} ({format_count(count, 'tensor')})" for dtype, count in low.items())
     stored = sum(file.nbytes for file in index.files)
     yield (
         "bytes",
-        f"{nbytes_text(index.nbytes)} of tensors, in {counted(len(index.files), 'file')} of {nbytes_text(stored)}",
+        f"{nbytes_text(index.nbytes)} of tensors, in {format_count(len(index.files), 'file')} of {nbytes_text(stored)}",
     )
 
 
@@ -159,5 +159,5 @@ def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
         sources = [*places] if len(places) < 3 else [next(iter(places)), f"{len(places) - 1} others"]
         known = f", known from {' and '.join(sources)}" if sources else ""
         whose = f", their {', '.join(states[what])}" if len(states[what]) < len(all_states) else ""
-        lines.append(f"{what}{known}: {counted(len(params[what]), 'parameter')}{whose}")
+        lines.append(f"{what}{known}: {format_count(len(params[what]), 'parameter')}{whose}")
     return tuple(lines)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ucp.errors import FamilyError, UnsupportedError, UsageError, listed
+from ucp.errors import FamilyError, UnsupportedError, UsageError, format_list
 from ucp.families.family import Family
 from ucp.families.naming import Style
 from ucp.families.recipes import TensorRecipe
@@ -42,7 +42,9 @@ def read_renames(
     used = {parsed.rule.name for parsed in read.values() if parsed is not None}
     idle = [rule.meaning for rule in family.rules if rule.name not in used]
     if idle:
-        raise UsageError(f"{path}: these rules fit no name of the checkpoint:\n{listed(idle)}\nCorrect or remove them")
+        raise UsageError(
+            f"{path}: these rules fit no name of the checkpoint:\n{format_list(idle)}\nCorrect or remove them"
+        )
     renamed_shapes = {name: shape for name, shape in shapes.items() if read[name] is not None}
     try:
         recipes = translate(family, renamed_shapes, _TO, source=_FROM)
@@ -51,7 +53,7 @@ def read_renames(
     unchanged = [name for name, parsed in read.items() if parsed is None]
     twice = [name for name in unchanged if name in recipes]
     if twice:
-        raise UsageError(f"{path}: two tensors under one name, of which no rule is for the one:\n{listed(twice)}")
+        raise UsageError(f"{path}: two tensors under one name, of which no rule is for the one:\n{format_list(twice)}")
     all_recipes = {**recipes, **{name: TensorRecipe.identity(name, shapes[name]) for name in unchanged}}
     order = {name: number for number, name in enumerate(shapes)}
     return dict(sorted(all_recipes.items(), key=lambda item: order[item[1].sources[0]])), unchanged

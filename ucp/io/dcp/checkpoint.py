@@ -1,11 +1,11 @@
-"""A folder of torch.distributed.checkpoint as values: tensors in chunks of references, and objects. No tensor is read.
+"""Reads a folder of torch.distributed.checkpoint: tensors as chunks of references, and objects. No tensor is read.
 
-    .metadata            which tensors and objects there are, and in which bytes of which file each item lies
-    __<rank>_<n>.distcp  items, one after another; each is a whole file of torch.save
-    __<rank>.metadata    of runs whose ranks wrote it each for itself (`use_collectives=False`), with copies of what
-                         other ranks have too
+    .metadata            names the tensors and objects, with the file and bytes of each item
+    __<rank>_<n>.distcp  items, one after another; each is a complete file of torch.save
+    __<rank>.metadata    in place of `.metadata`, if each rank wrote its part (`use_collectives=False`); replicated
+                         entries stand in several
 
-Only files that `.metadata` refers to are touched: a folder may hold stale ones of an earlier, larger run.
+Only files that `.metadata` refers to are opened: a folder may contain stale files of an earlier, larger run.
 
 >>> read_dcp("nowhere")
 Traceback (most recent call last):
@@ -22,26 +22,26 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ucp.core.tensor import Record, TensorRef, contiguous_strides
-from ucp.errors import MissingFileError, counted, listed
-from ucp.io.dcp.items import check_files, of_other_saves, read_items
+from ucp.errors import MissingFileError, format_count, format_list
+from ucp.io.dcp.items import check_files, mixed_saves_error, read_items
 from ucp.io.dcp.metadata import METADATA, DcpMetadata, ItemPlace, SavedTensor, read_metadata
 from ucp.io.dcp.template import Item
 from ucp.io.folder import exists, names_of_folder, path_of
 
 
 class StoredChunk(NamedTuple):
-    """A stored box of a tensor. Offsets and sizes are those of the metadata, which may reach past the tensor."""
+    """A stored box of a tensor. Offsets and sizes are those of the metadata, which may extend past the tensor."""
 
     offsets: tuple[int, ...]
     """First element, per dim."""
     sizes: tuple[int, ...]
     """Elements, per dim."""
     ref: TensorRef
-    """Where they lie; its shape is `sizes`."""
+    """The stored elements; its shape is `sizes`."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in chunks."""
+    """A tensor and its chunks."""
 
     saved: SavedTensor
     """What the metadata says."""
@@ -72,14 +72,14 @@ class Dcp:
     files: Mapping[str, int]
     """Files that it refers to: relative name to bytes."""
     parts: Mapping[str, DcpMetadata]
-    """Files that say it, by name: `.metadata`, or those that ranks wrote each for itself."""
+    """The metadata files by name: `.metadata`, or one per rank."""
 
     def path(self, file: str) -> str:
         """Absolute path of one of `files`."""
         return os.path.join(self.folder, file)
 
     def tensors(self, keys: Iterable[str]) -> dict[str, StoredTensor]:
-        """Where the chunks of the tensors named `keys` lie.
+        """Locate the chunks of the tensors named `keys`.
 
         Raises
         ------
@@ -95,34 +95,38 @@ class Dcp:
             tensor.key: _to_stored_tensor(tensor, [*islice(items, len(tensor.chunks))], wrong) for tensor in saved
         }
         if wrong:
-            raise of_other_saves(
+            raise mixed_saves_error(
                 self.folder,
                 {
-                    file: f"{counted(len(messages), 'item')} not as announced, such as {messages[0]}"
+                    file: f"{format_count(len(messages), 'item')} not as announced, such as {messages[0]}"
                     for file, messages in wrong.items()
                 },
             )
         return tensors
 
     def objects(self, places: Mapping[str, ItemPlace]) -> dict[str, StoredObject]:
-        """The objects at `places`, by key. Raises MalformedError naming all that cannot be read."""
+        """Read the objects at `places`, by key. Raises MalformedError naming all that cannot be read."""
         items = read_items(self.folder, list(places.values()))
         return {key: StoredObject(item.root, item.records) for key, item in zip(places, items, strict=True)}
 
 
 def read_dcp(folder: str) -> Dcp:
-    """The checkpoint in `folder`.
+    """Read the metadata of the checkpoint in `folder`, and check that its files are there.
 
     Raises
     ------
     MissingFileError
-        `.metadata`, that of a rank, or files that they refer to are not there; all are named.
+        Metadata, or files that it refers to, are missing; all are named.
     MalformedError
         The metadata cannot be read, or files are truncated.
     UnsupportedError
-        Items are transformed, or of an element type that is not known.
+        Items are transformed, or of an unknown dtype.
     """
-    if not exists(os.path.join(folder, METADATA)) and path_of(folder).is_dir() and local_files(names_of_folder(folder)):
+    if (
+        not exists(os.path.join(folder, METADATA))
+        and path_of(folder).is_dir()
+        and find_local_files(names_of_folder(folder))
+    ):
         parts = _read_local(folder)
         metadata = _merge_ranks(folder, parts)
     else:
@@ -138,15 +142,15 @@ _ITEMS = re.compile(r"__(\d+)_\d+\.distcp")
 """`__3_0.distcp`: the first file of rank 3."""
 
 
-def local_files(names: Iterable[str]) -> dict[int, str]:
-    """Rank to the name of its metadata, in the order of the ranks."""
+def find_local_files(names: Iterable[str]) -> dict[int, str]:
+    """Rank to the name of its metadata file, in the order of the ranks."""
     return dict(sorted((int(match[1]), name) for name in names if (match := _LOCAL.fullmatch(name))))
 
 
-def rank_of(name: str) -> int | None:
+def parse_rank(name: str) -> int | None:
     """Rank that wrote a file of items; None for another name.
 
-    >>> rank_of("__3_0.distcp"), rank_of("other.distcp")
+    >>> parse_rank("__3_0.distcp"), parse_rank("other.distcp")
     (3, None)
     """
     match = _ITEMS.fullmatch(name)
@@ -154,23 +158,23 @@ def rank_of(name: str) -> int | None:
 
 
 def _read_local(folder: str) -> dict[str, DcpMetadata]:
-    """Name of each rank's metadata to what it says. Raises MissingFileError with all that are not there."""
+    """Read the metadata of each rank, by file name. Raises MissingFileError naming all missing files."""
     names = names_of_folder(folder)
-    files = local_files(names)
-    saved = {rank for name in names if (rank := rank_of(name)) is not None}
+    files = find_local_files(names)
+    saved = {rank for name in names if (rank := parse_rank(name)) is not None}
     missing = sorted((saved | set(range(max(files) + 1))) - files.keys())
     if missing:
         raise MissingFileError(
             f"expected the metadata of every rank in {folder}, as each wrote its own; copy what is missing:\n"
-            f"{listed((f'__{rank}.metadata' for rank in missing), most=100)}"
+            f"{format_list((f'__{rank}.metadata' for rank in missing), most=100)}"
         )
     return {name: read_metadata(os.path.join(folder, name)) for name in files.values()}
 
 
 def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
-    """One for all: chunks of all ranks, and of objects that several have the first.
+    """Merge the metadata of ranks: the chunks of all, and the first copy of each object.
 
-    Raises MalformedError where a rank describes a key otherwise than others do.
+    Raises MalformedError where ranks describe a key differently.
     """
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, ItemPlace] = {}
@@ -180,14 +184,14 @@ def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
             known = tensors.setdefault(key, tensor)
             if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
                 forms = f"{known.dtype} {list(known.shape)} by other ranks, {tensor.dtype} {list(tensor.shape)}"
-                raise of_other_saves(folder, {name: f"{key} is {forms} here"})
+                raise mixed_saves_error(folder, {name: f"{key} is {forms} here"})
             if known is not tensor:
                 tensors[key] = known._replace(chunks=known.chunks + tensor.chunks)
         objects = {**part.objects, **objects}
         for key, path in part.paths.items():
             if paths.setdefault(key, path) != path:
                 others = f"{paths[key]} by other ranks, {path}"
-                raise of_other_saves(folder, {name: f"the path of {key} is {others} here"})
+                raise mixed_saves_error(folder, {name: f"the path of {key} is {others} here"})
     return replace(next(iter(parts.values())), tensors=tensors, objects=objects, paths=paths)
 
 

@@ -1,13 +1,13 @@
 """Write a distributed checkpoint of torch: `.distcp` files of independent items, and the `.metadata` that finds them.
 
-Every item is a file of torch.save of its own at a recorded place: a chunk of a tensor, or an object. Bytes of chunks
-come later, as everywhere in a target; where every item lies is known before. Items start at multiples of 64 bytes, so
-that elements are aligned in the file as torch aligns them in an item (torch itself does not). No random ids are
-written: the same content gives the same bytes. Layout of torch 2.13 (torch/distributed/checkpoint/filesystem.py,
-metadata.py); what readers of the versions 2.3 to 2.14 need is there and nothing else.
+Every item (a chunk of a tensor, or an object) is a complete file of torch.save at a recorded place. All places are
+decided first; the bytes of chunks are written later. Items start at multiples of 64 bytes, so that elements are aligned
+in the file as torch aligns them in an item (torch itself does not align items). No random ids are written: the same
+content gives the same bytes. Layout of torch 2.13 (torch/distributed/checkpoint/filesystem.py, metadata.py), reduced to
+what torch 2.3 to 2.14 reads.
 
 >>> draft = DcpDraft()
->>> draft.value("note/shard_0_1", None)
+>>> draft.add_value("note/shard_0_1", None)
 >>> [own.file.path for own in draft.finish()]
 ['__0_0.distcp', '.metadata']
 """
@@ -26,13 +26,13 @@ from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.pickle.emit import emit_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
-from ucp.io.torch_file.draft import Drafted, Part, grafted, layouts_of
+from ucp.io.torch_file.draft import FinishedFile, Part, collect_layouts, replace_tensors
 from ucp.io.torch_file.layout import KnownBytes, TorchZip, layout_torch_zip
 from ucp.io.torch_file.storage import NewStorage, NewTensor
 from ucp.io.torch_file.zipdir import ALIGNMENT
 
 FILE = 4 << 30
-"""Bytes from which another `.distcp` file is begun."""
+"""Bytes after which a new `.distcp` file begins."""
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
@@ -48,11 +48,11 @@ class NewChunk:
     parts: tuple[Part, ...] = ()
     """Slices that fill it, in increasing offset."""
     data: bytes = b""
-    """Its elements, where they are known."""
+    """Its elements, if they are known already."""
     ref: TensorRef | None = None
-    """Tensor of the source's extras that is copied as it is."""
+    """Tensor of the source's extras that is copied unchanged."""
     rank: int | None = None
-    """Rank in whose file it lies; None where files are only begun for their size."""
+    """Rank whose file holds it; None if files are split by size only."""
 
     def __post_init__(self) -> None:
         numel = sum(part.slice.stop - part.slice.start for part in self.parts)
@@ -61,10 +61,10 @@ class NewChunk:
 
 
 class DcpDraft:
-    """Takes tensors and objects, in the order they are to lie in, and lays them out.
+    """Collects tensors and objects, in the order in which they are stored, and lays them out.
 
     `folder`: of the checkpoint, relative to the destination; empty for the destination itself. `file_nbytes`: bytes
-    from which another file is begun.
+    after which a new file begins.
     """
 
     def __init__(self, folder: str = "", *, file_nbytes: int = FILE) -> None:
@@ -79,8 +79,8 @@ class DcpDraft:
         self._properties: dict[DType, Stub] = {}
         self._sizes: dict[tuple[int, ...], TorchSize] = {}
 
-    def tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
-        """A tensor of `shape`, made of chunks that tile it. Given again, it gains the chunks."""
+    def add_tensor(self, key: str, dtype: DType, shape: tuple[int, ...], chunks: Iterable[NewChunk]) -> None:
+        """Add a tensor of `shape`, or more chunks of one that was added. All its chunks together tile it."""
         entry = self._saved.get(key)
         if entry is None:
             state = {"properties": self._typed(dtype), "size": self._size(shape), "chunks": []}
@@ -93,14 +93,14 @@ class DcpDraft:
             listed.append(_object("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes}))
             self._place(key, offsets, self._template(dtype, chunk.sizes), chunk)
 
-    def value(self, key: str, value: object, *, rank: int | None = None) -> None:
-        """A value of plain parts and tensors of the source, in the file of a rank where one is given."""
-        self.values((key,), value, rank=rank)
+    def add_value(self, key: str, value: object, *, rank: int | None = None) -> None:
+        """Add an object of plain values and tensors of the source, to the file of `rank` if given."""
+        self.add_values((key,), value, rank=rank)
 
-    def values(self, keys: Iterable[str], value: object, *, rank: int | None = None) -> None:
-        """The same value under each of `keys`, an item of each."""
+    def add_values(self, keys: Iterable[str], value: object, *, rank: int | None = None) -> None:
+        """Add the same object under each of `keys`, as separate items."""
         moved: dict[NewStorage, TensorRef] = {}
-        layout = layout_torch_zip(grafted(value, moved))
+        layout = layout_torch_zip(replace_tensors(value, moved))
         item, chunk = _Item(layout, 0), NewChunk(offsets=(0,), sizes=(0,), rank=rank)
         for key in keys:
             self._saved[key] = Stub(GlobalName(_MODULE, "BytesStorageMetadata"))
@@ -110,12 +110,12 @@ class DcpDraft:
                 RawCopy(src=ref, path=file.path, offset=start + layout.storages[s]) for s, ref in moved.items()
             ]
 
-    def path(self, key: str, path: tuple[object, ...]) -> None:
-        """Where in the nested dict that a script saves and loads `key` stands."""
+    def set_path(self, key: str, path: tuple[object, ...]) -> None:
+        """Record the path of `key` in the nested dict that a script saves and loads."""
         self._paths[key] = path
 
-    def finish(self) -> tuple[Drafted, ...]:
-        """The files: those of items, then `.metadata`."""
+    def finish(self) -> tuple[FinishedFile, ...]:
+        """Return the files: `.distcp` files, then `.metadata`."""
         root = _object(
             "Metadata",
             {
@@ -128,7 +128,7 @@ class DcpDraft:
         )
         data = emit_pickle(root).data
         index = OutputFile(path=f"{self._folder}{METADATA}", nbytes=len(data), literals=(Literal(0, data),))
-        return (*(draft_file.finish() for draft_file in self._files), Drafted(index, ()))
+        return (*(draft_file.finish() for draft_file in self._files), FinishedFile(index, ()))
 
     def _place(self, key: str, offsets: TorchSize | None, item: _Item, chunk: NewChunk) -> int:
         file = self._newest.get(chunk.rank)
@@ -148,11 +148,11 @@ class DcpDraft:
         return start
 
     def _size(self, sizes: tuple[int, ...]) -> TorchSize:
-        """One object for all equal sizes, of which a model has few: it is written once."""
+        """One object for equal sizes, so that the pickle stores it once."""
         return self._sizes.setdefault(sizes, TorchSize(sizes))
 
     def _template(self, dtype: DType, sizes: tuple[int, ...]) -> _Item:
-        """Layout of an item, which depends on element type and shape alone."""
+        """Layout of an item, which depends on dtype and shape alone."""
         if (dtype, sizes) not in self._templates:
             storage = NewStorage(dtype, prod(sizes))
             tensor = NewTensor(storage=storage, shape=sizes, strides=contiguous_strides(sizes))
@@ -161,7 +161,7 @@ class DcpDraft:
         return self._templates[dtype, sizes]
 
     def _typed(self, dtype: DType) -> Stub:
-        """Properties of a tensor: type, layout, requires_grad, memory format, pinned."""
+        """TensorProperties of a dtype: dtype, layout, requires_grad, memory format, pinned."""
         if dtype not in self._properties:
             layout = Stub(GlobalName("torch.serialization", "_get_layout"), ("torch.strided",), new=False)
             memory = Stub(GlobalName(_MODULE, "_MEM_FORMAT_ENCODING"), (0,), new=False)
@@ -175,16 +175,16 @@ def _object(name: str, state: object) -> Stub:
 
 
 class _Item(NamedTuple):
-    """An item, which is a file of torch.save, around its elements."""
+    """Layout of an item."""
 
     layout: TorchZip
-    """All but its elements."""
+    """The item as a file of torch.save."""
     elements: int
-    """Byte of the first element; 0 where there is none."""
+    """Byte of the first element; 0 if there is none."""
 
 
 class _File:
-    """A `.distcp` file so far. Known bytes that follow one another are joined."""
+    """A `.distcp` file that grows. Adjacent known bytes are joined."""
 
     def __init__(self, folder: str, rank: int, number: int) -> None:
         self.number = number
@@ -198,7 +198,7 @@ class _File:
         self._known = KnownBytes()
 
     def append(self, item: _Item, chunk: NewChunk) -> int:
-        """Add an item; its first byte."""
+        """Add an item. Returns its first byte."""
         start = self.nbytes + -self.nbytes % ALIGNMENT
         self._known.add(self.nbytes, bytes(start - self.nbytes))
         literals = item.layout.literals
@@ -210,7 +210,7 @@ class _File:
             CrcField(start=start + crc.start, stop=start + crc.stop, at=tuple(start + at for at in crc.at))
             for crc in item.layout.crcs
         ]
-        self.layouts |= layouts_of(chunk.parts)
+        self.layouts |= collect_layouts(chunk.parts)
         for part in chunk.parts:
             at = start + item.elements + part.offset * part.slice.dtype.itemsize
             self.placements.append(Placement(slice=part.slice, path=self.path, offset=at))
@@ -219,8 +219,8 @@ class _File:
         self.nbytes = start + item.layout.nbytes
         return start
 
-    def finish(self) -> Drafted:
+    def finish(self) -> FinishedFile:
         """The file."""
         known = self._known.literals()
         file = OutputFile(path=self.path, nbytes=self.nbytes, literals=known, crcs=tuple(self._crcs))
-        return Drafted(file, tuple(self.placements), tuple(self.raw), self.layouts)
+        return FinishedFile(file, tuple(self.placements), tuple(self.raw), self.layouts)

@@ -1,8 +1,8 @@
-"""Items of a distributed checkpoint: where their elements lie, without reading these.
+"""Locates the elements of a distributed checkpoint's items, without reading them.
 
-1. Check that every file that is referred to is there and long enough; all that are not go into one error.
-2. Both ends of an item, where its structure is, are read; neighbours in a file by one read.
-3. An item that equals a template is known (`ucp.io.dcp.template`); any other is parsed and becomes one.
+1. Check that every file that `.metadata` refers to is there and long enough; one error names all that are not.
+2. Read both ends of each item, which hold its structure; items next to each other in a file share a read.
+3. Compare the item with templates (`ucp.io.dcp.template`); if none matches, parse it and make a template of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from ucp.errors import MalformedError, MissingFileError, SourceError, UcpError, UnsupportedError, counted, listed
+from ucp.errors import (
+    MalformedError,
+    MissingFileError,
+    SourceError,
+    UcpError,
+    UnsupportedError,
+    format_count,
+    format_list,
+)
 from ucp.io.dcp.metadata import ItemPlace
 from ucp.io.dcp.template import ITEM_END, Item, Template, make_template
 from ucp.io.files import SourceFile, join_ranges, open_source
@@ -25,18 +33,18 @@ _SPAN = 4 << 20
 _END_RECORD = 22
 """Bytes of the end record of a zip archive."""
 _MOST_TEMPLATES = 64
-"""Most templates of one kind; a checkpoint of more of one kind is parsed item by item."""
+"""Most templates of one kind; further items that match none are parsed one by one."""
 
 
 def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
-    """Files that `places` refer to, by relative name, with their bytes.
+    """Sizes in bytes of the files that `places` refer to, by relative name.
 
     Raises
     ------
     MissingFileError
-        Files are not there; all are named.
+        Files are missing; all are named.
     MalformedError
-        Files end before their last item does; all are named.
+        Files are truncated; all are named.
     """
     stops: dict[str, int] = {}
     for file, offset, nbytes in places:
@@ -57,25 +65,25 @@ def check_files(folder: str, places: Iterable[ItemPlace]) -> dict[str, int]:
             ) from error
     if missing:
         raise MissingFileError(
-            f"{len(missing)} of {counted(len(stops), 'file')} "
+            f"{len(missing)} of {format_count(len(stops), 'file')} "
             f"that .metadata refers to not found in {folder}; copy what is missing:\n"
-            f"{listed(missing, most=100)}"
+            f"{format_list(missing, most=100)}"
         )
     short = {file: stop for file, stop in stops.items() if sizes[file] < stop}
     if short and all(_is_whole(os.path.join(folder, file)) for file in short):
         other = {file: f"{sizes[file]} bytes; .metadata refers to {n}" for file, n in stops.items() if sizes[file] != n}
-        raise of_other_saves(folder, other)
+        raise mixed_saves_error(folder, other)
     if short:
         lines = (f"{file}: {sizes[file]} bytes; the metadata refers to {stop}" for file, stop in sorted(short.items()))
         raise MalformedError(
-            f"{counted(len(short), 'truncated file', 'truncated files')} in {folder}; copy again:\n"
-            f"{listed(lines, most=100)}"
+            f"{format_count(len(short), 'truncated file', 'truncated files')} in {folder}; copy again:\n"
+            f"{format_list(lines, most=100)}"
         )
     return sizes
 
 
 def _is_whole(path: str) -> bool:
-    """Whether a file of items begins and ends as one that was written to its end."""
+    """Whether a file of items begins and ends as a complete one does."""
     with open_source(path) as file:
         return (
             file.nbytes > _END_RECORD
@@ -84,19 +92,20 @@ def _is_whole(path: str) -> bool:
         )
 
 
-def of_other_saves(folder: str, files: Mapping[str, str]) -> MalformedError:
-    """The error for files that are sound and not what `.metadata` describes. `files`: name to what is wrong."""
+def mixed_saves_error(folder: str, files: Mapping[str, str]) -> MalformedError:
+    """The error for intact files that `.metadata` does not describe. `files`: name to what is wrong."""
     lines = (f"{file}: {what}" for file, what in sorted(files.items()))
     return MalformedError(
-        f"{folder}: .metadata and {counted(len(files), 'file is', 'files are')} of different saves, or files have one "
-        f"another's names:\n{listed(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of one save"
+        f"{folder}: .metadata and {format_count(len(files), 'file is', 'files are')} of different saves, or files have "
+        f"one another's names:\n{format_list(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of "
+        "one save"
     )
 
 
 def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[object] = ()) -> list[Item]:
-    """What the items at `places` hold, in that order. Raises MalformedError with all that cannot be read.
+    """Read the items at `places`, in that order. Raises MalformedError naming all that cannot be read.
 
-    `announced`: for each, what items that are alike have in common, so that fewer templates are tried.
+    `announced`: dtype and shape of each, so that only templates of the same kind are tried.
     """
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
@@ -127,18 +136,19 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
             # neither the head of an item, nor what damage leaves (zeros)
             are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
             if are_inside and _is_whole(file.path):
-                foreign[name] = f"{len(failed)} of {counted(len(numbers), 'item')} not where .metadata says"
+                foreign[name] = f"{len(failed)} of {format_count(len(numbers), 'item')} not where .metadata says"
     if foreign:
-        raise of_other_saves(folder, foreign)
+        raise mixed_saves_error(folder, foreign)
     if wrong:
         raise MalformedError(
-            f"{counted(len(wrong), 'item')} in {folder} cannot be read:\n{listed(wrong)}\nCopy the files again"
+            f"{format_count(len(wrong), 'item')} in {folder} cannot be read:\n{format_list(wrong)}\nCopy the files "
+            "again"
         )
     return [item for item in items if item is not None]
 
 
 def _read_item(known: list[Template], ends: _Ends, file: SourceFile, start: int, nbytes: int) -> Item:
-    """The item in the bytes `start` to `start + nbytes`: by a template, which is tried first then, or read in full."""
+    """Read the item in the bytes `start` to `start + nbytes`. The template that matched is tried first next time."""
     for number, template in enumerate(known):
         item = template.match(file.path, start, nbytes, ends.find)
         if item is not None:
@@ -153,7 +163,7 @@ def _read_item(known: list[Template], ends: _Ends, file: SourceFile, start: int,
 
 
 class _Ends:
-    """Both ends of the items of one file, read in few reads as they are asked for in order."""
+    """Both ends of the items of one file, fetched with few reads; callers ask for them in order."""
 
     def __init__(self, file: SourceFile, items: Sequence[tuple[int, int]]) -> None:
         """`items`: (offset, bytes), in increasing offset."""
@@ -171,7 +181,7 @@ class _Ends:
         self._last = (0, 0, b"")
 
     def find(self, offset: int) -> tuple[bytes, int]:
-        """A buffer with the byte at `offset` of the file and what follows, and where in it that byte is."""
+        """Return a buffer that contains byte `offset` of the file, and the position of that byte in it."""
         start, stop, buffer = self._last
         if start <= offset < stop:
             return buffer, offset - start

@@ -1,9 +1,8 @@
-"""What the `.metadata` of a distributed checkpoint says, as values: tensors, their chunks, and where items lie.
+"""Reads the `.metadata` of a distributed checkpoint: tensors, their chunks, and the places of items.
 
-`.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). It is read as data by
-`ucp.io.pickle.unpickle`: classes are told by name alone, so that those of frameworks built on torch
-(and those that moved between versions of torch) are the same to us. Plans of the writer (`all_local_plans`) are not
-read.
+`.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). `ucp.io.pickle.unpickle`
+reads it as data and recognises classes by their names alone, in whatever module a framework or a version of torch has
+them. The plans of the writer (`all_local_plans`) are not read.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ucp.core.tensor import DType
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.files import open_source
-from ucp.io.pickle.fields import described, shown
+from ucp.io.pickle.fields import describe_value, format_value
 from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 METADATA = ".metadata"
-"""Name of the file; torch renames it into place last, so that its presence is the commit."""
+"""Name of the file. torch writes it last: its presence means that the checkpoint is complete."""
 _DTYPES = {GlobalName("torch", dtype.value): dtype for dtype in DType}
 
 
 class ItemPlace(NamedTuple):
-    """Where one written item lies."""
+    """Place of one item."""
 
     file: str
-    """Path relative to the folder of the checkpoint."""
+    """File, relative to the folder of the checkpoint."""
     offset: int
     """First byte."""
     nbytes: int
@@ -46,7 +45,7 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
     """Elements, per dim."""
     place: ItemPlace
-    """Where it lies."""
+    """Place of its item."""
 
 
 class SavedTensor(NamedTuple):
@@ -57,19 +56,19 @@ class SavedTensor(NamedTuple):
     dtype: DType
     """Element type."""
     shape: tuple[int, ...]
-    """Elements per dim, of the whole."""
+    """Shape of the global tensor."""
     chunks: tuple[Chunk, ...]
     """Its chunks that hold elements, in the order of the metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpMetadata:
-    """Everything that a `.metadata` says and readers need."""
+    """The content of a `.metadata` that readers need."""
 
     tensors: Mapping[str, SavedTensor]
     """Key to tensor, in the order of the metadata."""
     objects: Mapping[str, ItemPlace]
-    """Key to where an object that is no tensor lies, in the order of the metadata."""
+    """Key to the place of an object that is no tensor, in the order of the metadata."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded: joined with dots, a
     path is its key."""
@@ -85,7 +84,7 @@ class DcpMetadata:
 
 
 def read_metadata(path: str) -> DcpMetadata:
-    """What the `.metadata` at `path` says.
+    """Read the `.metadata` at `path`.
 
     Raises
     ------
@@ -94,10 +93,10 @@ def read_metadata(path: str) -> DcpMetadata:
     MalformedError
         It is no such pickle, is truncated, or contradicts itself.
     UnsupportedError
-        Items are transformed (compressed), or of an element type that is not known.
+        Items are transformed (compressed), or of an unknown dtype.
     """
     root = _read_root(path)
-    attributes = _state(root)
+    attributes = _read_state(root)
     if isinstance(root, Stub) and root.made_by.module.partition(".")[0] == "bytecheckpoint":
         raise UnsupportedError(
             f"{path} was written by ByteCheckpoint, whose files have bare elements where torch has items; they are not "
@@ -107,10 +106,10 @@ def read_metadata(path: str) -> DcpMetadata:
     saved = attributes.get("state_dict_metadata")
     if not isinstance(root, Stub) or root.made_by.qualname.rpartition(".")[2] not in _ROOTS or type(saved) is not dict:
         raise MalformedError(
-            f"{path}: expected the metadata of torch.distributed.checkpoint; got {described(root)}. "
+            f"{path}: expected the metadata of torch.distributed.checkpoint; got {describe_value(root)}. "
             "Check that the folder was written by torch.distributed.checkpoint"
         )
-    reader = _Reader(path, _storage(attributes.get("storage_data"), path), saved)
+    reader = _Reader(path, _read_storage(attributes.get("storage_data"), path), saved)
     for key in tuple(saved):  # each is dropped when it is read
         reader.take(key, saved.pop(key))
     paths = reader.read_paths(attributes)
@@ -124,10 +123,11 @@ def read_metadata(path: str) -> DcpMetadata:
 
 
 def _read_root(path: str) -> object:
-    """The pickle at `path`, without the plans of the writer where they can be left out.
+    """Unpickle `path`, if possible without the plans of the writer.
 
-    megatron-core saves them as the last attribute, and they are as long as all the rest. The pickle is closed before
-    them: SETITEMS and BUILD end the object, STOP the pickle. Where that does not give a whole object, all is read.
+    megatron-core saves the plans as the last attribute, and they are as long as all the rest. So the pickle is cut
+    before them and closed: SETITEMS and BUILD end the object, STOP the pickle. If that gives no complete object, the
+    full pickle is read.
     """
     with open_source(path) as file:
         data = file.read(0, file.nbytes)
@@ -136,7 +136,7 @@ def _read_root(path: str) -> object:
         with suppress(MalformedError):
             parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # as long: frames count
             is_object = parsed.end == at + 3 and type(parsed.value) is Stub
-            if is_object and {"state_dict_metadata", "storage_data"} <= _state(parsed.value).keys():
+            if is_object and {"state_dict_metadata", "storage_data"} <= _read_state(parsed.value).keys():
                 return parsed.value
     parsed = parse_pickle(data, where=path)
     if parsed.end != len(data):
@@ -145,13 +145,13 @@ def _read_root(path: str) -> object:
 
 
 _ROOTS = ("Metadata", "MCoreMetadata")
-"""Classes of the whole; megatron-core 0.15 subclasses torch's."""
+"""Class of the pickled object; megatron-core 0.15 subclasses torch's."""
 _OWN_FIELDS = ("state_dict_metadata", "storage_data", "planner_data", "all_local_plans")
 _Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
 
 
 class _Reader:
-    """Entries of `state_dict_metadata` joined with where their items lie; everything wrong is gathered."""
+    """Joins entries of `state_dict_metadata` with the places of their items, and collects all problems."""
 
     def __init__(self, path: str, storage: _Places, saved: Collection[object]) -> None:
         self._path = path
@@ -163,9 +163,9 @@ class _Reader:
         self._wrong = [f"{key}: a place is recorded for it, and not what it is" for key in undescribed]
 
     def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
-        """Paths of all keys that were taken. Torch joins a path with dots for its key, whatever the path is made of.
+        """Read the path of each key. torch makes a key by joining its path with dots.
 
-        Both are recorded, so that damage to one of them shows. Planners of others may leave data of another kind, or
+        `.metadata` records both, so that damage to one of them shows. Planners of frameworks may leave other data, or
         None.
         """
         if "planner_data" not in attributes:
@@ -179,15 +179,15 @@ class _Reader:
             if is_path and ".".join(map(str, path)) == key:
                 paths[key] = path
             else:
-                self._wrong.append(f"the key {described(key)} has the path {shown(path)}")
+                self._wrong.append(f"the key {describe_value(key)} has the path {format_value(path)}")
         missing = [key for key in (*self.tensors, *self.objects) if key not in planner]
         self._wrong += [f"{key}: no path is recorded for it, as there is for others" for key in missing]
         return paths
 
     def take(self, key: object, entry: object) -> None:
-        """Take in one entry."""
+        """Read one entry."""
         if type(key) is not str or type(entry) is not Stub:
-            self._wrong.append(f"an entry {described(key)} that is {described(entry)}")
+            self._wrong.append(f"an entry {describe_value(key)} that is {describe_value(entry)}")
             return
         kind = entry.made_by.qualname
         if kind == "BytesStorageMetadata":
@@ -197,29 +197,32 @@ class _Reader:
             else:
                 self.objects[key] = place
         elif kind == "TensorStorageMetadata":
-            self._take_tensor(key, _state(entry))
+            self._take_tensor(key, _read_state(entry))
         else:
-            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {described(entry)}")
+            self._wrong.append(f"{key}: expected the metadata of a tensor or of bytes; got {describe_value(entry)}")
 
     def _take_tensor(self, key: str, state: Mapping[object, object]) -> None:
-        shape, saved, properties = _shape(state.get("size")), state.get("chunks"), state.get("properties")
+        shape, saved, properties = _parse_shape(state.get("size")), state.get("chunks"), state.get("properties")
         if shape is None or type(saved) is not list or type(properties) is not Stub:
-            self._wrong.append(f"{key}: expected its size, chunks and properties; got {described(state.get('size'))}")
+            self._wrong.append(
+                f"{key}: expected its size, chunks and properties; got {describe_value(state.get('size'))}"
+            )
             return
-        # of torch 2.1 to 2.14 the state of TensorProperties is a tuple, of others plain attributes
+        # in torch 2.1 to 2.14 the state of TensorProperties is a tuple; frameworks pickle plain attributes
         values = properties.state
-        name = values[0] if type(values) is tuple and values else _state(properties).get("dtype")
+        name = values[0] if type(values) is tuple and values else _read_state(properties).get("dtype")
         dtype = _DTYPES.get(name) if type(name) is GlobalName else None
         if dtype is None:
-            self._unknown.append(f"{key}: elements of {described(name)}")
+            self._unknown.append(f"{key}: elements of {describe_value(name)}")
             return
         chunks = []
         for entry in saved:
-            chunk_state = _state(entry)
-            offsets, sizes = _shape(chunk_state.get("offsets")), _shape(chunk_state.get("sizes"))
+            chunk_state = _read_state(entry)
+            offsets, sizes = _parse_shape(chunk_state.get("offsets")), _parse_shape(chunk_state.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
                 self._wrong.append(
-                    f"{key}: a chunk at {described(chunk_state.get('offsets'))}, {described(chunk_state.get('sizes'))}"
+                    f"{key}: a chunk at {describe_value(chunk_state.get('offsets'))}, "
+                    f"{describe_value(chunk_state.get('sizes'))}"
                 )
                 return
             place = self._storage.get((key, offsets))
@@ -232,38 +235,39 @@ class _Reader:
         self.tensors[key] = SavedTensor(key, dtype, shape, tuple(chunks))
 
     def raise_any(self) -> None:
-        """Raise one error with everything wrong."""
+        """Raise one error with all problems, if there are any."""
         if self._wrong:
             raise MalformedError(
-                f"{self._path} contradicts itself in {counted(len(self._wrong), 'place')}:\n{listed(self._wrong)}\n"
-                "Copy it again from where it was saved"
+                f"{self._path} contradicts itself in "
+                f"{format_count(len(self._wrong), 'place')}:\n{format_list(self._wrong)}\nCopy it again from where it "
+                "was saved"
             )
         if self._unknown:
             raise UnsupportedError(
-                f"{self._path}: {counted(len(self._unknown), 'tensor')} of an element type that is not read here:\n"
-                f"{listed(self._unknown)}"
+                f"{self._path}: {format_count(len(self._unknown), 'tensor')} of an element type that is not read "
+                f"here:\n{format_list(self._unknown)}"
             )
 
 
-def _storage(saved: object, path: str) -> _Places:
+def _read_storage(saved: object, path: str) -> _Places:
     """Places by key and offsets (None for objects)."""
     if type(saved) is not dict:
-        raise MalformedError(f"{path}: expected storage_data, a dict; got {described(saved)}")
+        raise MalformedError(f"{path}: expected storage_data, a dict; got {describe_value(saved)}")
     places: _Places = {}
     files: dict[str, str] = {}
     transformed = []
     for index in tuple(saved):  # each is let go when it is read
         info = saved.pop(index)
-        where, stored = _state(index), _state(info)
+        where, stored = _read_state(index), _read_state(info)
         key, at = where.get("fqn"), where.get("offset")
-        offsets = None if at is None else _shape(at)
+        offsets = None if at is None else _parse_shape(at)
         file, offset, nbytes = stored.get("relative_path"), stored.get("offset"), stored.get("length")
         if type(key) is not str or (at is not None and offsets is None):
-            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {described(index)}")
+            raise MalformedError(f"{path}: expected a key and offsets in storage_data; got {describe_value(index)}")
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {described(info)}")
+            raise MalformedError(f"{path}: expected file, offset and length of {key!r}; got {describe_value(info)}")
         if stored.get("transform_descriptors"):
-            transformed.append(f"{key}: {shown(stored['transform_descriptors'])}")
+            transformed.append(f"{key}: {format_value(stored['transform_descriptors'])}")
         parts = () if file in files else PurePosixPath(file).parts
         if file not in files and (not parts or file.startswith("/") or ".." in parts or "\0" in file):
             raise MalformedError(f"{path}: expected the name of a file beside it; got {file!r}: damaged, or hostile")
@@ -271,15 +275,15 @@ def _storage(saved: object, path: str) -> _Places:
         places[key, offsets] = ItemPlace(name, offset, nbytes)
     if transformed:
         raise UnsupportedError(
-            f"{path}: {counted(len(transformed), 'item is', 'items are')} "
+            f"{path}: {format_count(len(transformed), 'item is', 'items are')} "
             f"transformed (compressed or encrypted), which is not read here:\n"
-            f"{listed(transformed)}\nLoad the checkpoint with torch and save it without extensions"
+            f"{format_list(transformed)}\nLoad the checkpoint with torch and save it without extensions"
         )
     return places
 
 
-def _state(value: object) -> Mapping[object, object]:
-    """Attributes of an object that a pickle describes."""
+def _read_state(value: object) -> Mapping[object, object]:
+    """Attributes of an unpickled object."""
     if type(value) is not Stub:
         return {}
     state = value.state
@@ -290,7 +294,7 @@ def _state(value: object) -> Mapping[object, object]:
     return {}
 
 
-def _shape(value: object) -> tuple[int, ...] | None:
+def _parse_shape(value: object) -> tuple[int, ...] | None:
     """Sizes or offsets; None for anything else."""
     if type(value) is TorchSize:
         return _intern_shape(value)
@@ -301,5 +305,5 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=1 << 12)
 def _intern_shape(size: TorchSize) -> tuple[int, ...] | None:
-    """The plain tuple, one object for all tensors of a shape, of which a model has few."""
+    """The plain tuple: one object for all tensors of a shape."""
     return tuple(size) if min(size, default=0) >= 0 else None

@@ -1,10 +1,9 @@
-"""Items of a distributed checkpoint that are alike byte for byte, recognised by comparison instead of by parsing.
+"""Recognises items of a distributed checkpoint by comparing bytes, which is faster than parsing each.
 
-An item is a whole zip archive of torch.save, about 1.5 KB of it beside the elements, and a checkpoint has hundreds of
-thousands. Two tensors of one shape and type differ in their elements, their CRC-32 and a serialization id, and in
-nothing else. So one item is parsed in full and becomes a *template*: the bytes before its elements, and those after
-them but for holes where they may differ. An item that equals it everywhere else has been read: not one byte of its
-structure is assumed.
+An item is a zip archive of torch.save with about 1.5 KB beside the elements, and a checkpoint has hundreds of thousands
+of them. Items of one shape and dtype differ only in their elements, their CRC-32 and a serialization id. So one item is
+parsed and becomes a *template*: the bytes before and after its elements, with holes where items may differ. An item
+that equals the template outside the holes needs no parsing: every byte of its structure was compared.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Items of one length that hold one tensor, whole and row-major, or one and the same object without tensors."""
+    """Items of one length that hold one contiguous tensor, or equal objects without tensors."""
 
     head: bytes
     """Everything before the elements; empty for an object."""
     tail_nbytes: int
     """Bytes after the elements."""
     parts: tuple[tuple[int, bytes], ...]
-    """What does not differ of them: place in the tail, and bytes."""
+    """Bytes of the tail outside the holes: position in the tail, and bytes."""
     crcs: tuple[int, ...]
-    """Where in the tail the CRC-32 of the elements stands."""
+    """Positions in the tail of the CRC-32 of the elements."""
     item: Item
-    """What the item held that it was made from."""
+    """Content of the item that it was made from."""
 
     def match(self, path: str, start: int, nbytes: int, find: Callable[[int], tuple[bytes, int]]) -> Item | None:
-        """The item in the bytes `start` to `start + nbytes` of a file, if it is like this one.
+        """The item in the bytes `start` to `start + nbytes` of a file if it matches, else None.
 
-        `find`: a buffer that holds a byte of the file and what follows it in that end of the item, and where.
+        `find`: returns a buffer that contains a byte of the file, and the position of that byte in it.
         """
         buffer, at = find(start)
         if not buffer.startswith(self.head, at):
@@ -73,7 +72,7 @@ class Template:
 
 
 def make_template(window: Window, archive: Archive) -> Template | None:
-    """Template of the item in `window`, which was read as `archive`; None for one that is long, or of other tensors."""
+    """Template of the item in `window`, parsed as `archive`; None if it is too long or not one contiguous tensor."""
     ref, members = archive.root, read_directory(window) if archive.kind == "zip" else {}
     data = [member for name, member in members.items() if "/data/" in name]
     start = stop = 0
@@ -106,7 +105,7 @@ def make_template(window: Window, archive: Archive) -> Template | None:
 
 
 def _crc_places(window: Window, member: ZipMember) -> list[int]:
-    """Where in the item the CRC-32 of `member` stands: in its descriptor, if it has one, and in the directory."""
+    """Positions in the item of the CRC-32 of `member`: in its data descriptor, if any, and in the directory."""
     crc = member.crc32.to_bytes(4, "little")
     places = []
     if member.descriptor_nbytes:

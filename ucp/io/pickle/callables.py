@@ -1,7 +1,6 @@
-"""What unpickling a value would call: told where it is nothing that torch, a framework or plain values need.
+"""Which classes and functions unpickling a value would call, and a note on those that torch and frameworks do not use.
 
-Nothing is called here. But what a checkpoint says of an object goes into the files that are written, and a framework
-unpickles them.
+ucp calls none of them. But it copies such objects into the files that it writes, and a framework unpickles those.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from ucp.io.pickle.values import GlobalName, Stub, walk
 CALLS = "unpickled by a framework, this checkpoint calls"
 """How the note begins."""
 GROUPS = "parameter groups"
-"""Where a callable stands that is in no extra."""
+"""Place of a callable that is in a parameter group, not in an extra."""
 _SHOWN = 8
-"""Callables that are named."""
+"""Callables that a note names."""
 
 _USUAL = frozenset(
     f"{module}.{name}"
@@ -52,14 +51,14 @@ _USUAL = frozenset(
     }.items()
     for name in names.split()
 )
-"""What torch and plain values are pickled by: of torch, as its unpickler of weights knows it (2.13)."""
+"""Callables in pickles of plain values and of torch: those that torch's `weights_only` unpickler (2.13) allows."""
 
 
-def callables_of(value: object) -> Iterator[GlobalName]:
-    """What is called, or handed to what is called, when an unpickler makes `value`; some of it may come twice.
+def list_callables(value: object) -> Iterator[GlobalName]:
+    """Functions and classes that unpickling `value` calls or passes as arguments; some may come twice.
 
     >>> made = Stub(GlobalName("builtins", "map"), args=(GlobalName("os", "system"), ["true"]), new=False)
-    >>> [str(name) for name in callables_of({"key": [made]})]
+    >>> [str(name) for name in list_callables({"key": [made]})]
     ['builtins.map', 'os.system']
     """
     stubs = [node for node in walk([value]) if isinstance(node, Stub)]
@@ -68,11 +67,11 @@ def callables_of(value: object) -> Iterator[GlobalName]:
     yield from (argument for argument in arguments if isinstance(argument, GlobalName))
 
 
-def unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
-    """A note on callables in `values` (where, value) that are not `usual` ("module.name"); or none."""
+def find_unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[str]) -> Iterator[str]:
+    """A note on callables in `values` (place, value) that are not in `usual` ("module.name"); nothing if all are."""
     places_by_callable: dict[str, dict[str, None]] = {}
     for where, value in values:
-        for name in callables_of(value):
+        for name in list_callables(value):
             if str(name) not in _USUAL and str(name) not in usual:
                 text = str(name) if str(name).isprintable() else repr(str(name))
                 places_by_callable.setdefault(text, {})[where] = None

@@ -1,9 +1,9 @@
 r"""Write plain values, names, stubs and new tensors as a pickle that torch.load understands.
 
 Protocol 2, with the opcodes and the batches of CPython's pickler (3.11 Lib/pickle.py), so that also the restricted
-unpickler behind `weights_only=True` reads it. Equal strings are written once; lists, dicts, stubs and tensors that
-are one object stay one object, cycles included. What writes a value yields the parts of it that are to be written
-next, so depth is no danger.
+unpickler behind `weights_only=True` reads it. Equal strings are written once. An object that is referred to twice
+stays one object, cycles included. Writers are generators that yield the parts to write next, so deep nesting does not
+exhaust the stack.
 
 >>> emit_pickle({"step": 3}).data
 b'\x80\x02}q\x00X\x04\x00\x00\x00stepq\x01K\x03s.'
@@ -25,9 +25,9 @@ from ucp.io.torch_file.storage import STORAGE_CLASSES, NewStorage, NewTensor
 _BATCH = 1000
 """Elements per APPENDS or SETITEMS, as the pickler of CPython does."""
 _MOST_REENTRIES = 1000
-"""Bound on writing one object inside itself; a set of objects that refer to the set needs one round per object."""
+"""Most times that one object is written inside itself; a set whose members refer to it needs one per member."""
 _MOST_REWRITTEN = 1_000_000
-"""Bound on the parts that all such rounds write, each of them as many as the object has."""
+"""Most parts that are written again in this way, over all objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class EmittedPickle:
     data: bytes
     """The pickle."""
     storages: tuple[NewStorage, ...]
-    """Storages; the place in the tuple is the key, "0" the first."""
+    """Storages; the position is the key: "0" for the first."""
 
 
 def emit_pickle(root: object) -> EmittedPickle:
@@ -56,7 +56,7 @@ def emit_pickle(root: object) -> EmittedPickle:
 
 
 class _Writer:
-    """Output so far, and memo."""
+    """Output so far, and the memo of what was written."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -86,7 +86,7 @@ class _Writer:
         self.out += b"."
 
     def refer(self, key: object) -> bool:
-        """Whether what `key` stands for was written before; if so, refer to it."""
+        """Refer to the value with that memo key; False if it was not written yet."""
         index = self.memo.get(key)
         if index is None:
             return False
@@ -99,21 +99,21 @@ class _Writer:
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + index.to_bytes(4, "little")
 
     def identity(self, value: object) -> tuple[str, int]:
-        """Memo key of one object, which is kept alive so that no other takes its place."""
+        """Memo key of an object. Keeps the object alive, so that its id is not used again."""
         self._alive.append(value)
         return ("object", id(value))
 
     def enter(self, key: object, numel: int) -> None:
-        """Begin to write what is memoised only once its `numel` parts are written; refuse to do so without end."""
+        """Begin an object that enters the memo only after its `numel` parts. Raises DestinationError in a cycle."""
         depth = self._open[key] = self._open.get(key, 0) + 1
         self._rewritten += numel if depth > 1 else 0
         if depth > _MOST_REENTRIES or self._rewritten > _MOST_REWRITTEN:
             raise DestinationError("cannot write an object that is among the arguments that make it")
 
     def leave(self, key: object, end: bytes, undo: bytes = b"0") -> None:
-        """End what `enter` began by `end`; where its parts have written it already (a cycle), refer to that one.
+        """Finish an object with the instructions `end`; if one of its parts wrote it already (a cycle), refer to that.
 
-        `undo`: instructions that take off the stack what then lies there.
+        `undo`: instructions that remove its parts from the stack in that case.
         """
         self._open[key] -= 1
         if not self._open[key]:
@@ -127,10 +127,10 @@ class _Writer:
 
 
 Parts = Iterator[object]
-"""What lies in a value, each given when it is its turn to be written."""
+"""Parts of a value, in the order in which they are to be written."""
 
 
-def _int(w: _Writer, value: int) -> None:
+def _write_int(w: _Writer, value: int) -> None:
     if 0 <= value < 1 << 8:
         w.out += b"K" + bytes([value])
     elif 0 <= value < 1 << 16:
@@ -145,7 +145,7 @@ def _int(w: _Writer, value: int) -> None:
         w.out += head + data
 
 
-def _str(w: _Writer, value: str) -> None:
+def _write_str(w: _Writer, value: str) -> None:
     if not w.refer(value):
         data = value.encode("utf-8", "surrogatepass")
         w.out += b"X" + len(data).to_bytes(4, "little")
@@ -153,19 +153,19 @@ def _str(w: _Writer, value: str) -> None:
         w.memoize(value)
 
 
-def _global(w: _Writer, value: GlobalName) -> Parts | None:
+def _write_global(w: _Writer, value: GlobalName) -> Parts | None:
     if w.refer(value):
         return None
     if not f"{value}".isprintable():
         raise DestinationError(f"cannot write the name {value!r}; expected one of printable characters")
     if "." in value.qualname:
-        return _nested_global(w, value)
+        return _write_nested_global(w, value)
     w.out += b"c" + f"{_PYTHON2_MODULES.get(value.module, value.module)}\n{value.qualname}\n".encode()
     w.memoize(value)
     return None
 
 
-def _nested_global(w: _Writer, value: GlobalName) -> Parts:
+def _write_nested_global(w: _Writer, value: GlobalName) -> Parts:
     parent, _, name = value.qualname.rpartition(".")
     yield GlobalName("builtins", "getattr")
     yield (GlobalName(value.module, parent), name)
@@ -173,8 +173,8 @@ def _nested_global(w: _Writer, value: GlobalName) -> Parts:
     w.memoize(value)
 
 
-def _reduced(w: _Writer, value: object) -> Parts:
-    """A value that the pickler writes as a call."""
+def _write_reduced(w: _Writer, value: object) -> Parts:
+    """Write a value that has no opcode as a call."""
     key = w.identity(value)
     if not w.refer(key):
         module, name, *args = _REDUCED[type(value)](value)
@@ -185,14 +185,14 @@ def _reduced(w: _Writer, value: object) -> Parts:
         w.leave(key, b"")
 
 
-def _tuple(w: _Writer, value: tuple[object, ...]) -> Parts | None:
+def _write_tuple(w: _Writer, value: tuple[object, ...]) -> Parts | None:
     if not value:
         w.out += b")"
         return None
-    return _members(w, value)
+    return _write_members(w, value)
 
 
-def _members(w: _Writer, value: tuple[object, ...]) -> Parts:
+def _write_members(w: _Writer, value: tuple[object, ...]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         numel = len(value)
@@ -205,42 +205,42 @@ def _members(w: _Writer, value: tuple[object, ...]) -> Parts:
             w.leave(key, (b"\x85", b"\x86", b"\x87")[numel - 1], undo=b"0" * numel)
 
 
-def _list(w: _Writer, value: list[object]) -> Parts:
+def _write_list(w: _Writer, value: list[object]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         w.out += b"]"
         w.memoize(key)
-        yield from _batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1)
+        yield from _write_batches(w, ((item,) for item in value), one=b"a", many=b"e", several=len(value) > 1)
 
 
-def _dict(w: _Writer, value: dict[object, object]) -> Parts:
+def _write_dict(w: _Writer, value: dict[object, object]) -> Parts:
     key = w.identity(value)
     if not w.refer(key):
         w.out += b"}"
         w.memoize(key)
-        yield from _batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1)
+        yield from _write_batches(w, value.items(), one=b"s", many=b"u", several=len(value) > 1)
 
 
-def _ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> Parts:
+def _write_ordered_dict(w: _Writer, value: OrderedDict[object, object]) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
     yield GlobalName("collections", "OrderedDict")
     w.out += b")R"
     w.memoize(key)
-    yield from _batches(w, value.items(), one=b"s", many=b"u")
+    yield from _write_batches(w, value.items(), one=b"s", many=b"u")
     if vars(value):
         yield dict(vars(value))
         w.out += b"b"
 
 
-def _batches(
+def _write_batches(
     w: _Writer, groups: Iterable[tuple[object, ...]], *, one: bytes, many: bytes, several: bool = False
 ) -> Parts:
     """Write groups of values (an element, or a key and a value) and add them to the container below.
 
-    A batch of one has an opcode of its own; CPython uses it for the rest of a long iterator, but (`several`) not for
-    the rest of a long list or dict.
+    There is a separate opcode for a batch of one. CPython uses it for the last element of a long iterator, but
+    (`several`) not for the last element of a long list or dict.
     """
     rest = iter(groups)
     while batch := tuple(islice(rest, _BATCH)):
@@ -258,7 +258,7 @@ def _batches(
             return
 
 
-def _stub(w: _Writer, value: Stub) -> Parts:
+def _write_stub(w: _Writer, value: Stub) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
@@ -273,15 +273,15 @@ def _stub(w: _Writer, value: Stub) -> Parts:
         w.out += b")\x81" if value.new else b")R"
         w.memoize(key)
     if value.items:
-        yield from _batches(w, ((item,) for item in value.items), one=b"a", many=b"e")
+        yield from _write_batches(w, ((item,) for item in value.items), one=b"a", many=b"e")
     if value.entries:
-        yield from _batches(w, value.entries, one=b"s", many=b"u")
+        yield from _write_batches(w, value.entries, one=b"s", many=b"u")
     if value.has_state:
         yield value.state
         w.out += b"b"
 
 
-def _tensor(w: _Writer, value: NewTensor) -> Parts:
+def _write_tensor(w: _Writer, value: NewTensor) -> Parts:
     key = w.identity(value)
     if w.refer(key):
         return
@@ -298,7 +298,7 @@ def _tensor(w: _Writer, value: NewTensor) -> Parts:
     w.memoize(key)
 
 
-def _storage(w: _Writer, value: NewStorage) -> Parts:
+def _write_storage(w: _Writer, value: NewStorage) -> Parts:
     name = STORAGE_CLASSES.get(value.dtype)
     kind = GlobalName("torch", name) if name else GlobalName("torch.storage", "UntypedStorage")
     key = str(w.storages.setdefault(value, len(w.storages)))
@@ -322,20 +322,20 @@ _REDUCED: dict[type, Callable[..., tuple[Any, ...]]] = {
 _LEAVES: dict[type, Callable[..., None]] = {
     type(None): lambda w, _: w.out.extend(b"N"),
     bool: lambda w, v: w.out.extend(b"\x88" if v else b"\x89"),
-    int: _int,
+    int: _write_int,
     float: lambda w, v: w.out.extend(b"G" + struct.pack(">d", v)),
-    str: _str,
+    str: _write_str,
 }
-"""Writers of what holds nothing."""
+"""Writers of values without parts."""
 _WRITERS: dict[type, Callable[..., Parts | None]] = {
     **_LEAVES,
-    **dict.fromkeys(_REDUCED, _reduced),
-    tuple: _tuple,
-    list: _list,
-    dict: _dict,
-    OrderedDict: _ordered_dict,
-    GlobalName: _global,
-    Stub: _stub,
-    NewTensor: _tensor,
-    NewStorage: _storage,
+    **dict.fromkeys(_REDUCED, _write_reduced),
+    tuple: _write_tuple,
+    list: _write_list,
+    dict: _write_dict,
+    OrderedDict: _write_ordered_dict,
+    GlobalName: _write_global,
+    Stub: _write_stub,
+    NewTensor: _write_tensor,
+    NewStorage: _write_storage,
 }

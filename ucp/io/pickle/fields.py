@@ -1,6 +1,6 @@
-"""Typed access to what a pickle said: each function gives the value or says what stands there instead.
+"""Checked access to unpickled values: `require_*` returns the value, or raises MalformedError with what it got.
 
->>> integer("4", "partition_count of a.pt")
+>>> require_integer("4", "partition_count of a.pt")
 Traceback (most recent call last):
 ucp.errors.MalformedError: expected a whole number for partition_count of a.pt; got a str ('4')
 """
@@ -17,14 +17,14 @@ from ucp.io.pickle.values import GlobalName, Stub
 Shape = tuple[int, ...]
 
 _LONGEST = 60
-"""Characters of a value that is shown."""
+"""Characters of a value in a message."""
 
 _DEEPEST = 100
-"""Dicts in dicts whose keys are joined."""
+"""Most nested dicts whose keys are joined."""
 
 
-def described(value: object) -> str:
-    """Kind of a value, and the value where it is short."""
+def describe_value(value: object) -> str:
+    """Type of a value, and the value itself if it is short."""
     match value:
         case TensorRef():
             return f"a tensor of {value.dtype} {list(value.shape)}"
@@ -34,14 +34,14 @@ def described(value: object) -> str:
             return f"the name {value}"
         case None:
             return "None"
-    text = short(value)
-    return f"a {type(value).__name__} ({text})" if text else f"a {type(value).__name__}"
+    require_text = format_short(value)
+    return f"a {type(value).__name__} ({require_text})" if require_text else f"a {type(value).__name__}"
 
 
-def short(value: object, most: int = _LONGEST) -> str:
-    """A number, text or None as Python writes it, in at most so many characters; else nothing.
+def format_short(value: object, most: int = _LONGEST) -> str:
+    """A number, text or None as Python prints it; empty for other types and for more than `most` characters.
 
-    >>> short(0.1), short("text", 4), short([])
+    >>> format_short(0.1), format_short("text", 4), format_short([])
     ('0.1', '', '')
     """
     if isinstance(value, int) and value.bit_length() > 4 * most:  # of thousands of digits Python writes none
@@ -51,41 +51,41 @@ def short(value: object, most: int = _LONGEST) -> str:
     return text if len(text) <= most else ""
 
 
-def short_members(value: Collection[object], most: int = _LONGEST) -> str:
-    """A list or the like of such values as Python writes it, in at most so many characters; else nothing."""
-    if len(value) > most or not all(short(item, most) for item in value):
+def format_short_members(value: Collection[object], most: int = _LONGEST) -> str:
+    """A list, tuple or set of such values as Python prints it; empty if it takes more than `most` characters."""
+    if len(value) > most or not all(format_short(item, most) for item in value):
         return ""
     text = repr(value)
     return text if len(text) <= most else ""
 
 
-def shown(value: object) -> str:
-    """A value on one line: as Python writes it where it is short, else what it is.
+def format_value(value: object) -> str:
+    """A value on one line: as Python prints it if it is short, else its type.
 
-    >>> shown((0.9, 0.95)), shown([[]])
+    >>> format_value((0.9, 0.95)), format_value([[]])
     ('(0.9, 0.95)', 'a list')
     """
-    members = short_members(value) if isinstance(value, list | tuple | set | frozenset) else ""
-    return members or short(value) or described(value)
+    members = format_short_members(value) if isinstance(value, list | tuple | set | frozenset) else ""
+    return members or format_short(value) or describe_value(value)
 
 
-def _wrong(expected: str, where: str, value: object) -> NoReturn:
-    raise MalformedError(f"expected {expected} for {where}; got {described(value)}")
+def _refuse(expected: str, where: str, value: object) -> NoReturn:
+    raise MalformedError(f"expected {expected} for {where}; got {describe_value(value)}")
 
 
-def mapping(value: object, where: str) -> Mapping[object, object]:
-    """`value`, which is a dict."""
+def require_mapping(value: object, where: str) -> Mapping[object, object]:
+    """`value` as a dict. Raises MalformedError."""
     if not isinstance(value, dict):
-        _wrong("a dict", where, value)
+        _refuse("a dict", where, value)
     return value
 
 
-def flattened(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    """Values in nested dicts by their keys joined with dots, as modules nest.
+def flatten(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    """Values in nested dicts, by their keys joined with dots.
 
-    A dict that lies too deep, or was met before (in itself, it may be), is a value.
+    A dict that is nested too deeply, or was visited before (a cycle), counts as a value.
 
-    >>> list(flattened({"layer": {"weight": 1, "bias": {}}, "step": 2}))
+    >>> list(flatten({"layer": {"weight": 1, "bias": {}}, "step": 2}))
     [('layer.weight', 1), ('step', 2)]
     """
     met = set[int]()
@@ -101,40 +101,40 @@ def flattened(saved: Mapping[object, object]) -> Iterator[tuple[str, object]]:
     return below(saved, "", 1)
 
 
-def sequence(value: object, where: str) -> Sequence[object]:
-    """`value`, which is a list or tuple."""
+def require_sequence(value: object, where: str) -> Sequence[object]:
+    """`value` as a list or tuple. Raises MalformedError."""
     if not isinstance(value, list | tuple):
-        _wrong("a list", where, value)
+        _refuse("a list", where, value)
     return value
 
 
-def integer(value: object, where: str) -> int:
-    """`value`, which is an int and no bool."""
+def require_integer(value: object, where: str) -> int:
+    """`value` as an int; a bool is none. Raises MalformedError."""
     if not isinstance(value, int) or isinstance(value, bool):
-        _wrong("a whole number", where, value)
+        _refuse("a whole number", where, value)
     return value
 
 
 def text(value: object, where: str) -> str:
-    """`value`, which is a str."""
+    """`value` as a str. Raises MalformedError."""
     if not isinstance(value, str):
-        _wrong("a text", where, value)
+        _refuse("a text", where, value)
     return value
 
 
-def tensor(value: object, where: str) -> TensorRef:
-    """`value`, which is a tensor."""
+def require_tensor(value: object, where: str) -> TensorRef:
+    """`value` as a tensor. Raises MalformedError."""
     if not isinstance(value, TensorRef):
-        _wrong("a tensor", where, value)
+        _refuse("a tensor", where, value)
     return value
 
 
-def shapes(value: object, where: str) -> dict[str, Shape]:
-    """Name to shape, in order."""
+def require_shapes(value: object, where: str) -> dict[str, Shape]:
+    """Names to shapes, in order. Raises MalformedError."""
     shape_by_name: dict[str, Shape] = {}
-    for name, shape in mapping(value, where).items():
-        sizes = sequence(shape, f"the shape of {name!r} in {where}")
+    for name, shape in require_mapping(value, where).items():
+        sizes = require_sequence(shape, f"the shape of {name!r} in {where}")
         if not all(type(n) is int and n >= 0 for n in sizes):
-            _wrong("sizes", f"{name!r} in {where}", shape)
+            _refuse("sizes", f"{name!r} in {where}", shape)
         shape_by_name[text(name, f"a name in {where}")] = tuple(int(n) for n in sizes if isinstance(n, int))
     return shape_by_name

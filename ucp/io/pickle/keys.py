@@ -1,8 +1,8 @@
-"""Keys of dicts and members of sets that a file asks for: hashing them and telling them apart takes bounded time.
+"""Checks the dict keys and set members of a pickle, so that a hostile file cannot make hashing take forever.
 
-Python hashes a tuple anew each time, with all that lies in it, and compares keys of one hash one by one. Whole numbers
-of 61 bits, complex numbers and tuples can be chosen so that thousands of them have the same. Numbers of different
-hashes can be chosen so that each looks at the slots of thousands of others before it comes to a free one.
+Python rehashes a tuple and its members at every use, and compares keys of equal hash one by one. An attacker can choose
+thousands of integers, complex numbers or tuples with the same hash, or numbers of different hashes that all probe the
+same slots of the hash table.
 
 >>> check_keys([(1, "a"), 7])
 >>> check_keys([[]])
@@ -21,29 +21,29 @@ from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.storage import StorageRef
 
 _MOST_NODES = 256
-"""Members of one key, those of its members counted: hashing and comparing recurse, and are repeated."""
+"""Most members of one key, nested ones included: hashing and comparing recurse into them."""
 _MOST_ALIKE = 100
-"""Keys of one container that may have one hash."""
+"""Most keys of one container with equal hashes."""
 _DISTINCT_BELOW = 1 << 60
-"""Whole numbers below it have different hashes (but -1 and -2)."""
+"""Integers of smaller magnitude have different hashes (except -1 and -2)."""
 _NUMBERS_APART = range(1 - _DISTINCT_BELOW, _DISTINCT_BELOW)
 _SIMPLE = frozenset({str, bool, bytes, type(None), GlobalName, Stub})
-"""Types of which a writer cannot choose the hash of many keys."""
+"""Types whose hashes the writer of a file cannot choose."""
 _LEAVES = _SIMPLE | {float, complex, TensorRef, InlineTensor, StorageRef}
 _MOST_TEXT = 1 << 16
-"""Characters and bytes in a key of several members: those of keys that are equal are compared one by one."""
+"""Most characters and bytes in the members of one key: comparing equal keys reads them all."""
 _MOST_BITS = 1 << 12
-"""Bits of a whole number in a key: hashing reads all of them, each time."""
+"""Most bits of an integer in a key: each hashing reads them all."""
 _FEW = 1024
-"""Keys of one container that are looked up fast, wherever they lie."""
+"""Containers below this size need no check of their probes."""
 _PROBES_PER_KEY = 128
-"""Taken slots that a key may meet, on average: by chance it is a few, for multiples of a power of two up to 55."""
+"""Occupied slots that a key may probe, on average. Random keys probe a few, multiples of powers of two up to 55."""
 _FREE_PROBES = 4096
-"""Taken slots beyond these."""
+"""Occupied slots that a container may probe beyond that."""
 
 
 class _Slots:
-    """The smallest hash table of a dict with these keys, as CPython 3.11 to 3.14 probes it (`Objects/dictobject.c`).
+    """The smallest hash table for some keys, as CPython 3.11 to 3.14 probes it (`Objects/dictobject.c`).
 
     A larger table needs no more probes: modulo a smaller power of two, its probes are those of the smaller table.
     """
@@ -59,7 +59,7 @@ class _Slots:
                 self.add(hash(key))
 
     def add(self, hashed: int) -> None:
-        """Put a key in. Raises ValueError where that, and what was before, takes too many probes."""
+        """Insert a key. Raises ValueError once all insertions together took too many probes."""
         self._hashes.append(hashed)
         self._probes_left += _PROBES_PER_KEY
         if 3 * len(self._hashes) <= 2 * len(self._used):
@@ -83,7 +83,7 @@ class _Slots:
 
 
 class Keys:
-    """Keys met so far in containers that are filled little by little."""
+    """Keys seen so far in containers that a pickle fills in several steps."""
 
     __slots__ = ("_alike", "_slots")
 
@@ -92,9 +92,9 @@ class Keys:
         self._slots: dict[int, tuple[Collection[object], _Slots]] = {}
 
     def check(self, key: object, container: Collection[object] = ()) -> None:
-        """Raise ValueError when `key` cannot be a key, or one too many of `container` for the time it would take.
+        """Raise ValueError if `key` is unhashable, or collides with too many keys of `container`.
 
-        `container`: those before it are in it.
+        `container`: holds the keys before it.
         """
         kind = type(key)
         if kind in _SIMPLE:
@@ -112,7 +112,7 @@ class Keys:
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """Raise ValueError when `keys` cannot be those of one container, or only in unbounded time."""
+    """Raise ValueError if one of `keys` is unhashable, or too many of them collide."""
     known, slots = Keys(), _Slots(())
     for key in keys:
         known.check(key)

@@ -1,14 +1,14 @@
-r"""A pickle rewritten so that running it only moves numbers, texts, tuples and lists about, and asks for all the rest.
+r"""Rewrites a pickle so that CPython's unpickler can run it safely.
 
-A pickle is a program for a stack machine. Python's machine in C is fast, but would import, call and hash whatever the
-program says. So each instruction that could do such a thing becomes a request: a tuple of its operands and its code,
-handed to `persistent_load` (BINPERSID). REDUCE, for one, becomes BININT1 'R', TUPLE3, BINPERSID:
+A pickle is a program for a stack machine. CPython's unpickler in C is fast, but imports, calls and hashes whatever the
+program says. So every instruction that could do this becomes a request: a tuple of its operands and its opcode, passed
+to `persistent_load` (BINPERSID). REDUCE, for example, becomes BININT1 'R', TUPLE3, BINPERSID:
 
 >>> b"KR\x87Q" in b"".join(Rewriter(b"(I7\ntR.", 0).body())
 True
 
-What the machine takes memory for is checked first: lengths against the bytes that are there, memo indexes against
-their number. Names, codes and arguments of instructions are those of CPython 3.11 Lib/pickle.py.
+Whatever makes the unpickler allocate memory is checked first: lengths and memo indexes must not exceed the number of
+bytes. Opcodes are those of CPython 3.11 Lib/pickle.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cache
 from struct import pack
 
 FILL_AND_BUILD = ord("U")
-"""Code of the request that SETITEMS and the BUILD after it become: (object, dict, keys and values), None."""
+"""Code of the request for SETITEMS followed by BUILD: (object, dict, keys and values), None."""
 _REQUESTS = {
     b"": b"",
     b"R": b"KR\x87Q",  # function, args
@@ -50,24 +50,24 @@ _REFUSED = {
 _ESCAPE = re.compile(rb"""(\\(?:[\\'"abfnrtv]|x[0-9a-fA-F]{2}|[0-7]{1,3}))|\\""")
 """An escape of a Python 2 string (group 1), or a backslash that stands for itself."""
 _BATCH_NBYTES = 1 << 12
-"""Bytes that the regular expression is given at once: what it cannot read is copied up to there."""
+"""Bytes that the regular expression scans at once: the part that it cannot parse is copied."""
 
 
 class PickleFaultError(Exception):
-    """An instruction that makes no sense where it stands."""
+    """An instruction is invalid at its place."""
 
 
 class EndOfPickleError(PickleFaultError):
-    """An instruction reaches past the last byte."""
+    """An instruction extends past the last byte."""
 
 
 class RefusedOpcodeError(PickleFaultError):
-    """An instruction that makes sense, but not for data alone."""
+    """A valid instruction that needs something outside the pickle."""
 
 
 @cache
 def _common() -> re.Pattern[bytes]:
-    """Instructions that stay, then one that becomes a request or (group 3) bytes that are none of these or cut off."""
+    """Instructions that stay, then one that becomes a request, or (group 3) bytes that are neither, or incomplete."""
     texts = [re.escape(bytes([n])) + b"%%s.{%d}" % n for n in range(256)]
     short, long = (b"|".join(texts).replace(b"%s", zeros) for zeros in (b"", rb"\0\0\0"))
     longs = b"|".join(re.escape(bytes([n])) + b".{%d}" % n for n in range(9))  # offsets in files above 2 GB
@@ -77,24 +77,24 @@ def _common() -> re.Pattern[bytes]:
 
 
 class Frames(deque[bytes]):
-    """A file of frames, in the parts that a machine reads them in; each is let go when it is read."""
+    """A file of pickle frames, as `Unpickler` reads it; each part is freed once it is read."""
 
     def read(self, nbytes: int) -> bytes:
         """The next part: the instruction FRAME, its length, its bytes. Empty bytes may lie between two frames."""
         return self.popleft() if self and nbytes else b""
 
     def readline(self) -> bytes:
-        """No line: instructions with lines were replaced."""
+        """Never called for data: the rewriter replaces instructions that take a line."""
         return b""
 
 
 class Rewriter:
-    """One pickle out of some bytes."""
+    """Rewrites the pickle that begins at one byte of `data`."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self.data = data
         self.at = self.instruction = start
-        """One past the last byte that was read, and the instruction that this belongs to."""
+        """One past the last byte that was read, and the first byte of the instruction there."""
         self.protocol = 0
         self.is_whole = False
         """Whether STOP was reached."""
@@ -115,7 +115,7 @@ class Rewriter:
         return body
 
     def _step(self, code: bytes) -> bytes:
-        """What an instruction becomes that the regular expression does not know."""
+        """Rewrite an instruction that the regular expression does not match."""
         if code in _ARGUMENT_NBYTES:
             return code + self.take(_ARGUMENT_NBYTES[code])
         if code in _COUNT_NBYTES:
@@ -154,7 +154,7 @@ class Rewriter:
 
 
 def _number(line: bytes, kind: type[float] = int) -> float:
-    """The number that a line of digits is."""
+    """Parse a line of digits."""
     try:
         return kind(line)
     except ValueError:  # Python refuses integers of thousands of digits too
@@ -163,7 +163,7 @@ def _number(line: bytes, kind: type[float] = int) -> float:
 
 
 def _constant(value: str | bytes | float) -> bytes:
-    """The instruction that leaves `value` on the stack; bytes (a `str` of Python 2) as text where they are UTF-8."""
+    """The instruction that pushes `value`; bytes (a `str` of Python 2) become text if they are UTF-8."""
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             value = value.decode()
@@ -192,7 +192,7 @@ def _name(r: Rewriter) -> bytes:
 
 
 def _memo(r: Rewriter, code: bytes, index: float) -> bytes:
-    """An instruction of the memo; the machine takes memory for all indexes up to this one."""
+    """An instruction of the memo; the unpickler allocates memory for all indexes up to this one."""
     if not 0 <= index <= len(r.data):
         raise PickleFaultError(f"a memo index {index}; expected no more of them than bytes")
     return code + pack("<I", index)

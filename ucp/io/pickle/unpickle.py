@@ -1,9 +1,8 @@
 r"""Read a pickle as data: no class or function is ever imported or called.
 
-The pickle is rewritten (`ucp.io.pickle.rewrite`) so that Python's own machine in C can run it and has nothing to do but
-to move values about. What else the pickle asks for is answered here, by descriptions: a global is a `GlobalName`, a
-call is what `interpret` makes of it, which for anything unknown is a `Stub`. Keys are checked before they are
-hashed (`keys`).
+`ucp.io.pickle.rewrite` turns every unsafe instruction into a request, and CPython's unpickler in C runs the rest. This
+module answers the requests: a global becomes a `GlobalName`, a call becomes what `interpret` makes of it (a `Stub` if
+it is unknown). `keys` checks keys before they are hashed.
 
 >>> parse_pickle(b"cos\nsystem\n(Vecho\ntR.", where="demo").value.args
 ('echo',)
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.pickle.interpret import called, constructed, set_attributes
+from ucp.io.pickle.interpret import interpret_call, interpret_new, set_attributes
 from ucp.io.pickle.keys import Keys
 from ucp.io.pickle.rewrite import (
     FILL_AND_BUILD,
@@ -33,13 +32,13 @@ from ucp.io.pickle.values import GlobalName, Stub
 
 _NEW, _CALL = 0x81, ord("R")
 _VALUES_PER_BYTE, _FREE_VALUES = 8, 10_000
-"""Values, at most, that calls copy: elements of their arguments, and of those."""
+"""Most values that calls may copy, per byte of the pickle and in any case."""
 _VALUES_PER_KEY = 8
-"""Values that one key counts for, in a container that a call makes: all its keys are checked."""
+"""Values that one key of a container made by a call counts for: each is checked."""
 _MOST_MESSAGE = 500
 """Characters of an error that may quote the file."""
 _FAULTS = (pickle.UnpicklingError, LookupError, ValueError, TypeError, RecursionError, EOFError, MemoryError)
-"""What Python's machine raises for a pickle that makes no sense."""
+"""What CPython's unpickler raises for an invalid pickle."""
 _Item = TypeVar("_Item")
 _REMEDY = "The file is damaged or was not written by pickle; copy it again from its source"
 
@@ -50,10 +49,10 @@ class TruncatedPickleError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One pickle read out of some bytes."""
+    """The result of `parse_pickle`."""
 
     value: object
-    """What it says."""
+    """The unpickled value."""
     end: int
     """One past its last byte."""
 
@@ -61,14 +60,14 @@ class Parsed:
 def parse_pickle(
     data: bytes, *, where: str, start: int = 0, persistent: Callable[[object], object] | None = None
 ) -> Parsed:
-    """Value of the pickle that begins at byte `start` of `data`.
+    """Read the pickle that begins at byte `start` of `data`.
 
     Parameters
     ----------
     where
         File (and member) for error messages.
     persistent
-        Value of a persistent id, without which one is an error. A ValueError from it is reported with the place.
+        Returns the value of a persistent id; None: such ids are errors. Its ValueErrors are reported with the place.
 
     Raises
     ------
@@ -100,7 +99,7 @@ def parse_pickle(
 
 
 class _Machine(pickle.Unpickler):
-    """Python's machine, which runs a rewritten pickle."""
+    """CPython's unpickler, running a rewritten pickle."""
 
     def __init__(self, body: Frames, protocol: int, nbytes: int, persistent: Callable[[object], object] | None) -> None:
         super().__init__(body)
@@ -111,23 +110,23 @@ class _Machine(pickle.Unpickler):
         self._values_left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
-        """Refuse to import: a rewritten pickle asks for names as for all the rest."""
+        """Refuse to import: in a rewritten pickle, names are requests."""
         raise PickleFaultError(f"the name {module}.{qualname}")
 
     def persistent_load(self, request: tuple[object, object, int]) -> object:
-        """The answer to a request: operands and code of an instruction."""
+        """Answer a request: operands and opcode of an instruction."""
         operand, right, code = request
         if code == _NEW and type(operand) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(operand, right)
         if code == _CALL and type(right) is tuple:
-            return self.counted_keys(called(operand, self.counted(right)))
+            return self.count_keys(interpret_call(operand, self.count_arguments(right)))
         if code == FILL_AND_BUILD and isinstance(operand, tuple):
             target, state, items = operand
             return self.build(target, self.fill(state, items))
         return _ANSWERS[code](self, operand, right)
 
-    def counted(self, args: object) -> tuple[object, ...]:
-        """The arguments of a call, which may copy them: instructions of a few bytes may repeat it without end."""
+    def count_arguments(self, args: object) -> tuple[object, ...]:
+        """Count the arguments of a call, which may copy them: a few bytes could repeat such a call endlessly."""
         if type(args) is not tuple:
             raise PickleFaultError(f"a call whose arguments are a {type(args).__name__}; expected a tuple")
         values = len(args)
@@ -137,20 +136,20 @@ class _Machine(pickle.Unpickler):
         self.count(values)
         return args
 
-    def counted_keys(self, result: object) -> object:
-        """The result of a call, with its keys counted."""
+    def count_keys(self, result: object) -> object:
+        """Count the keys of a container that a call made."""
         if isinstance(result, set | frozenset | OrderedDict):
             self.count(_VALUES_PER_KEY * len(result))
         return result
 
     def count(self, values: int) -> None:
-        """Take so many values for copied. Raises PickleFaultError when no file of this length has so many."""
+        """Count copied values. Raises PickleFaultError when they are too many for a pickle of this length."""
         self._values_left -= values
         if self._values_left < 0:
             raise PickleFaultError("calls that copy the same values again and again")
 
     def fill(self, target: object, items: tuple[object, ...]) -> object:
-        """`target` with keys and values set."""
+        """Set keys and values of `target`."""
         if len(items) % 2:
             raise PickleFaultError("a key without a value")
         entries = iter(items)
@@ -160,13 +159,13 @@ class _Machine(pickle.Unpickler):
                     self._keys.check(key, target)
                 target[key] = next(entries)
         elif type(target) is Stub:
-            target.entries = _longer(target.entries, zip(entries, entries, strict=True))
+            target.entries = _append(target.entries, zip(entries, entries, strict=True))
         else:
             raise PickleFaultError(f"entries set on a {type(target).__name__}; expected a dict")
         return target
 
     def build(self, target: object, state: object) -> object:
-        """`target` with its state."""
+        """Set the state of `target`."""
         if type(target) is Stub:
             if target.has_state:
                 raise PickleFaultError("a second state for one object")
@@ -179,18 +178,18 @@ class _Machine(pickle.Unpickler):
         return target
 
     def construct(self, cls: object, args: object, kwargs: object) -> Stub:
-        """The object of a class, made with keyword arguments."""
+        """The stub of an object made with keyword arguments."""
         if type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
             raise PickleFaultError("an object whose arguments are not a tuple and a dict of names")
         self.count(len(kwargs))
-        return constructed(cls, self.counted(args), kwargs)
+        return interpret_new(cls, self.count_arguments(args), kwargs)
 
     def extend(self, target: object, items: tuple[object, ...]) -> object:
-        """`target` with elements appended or, to a set, added."""
+        """Append elements to `target`, or add them to a set."""
         if type(target) is list:
             target.extend(items)
         elif type(target) is Stub:
-            target.items = _longer(target.items, items)
+            target.items = _append(target.items, items)
         elif type(target) is set:
             for item in items:
                 self._keys.check(item, target)
@@ -199,8 +198,8 @@ class _Machine(pickle.Unpickler):
             raise PickleFaultError(f"elements given to a {type(target).__name__}; expected a list or set")
         return target
 
-    def name(self, module: object, qualname: object) -> GlobalName:
-        """The global of that name, one object per name; protocols 0 to 2 use the module names of Python 2."""
+    def make_name(self, module: object, qualname: object) -> GlobalName:
+        """The global of that name, one object per name. Protocols 0 to 2 use module names of Python 2."""
         if type(module) is not str or type(qualname) is not str:
             raise PickleFaultError("a global whose name is no text")
         key = (module, qualname)
@@ -209,39 +208,39 @@ class _Machine(pickle.Unpickler):
         return self._names.get(key) or self._names.setdefault(key, GlobalName(*key))
 
     def load_persistent(self, pid: object) -> object:
-        """What a persistent id stands for."""
+        """The value of a persistent id."""
         if self._persistent is None:
             raise PickleFaultError("a persistent id, which has no meaning in this file")
         return self._persistent(pid)
 
 
-def _longer(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
-    """A list with more elements: the same one, once it is one."""
+def _append(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
+    """Append `more` to `known`, made a list first if it is none."""
     items = known if isinstance(known, list) else [*known]
     items.extend(more)
     return items
 
 
-def _instance(*operands: object) -> object:
+def _make_instance(*operands: object) -> object:
     if not operands:
         raise PickleFaultError("an object without a class")
     cls, *args = operands
-    return called(cls, tuple(args)) if args else constructed(cls, ())
+    return interpret_call(cls, tuple(args)) if args else interpret_new(cls, ())
 
 
 _ANSWERS: dict[int, Callable[..., object]] = {
-    _NEW: lambda m, cls, args: constructed(cls, m.counted(args)),
+    _NEW: lambda m, cls, args: interpret_new(cls, m.count_arguments(args)),
     0x92: lambda m, cls, operands: m.construct(cls, *operands),
-    _CALL: lambda m, function, args: m.counted_keys(called(function, m.counted(args))),
-    ord("i"): lambda m, args, cls: m.counted_keys(_instance(cls, *m.counted(args))),
-    ord("o"): lambda m, operands, _: m.counted_keys(_instance(*m.counted(operands))),
+    _CALL: lambda m, function, args: m.count_keys(interpret_call(function, m.count_arguments(args))),
+    ord("i"): lambda m, args, cls: m.count_keys(_make_instance(cls, *m.count_arguments(args))),
+    ord("o"): lambda m, operands, _: m.count_keys(_make_instance(*m.count_arguments(operands))),
     ord("b"): _Machine.build,
     ord("u"): _Machine.fill,
     ord("d"): lambda m, items, _: m.fill({}, items),
     ord("e"): _Machine.extend,
     0x90: _Machine.extend,
-    0x91: lambda _, items, __: called(GlobalName("builtins", "frozenset"), (items,)),
-    0x93: _Machine.name,
+    0x91: lambda _, items, __: interpret_call(GlobalName("builtins", "frozenset"), (items,)),
+    0x93: _Machine.make_name,
     ord("Q"): lambda m, pid, _: m.load_persistent(pid),
 }
-"""What an instruction gives, by its code: of the machine and the operands that `rewrite` says."""
+"""Answer to each request by its opcode, from the machine and the two operands that `rewrite` lists."""

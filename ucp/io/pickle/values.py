@@ -1,8 +1,8 @@
-"""What a pickle says, kept as inert values: no class of a checkpoint is ever imported or called.
+"""Inert values of a pickle: no class of a checkpoint is ever imported or called.
 
 A pickle is read into plain Python values (None, bool, int, float, complex, str, bytes, list, tuple, dict, set,
 frozenset), `Tensor` values, `GlobalName` for a class or function that is only *named*, and `Stub` for an object of
-any class: the recipe that the pickle gave for it, which can be written out again unchanged.
+any other class: the class and arguments that the pickle has for it, which can be written again unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ucp.core.tensor import InlineTensor, Tensor, TensorRef
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """A class or function that the pickle names without saying more."""
+    """A class or function that the pickle names."""
 
     module: str
     """Module as written, e.g. "torch"."""
@@ -32,7 +32,7 @@ class GlobalName:
 
 @dataclass(slots=True, eq=False)
 class Stub:
-    """An object that was never built: the recipe the pickle gave for it.
+    """An object that was not built: its class, arguments and state.
 
     Mutable, because a pickle may refer to an object before its state is known (cycles).
     """
@@ -55,7 +55,7 @@ class Stub:
     """Key and value pairs set on it (SETITEM, SETITEMS)."""
 
     def attribute(self, name: str, default: object = None) -> object:
-        """Attribute `name` out of the state, wherever the state keeps it (dict, or (dict, slots))."""
+        """Attribute `name` of the state, which is a dict or a pair (dict, slots)."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         for part in parts:
             if isinstance(part, dict) and name in part:
@@ -74,16 +74,16 @@ class TorchSize(tuple[int, ...]):
 
 
 _MOST_STEPS = 16
-"""Dicts and lists on the way to a value that is looked for."""
+"""Most nested dicts and lists that are searched."""
 
 HOLDERS = (list, tuple, dict, set, frozenset, Stub)
 """Types of values that hold others."""
 
 
 def walk(values: Iterable[object], through: tuple[type, ...] = HOLDERS) -> Iterator[object]:
-    """Every object of `values` and of what they hold, once, outer ones first: of any depth, shared or in cycles.
+    """Yield every object in `values` and nested in them, once, outer ones first; depth and cycles do no harm.
 
-    `through`: types that are looked into.
+    `through`: types of containers that are entered.
 
     >>> [own for own in walk([{"lr": [0.1, None]}]) if not isinstance(own, HOLDERS)]
     [None, 0.1, 'lr']
@@ -109,10 +109,10 @@ def walk(values: Iterable[object], through: tuple[type, ...] = HOLDERS) -> Itera
 def walk_paths(
     value: object, path: tuple[object, ...] = (), *, enter: Callable[[object], bool] = lambda _: True
 ) -> Iterator[tuple[tuple[object, ...], object]]:
-    """Dicts, lists and objects in nested dicts and lists, with keys and positions that lead to them; outer ones first.
+    """Yield dicts, lists and objects in nested dicts and lists, with the keys and positions to them; outer ones first.
 
-    `path`: that of `value`. `enter`: whether to look into a dict or list; each is looked into once, and none below
-    16 levels.
+    `path`: the path of `value`. `enter`: whether to enter a dict or list. Each is entered once, and none below 16
+    levels.
 
     >>> [path for path, _ in walk_paths({"app": [{"lr": 0.1}], "step": 2})]
     [(), ('app',), ('app', 0)]
@@ -129,10 +129,10 @@ def walk_paths(
             rest += [((*way, key), item) for key, item in items if isinstance(item, dict | list | Stub)]
 
 
-def nbytes_in_memory(values: Iterable[object]) -> int:
-    """Bytes of memory that values and all they hold take; each object is counted once.
+def measure_memory(values: Iterable[object]) -> int:
+    """Bytes of memory that values and everything nested in them take; each object counts once.
 
-    >>> nbytes_in_memory([b"x" * 1000, [b"y" * 1000] * 2]) < 2500
+    >>> measure_memory([b"x" * 1000, [b"y" * 1000] * 2]) < 2500
     True
     """
     return sum(map(sys.getsizeof, walk(values)))
@@ -141,18 +141,18 @@ def nbytes_in_memory(values: Iterable[object]) -> int:
 def rebuild(
     value: object, leaf: Callable[[object], object], through: tuple[type, ...] = HOLDERS, *, with_keys: bool = True
 ) -> object:
-    """A copy of `value` with `leaf` of everything that holds nothing: what was shared stays so, cycles stay cycles.
+    """Copy `value`, with `leaf` applied to each value that is no container; shared objects and cycles stay so.
 
-    `through`: types that are copied; those of all others are leaves. `with_keys`: whether keys of dicts are copied too.
+    `through`: types of containers; all others are leaves. `with_keys`: whether keys of dicts are copied too.
 
     >>> rebuild({"betas": (1, 2)}, lambda own: -own if isinstance(own, int) else own)
     {'betas': (-1, -2)}
     """
-    return _Copy(leaf, through, with_keys=with_keys).of(value)
+    return _Copy(leaf, through, with_keys=with_keys).copy(value)
 
 
 class _Copy:
-    """Copies made so far. What can change is copied empty, and filled when nothing is in the making around it."""
+    """Copies made so far. Mutable containers are copied empty first and filled later, so that cycles are no problem."""
 
     def __init__(self, leaf: Callable[[object], object], through: tuple[type, ...], *, with_keys: bool) -> None:
         self._leaf = leaf
@@ -161,15 +161,15 @@ class _Copy:
         self._copies: dict[int, object] = {}
         self._empty: list[tuple[object, object]] = []
 
-    def of(self, value: object) -> object:
-        """The copy of a value with all that it holds."""
+    def copy(self, value: object) -> object:
+        """Copy a value with everything nested in it."""
         copy = self._shallow(value)
         while self._empty:
             self._fill(*self._empty.pop())
         return copy
 
     def _shallow(self, value: object) -> object:
-        """The copy of a value; lists, dicts and objects in it are empty as yet (only through them there are cycles)."""
+        """Copy a value; lists, dicts and objects in it stay empty for now (every cycle goes through one of them)."""
         rest = [value] if isinstance(value, self._through) else []
         while rest:
             part = rest[-1]
@@ -209,38 +209,38 @@ class _Copy:
 
 
 class Step(NamedTuple):
-    """A step on the way to a value in another."""
+    """A step on the path to a nested value."""
 
     name: object
     """Number of an item, key of an entry, or (`is_field`) name of an attribute."""
     within: Step | None
     """The steps before."""
     is_field: bool = False
-    """Whether it is to what an object consists of."""
+    """Whether `name` is an attribute."""
 
 
 class _Absent:
-    """What stands where one of two has no value."""
+    """Type of `ABSENT`, which stands for a missing value."""
 
 
 ABSENT = _Absent()
 
 _SHOWN = 60
-"""Characters of a value that are shown."""
+"""Characters of a value in a message."""
 _STEPS = 12
-"""Steps on the way to a value that are shown."""
+"""Steps of a path in a message."""
 _LONG = 256
-"""Bits of a whole number that is not written out."""
+"""Bits above which an integer is not printed."""
 _MOST_IN_KEY = 32
-"""Objects in an object that is a key, above which it is the same as itself only."""
+"""Objects in a key, from which it is compared by identity."""
 
 
 def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterator[tuple[Step | None, object, object]]:
-    """Where two values differ, in the order of `a`: the last step on the way there, the first, the second or `ABSENT`.
+    """Yield differences of two values, in the order of `a`: last step of the path, value of `a`, value of `b`.
 
-    `same`: whether leaves of one type are. The order of dicts and sets is no difference. Objects are taken to be the
-    same as soon as they are compared, so that no pair is looked into twice (Hopcroft and Karp 1971, on the equality of
-    automata): they may be shared, in cycles, or nested to any depth.
+    `ABSENT` stands for a missing value. `same`: whether two leaves of one type are equal. The order of dicts and sets
+    does not matter. A pair of objects counts as equal once it is being compared, so that none is compared twice
+    (Hopcroft and Karp 1971, on the equality of automata): values may be shared, cyclic, or nested to any depth.
 
     >>> [(step.name, *pair) for step, *pair in diff({"lr": 0.1}, {"lr": 0.2}, equal_leaves)]
     [('lr', 0.1, 0.2)]
@@ -260,23 +260,23 @@ def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterat
             first, second = root(one), root(other)
             if first != second:
                 above[first] = second
-                todo.extend(reversed(_pairs(one, other, step)))
+                todo.extend(reversed(_pair_members(one, other, step)))
         elif type(one) is not type(other) or not same(one, other):
             yield step, one, other
 
 
 def equal_leaves(a: object, b: object) -> bool:
-    """Whether two values of one type that hold no others are the same; numbers are compared as they are printed."""
+    """Whether two leaves of one type are equal; floats are compared as they are printed."""
     return repr(a) == repr(b) if isinstance(a, float | complex) else a == b
 
 
 def _head(value: object) -> object:
-    """What two objects must have in common to be compared part by part."""
+    """Class of a stub: stubs of different classes are not compared member by member."""
     return (value.made_by, value.new) if isinstance(value, Stub) else None
 
 
-def _pairs(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
-    """What is to be compared of two values that hold others."""
+def _pair_members(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
+    """Pairs of members of two containers of one type."""
     match a, b:
         case Stub(), Stub():
             fields = ("args", "kwargs", "state", "has_state", "items", "entries")
@@ -301,7 +301,7 @@ def _pairs(a: object, b: object, step: Step | None) -> Sequence[tuple[object, ob
 
 
 def _comparable(key: object) -> object:
-    """What two keys of dicts, or elements of sets, have in common that are the same, and no others."""
+    """A value that is equal for equal dict keys or set members, and only for those."""
     match key:
         case str():
             return key
@@ -316,12 +316,12 @@ def _comparable(key: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Two values in one place that are not the same."""
+    """Two values that differ at one place."""
 
     place: str
-    """Where, e.g. "param_groups[0].lr"; empty for the values as a whole."""
+    """Path of the values, e.g. "param_groups[0].lr"; empty for the outermost."""
     a: str
-    """The first, in a few words; "-" where there is none."""
+    """Description of the first; "-" if it is missing."""
     b: str
     """The second."""
 
@@ -331,7 +331,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPair:
-    """Two tensors of one type and shape in one place, whose elements are still to be compared."""
+    """Two tensors of one dtype and shape at one place, whose elements are still to be compared."""
 
     place: str
     """Where."""
@@ -341,10 +341,10 @@ class TensorPair:
     """The second."""
 
 
-def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
-    """Everything in which `b` is not `a`, in the order of `a`; see `ucp.io.pickle.values.diff`.
+def find_differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
+    """Yield all differences of `b` from `a`, in the order of `a`; see `diff`.
 
-    Tensors of one type and shape are given for whoever reads them.
+    Tensors of one dtype and shape are yielded as pairs: the caller compares their elements.
     """
     seen: set[tuple[object, object]] = set()
 
@@ -357,21 +357,21 @@ def differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
                 continue
             seen.add((one, other))
             if (one.dtype, one.shape) == (other.dtype, other.shape):
-                yield TensorPair(place=_place(step), a=one, b=other)
+                yield TensorPair(place=_format_place(step), a=one, b=other)
                 continue
-        yield Apart(place=_place(step), a=_show(one), b=_show(other))
+        yield Apart(place=_format_place(step), a=_format_brief(one), b=_format_brief(other))
 
 
-def _place(step: Step | None) -> str:
+def _format_place(step: Step | None) -> str:
     steps: list[str] = []
     while step is not None and len(steps) < _STEPS:
         is_name = step.is_field or (isinstance(step.name, str) and len(step.name) <= _SHOWN)
-        steps.append(f".{step.name}" if is_name else f"[{_show(step.name)}]")
+        steps.append(f".{step.name}" if is_name else f"[{_format_brief(step.name)}]")
         step = step.within
     return ("..." if step is not None else "") + "".join(reversed(steps)).removeprefix(".")
 
 
-def _show(value: object) -> str:
+def _format_brief(value: object) -> str:
     if value is ABSENT:
         return "-"
     match value:

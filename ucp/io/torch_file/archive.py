@@ -1,8 +1,7 @@
-"""A file of torch.save as references: what its pickle says, with every tensor a `TensorRef` into the file.
+"""Reads a file of torch.save: its unpickled value, with every tensor a `TensorRef` into the file.
 
-Three containers, told apart by their first bytes: the zip archive of torch 1.6 and later, the older sequence of
-pickles and raw storages (`legacy`), and the tar file of torch 0.1, which is refused by name. The bytes of a storage
-are never read.
+The first bytes tell the container: the zip archive of torch 1.6 and later, the older sequence of pickles and raw
+storages (`legacy`), or the tar file of torch 0.1, which is refused. The bytes of storages are never read.
 
 >>> read_archive("nothing-here.pt")
 Traceback (most recent call last):
@@ -52,27 +51,27 @@ class Archive:
     root: object
     """What was saved: plain values, names, stubs and tensor references."""
     records: tuple[Record, ...] = ()
-    """Checksums of the storages, where the writer recorded them (zip)."""
+    """Checksums of the storages, if the writer recorded them (zip)."""
     saved_as: str = ""
-    """Name that the file was saved under, without its suffix: torch keeps it as the folder in the archive (zip)."""
+    """Stem of the name that the file was saved under: torch names the folder in the archive after it (zip)."""
 
 
 def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Archive:
-    """The file at `path`, or the archive in its bytes `start` to `start + nbytes`.
+    """Read the file at `path`, or the archive in its bytes `start` to `start + nbytes`.
 
     Parameters
     ----------
     path
         A file of torch.save, whole or split in parts (`ucp.io.files`).
     start, nbytes
-        Where the archive lies when it is embedded in a larger file, in bytes; to the end of the file without `nbytes`.
+        Byte range of an archive embedded in a larger file; without `nbytes`, to the end of the file.
 
     Raises
     ------
     MissingFileError
         Nothing is at `path`.
     MalformedError
-        No file of torch.save, a truncated or inconsistent one, or one that has the name of another rank's.
+        Not a file of torch.save, truncated, inconsistent, or renamed to another rank's file.
     UnsupportedError
         Big-endian, compressed, or the tar format of torch 0.1.
     CorruptError
@@ -86,9 +85,9 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None) -> Arc
 
 
 def _check_name(archive: Archive) -> None:
-    """Refuse a file that lies under the name of another rank or layer: files exchanged, or one renamed.
+    """Refuse a file that has the name of another rank or layer: two were exchanged, or one was renamed.
 
-    A file that was copied over another, or has a name of another kind, is nothing to refuse here.
+    A copy that overwrote another file passes here, as does a file with a name of another kind.
     """
     folder, name = os.path.split(archive.path)
     stem, suffix = os.path.splitext(name)
@@ -111,7 +110,7 @@ def _check_name(archive: Archive) -> None:
 
 
 def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
-    """The archive in the bytes `start` to `start + nbytes` of an open file, of which there may be many.
+    """Read the archive in the bytes `start` to `start + nbytes` of an open file.
 
     Raises as `read_archive` does.
     """
@@ -161,7 +160,7 @@ def _read_zip(window: Window) -> Archive:
 
 
 class _Storages:
-    """Storages of one archive by the persistent ids that name them, and their checksums."""
+    """Finds the storages of one archive by persistent id, and collects their checksums."""
 
     def __init__(self, window: Window, prefix: str, members: dict[str, ZipMember], offsets: dict[str, int]) -> None:
         self._window = window
@@ -172,7 +171,7 @@ class _Storages:
         self._records: dict[str, Record] = {}
 
     def find(self, pid: object) -> StorageRef:
-        """The storage of a persistent id. Raises ValueError."""
+        """Storage of a persistent id. Raises ValueError."""
         storage_id = StorageId.parse(pid)
         known = self._known.get(storage_id)
         if known is not None:
@@ -194,7 +193,7 @@ class _Storages:
 
 
 def _prefix(window: Window, members: dict[str, ZipMember]) -> str:
-    """The folder that holds data.pkl: torch names it after the file."""
+    """Folder in the archive that holds data.pkl: torch names it after the file."""
     folders = [
         name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")
     ]

@@ -1,11 +1,11 @@
-"""A torch file of a destination in the making: its value, and the slices that will fill its tensors.
+"""Drafts a torch file of a destination: its value, and the slices that fill its tensors.
 
-The value is built from plain values and the tensors that a draft hands out; `finish` lays the file out and says where
-each slice goes.
+A target builds the value from plain values and from tensors of the draft; `finish` lays the file out and places each
+slice in it.
 
 >>> from ucp.core.tensor import DType
 >>> draft = FileDraft("empty.pt")
->>> draft.finish({"step": 3, "mask": draft.filled(DType.FLOAT32, (2, 2))}).file.path
+>>> draft.finish({"step": 3, "mask": draft.add_tensor(DType.FLOAT32, (2, 2))}).file.path
 'empty.pt'
 """
 
@@ -34,43 +34,43 @@ class Part:
     offset: int
     """Element of the tensor where it starts."""
     slice: Slice
-    """What is stored there, without gaps."""
+    """The elements that are stored there, without gaps."""
     layout: Layout | None = None
-    """How the state of the slice lies over the ranks of the run; None where each file has it whole."""
+    """Layout of the state over the ranks of the run; None if every file has the global tensor."""
 
 
-def layouts_of(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
-    """(parameter, state) to its layout, of those that are divided or copied over ranks."""
+def collect_layouts(parts: Iterable[Part]) -> dict[tuple[str, str], Layout]:
+    """(parameter, state) to its layout, for states that are sharded or replicated over ranks."""
     return {(part.slice.param, part.slice.state): part.layout for part in parts if part.layout and part.layout.all_axes}
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """A file that is decided."""
+class FinishedFile:
+    """A file whose layout is decided."""
 
     file: OutputFile
     """Its size and known bytes."""
     placements: tuple[Placement, ...]
     """Slices that fill it, in increasing offset."""
     raw: tuple[RawCopy, ...] = ()
-    """Tensors of extras that fill it."""
+    """Tensors of extras that are copied into it."""
     layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
-    """(parameter, state) to how it lies over the ranks."""
+    """(parameter, state) to its layout over the ranks."""
 
 
-def target_plan(
+def make_target_plan(
     index: Index,
-    drafted: Sequence[Drafted],
+    drafted: Sequence[FinishedFile],
     *,
     notes: Iterable[str],
     topology: Topology | None = None,
     axes_of: Callable[[str], Sequence[AxisLayout]] = lambda _: (),
     names_rounded: bool = False,
 ) -> TargetPlan:
-    """The plan of all files, in the order given.
+    """Plan of all files, in the order given.
 
-    `topology`: of the run that loads them, where only one can. `axes_of`: the axes of that run over which a parameter
-    lies, outermost first, each taken where the layouts of the files do not have it. `names_rounded`: see
+    `topology`: of the run that loads them, if only one can. `axes_of`: layout of a parameter over the axes of that run,
+    outermost first; used for axes that the layouts of the files lack. `names_rounded`: see
     `ucp.core.target.describe_casts`.
     """
     placements = tuple(place for file_draft in drafted for place in file_draft.placements)
@@ -102,7 +102,7 @@ def target_plan(
 
 
 class FileDraft:
-    """Hands out the tensors of one file and remembers what fills them."""
+    """Creates the tensors of one file and records what fills them."""
 
     def __init__(self, path: str) -> None:
         """Draft of the file at `path`, relative to the destination."""
@@ -111,28 +111,28 @@ class FileDraft:
         self._moved: dict[NewStorage, TensorRef] = {}
         self._known: dict[NewStorage, bytes] = {}
 
-    def tensor(self, slice_: Slice) -> NewTensor:
-        """A tensor that is all of the local tensor of a slice."""
-        return self.filled(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
+    def add_slice(self, slice_: Slice) -> NewTensor:
+        """Add a tensor that holds the local tensor of a slice."""
+        return self.add_tensor(slice_.dtype, slice_.local_shape, [Part(offset=0, slice=slice_)])
 
-    def filled(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
-        """A tensor of `shape` with slices in it; zero elsewhere."""
+    def add_tensor(self, dtype: DType, shape: tuple[int, ...], parts: Iterable[Part] = ()) -> NewTensor:
+        """Add a tensor of `shape` that `parts` fill; zero elsewhere."""
         storage = NewStorage(dtype, prod(shape))
         self._filled += [(storage, part) for part in parts if part.slice.nbytes]
         return NewTensor(storage=storage, shape=shape, strides=contiguous_strides(shape))
 
-    def known(self, dtype: DType, shape: tuple[int, ...], data: bytes) -> NewTensor:
-        """A tensor whose elements, row-major and little-endian, are known."""
-        tensor = self.filled(dtype, shape)
+    def add_known(self, dtype: DType, shape: tuple[int, ...], data: bytes) -> NewTensor:
+        """Add a tensor with the elements `data`, row-major and little-endian."""
+        tensor = self.add_tensor(dtype, shape)
         self._known[tensor.storage] = data
         return tensor
 
-    def carried(self, value: object) -> object:
-        """A value of the source's extras, its tensors copied into this file."""
-        return grafted(value, self._moved)
+    def copy_extra(self, value: object) -> object:
+        """A value of the source's extras, with its tensors copied into this file."""
+        return replace_tensors(value, self._moved)
 
-    def finish(self, root: object) -> Drafted:
-        """The file that holds `root`."""
+    def finish(self, root: object) -> FinishedFile:
+        """Lay out the file that holds `root`."""
         layout = layout_torch_zip(root, folder=PurePath(self._path).stem)
         places = [
             Placement(
@@ -149,23 +149,23 @@ class FileDraft:
         known = (Literal(layout.storages[storage], data) for storage, data in self._known.items())
         literals = tuple(sorted((*layout.literals, *known), key=attrgetter("offset")))
         file = OutputFile(path=self._path, nbytes=layout.nbytes, literals=literals, crcs=layout.crcs)
-        layouts = layouts_of(part for _, part in self._filled)
-        return Drafted(file, tuple(places), tuple(copies), layouts)
+        layouts = collect_layouts(part for _, part in self._filled)
+        return FinishedFile(file, tuple(places), tuple(copies), layouts)
 
 
-def torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
-    """The file, and the copies that bring its tensors over."""
+def make_torch_file(path: str, value: object) -> tuple[OutputFile, tuple[RawCopy, ...]]:
+    """A file that holds `value`, with the tensors of the source in it copied over."""
     moved: dict[NewStorage, TensorRef] = {}
-    layout = layout_torch_zip(grafted(value, moved), folder=PurePath(path).stem)
+    layout = layout_torch_zip(replace_tensors(value, moved), folder=PurePath(path).stem)
     raw = tuple(RawCopy(src=ref, path=path, offset=layout.storages[storage]) for storage, ref in moved.items())
     return OutputFile(path=path, nbytes=layout.nbytes, literals=layout.literals, crcs=layout.crcs), raw
 
 
-def grafted(value: object, moved: dict[NewStorage, TensorRef]) -> object:
-    """`value` with every tensor of the source replaced by a new one, noted in `moved` with where it came from.
+def replace_tensors(value: object, moved: dict[NewStorage, TensorRef]) -> object:
+    """Copy `value` with every tensor of the source replaced by a new one; `moved` records the source of each.
 
-    Tensors that shared a place in the source (views of one buffer, tied weights) are each stored whole. Lists, dicts
-    and objects are copied; what was shared stays shared, cycles stay cycles.
+    Tensors that shared storage in the source (views of one buffer, tied weights) each get a storage. Lists, dicts and
+    objects are copied; shared ones and cycles stay so.
     """
     tensors: dict[TensorRef, NewTensor] = {}
 

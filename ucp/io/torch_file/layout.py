@@ -1,9 +1,9 @@
-"""Layout of a file of torch.save: every byte known before the elements are.
+"""Lays out a file of torch.save before its elements are known.
 
-The file is made of literals (headers, the pickle, the directory), of the bytes of the storages, written later by
-whoever has them, and of the CRC-32 of each storage, filled in last. Members, flags, padding and end records are those
-of torch 2.13, byte for byte (caffe2/serialize/inline_container.cc over miniz): storages lie at multiples of 64 bytes,
-can be memory-mapped, and torch's own offset arithmetic (`calculate_storage_offsets`) finds them.
+The file consists of literals (headers, the pickle, the directory), the bytes of the storages, which tasks write later,
+and the CRC-32 of each storage, filled in last. Members, flags, padding and end records equal those of torch 2.13 byte
+for byte (caffe2/serialize/inline_container.cc over miniz): storages start at multiples of 64 bytes, can be
+memory-mapped, and `torch.serialization`'s `calculate_storage_offsets` finds them.
 
 >>> from ucp.core.tensor import DType
 >>> from ucp.io.torch_file.storage import NewTensor
@@ -35,7 +35,7 @@ class TorchZip:
     """A file of torch.save to be written."""
 
     nbytes: int
-    """Bytes of the whole file."""
+    """Size of the file in bytes."""
     literals: tuple[Literal, ...]
     """Known bytes, in increasing offset; the fields of `crcs` are zero in them."""
     crcs: tuple[CrcField, ...]
@@ -123,7 +123,7 @@ class _Member:
 
     @property
     def flags(self) -> int:
-        """General purpose flags; miniz leaves out the descriptor of an empty member."""
+        """General purpose flags; miniz writes no descriptor for an empty member."""
         return _UTF8 | (_DESCRIPTOR if self.nbytes else 0)
 
     @property
@@ -141,7 +141,7 @@ class _Member:
         return fields + self.name + extra
 
     def descriptor(self) -> bytes:
-        """What follows the data: CRC-32 (zero when not known yet) and sizes."""
+        """Data descriptor: CRC-32 (zero while unknown) and sizes."""
         if not self.nbytes:
             return b""
         form = "<4sIQQ" if self.wide else "<4sIII"
@@ -156,7 +156,7 @@ class _Member:
 
 
 class KnownBytes:
-    """Bytes of a file that are known, given in increasing offset; those that follow one another are joined."""
+    """Collects known bytes of a file, in increasing offset, and joins adjacent ones."""
 
     def __init__(self) -> None:
         self._literals: list[Literal] = []
@@ -176,6 +176,6 @@ class KnownBytes:
             self._start, self._data = self._start + len(self._data), bytearray()
 
     def literals(self) -> tuple[Literal, ...]:
-        """All that was added."""
+        """The bytes added so far, as literals."""
         self._flush()
         return tuple(self._literals)

@@ -1,8 +1,8 @@
 """The container of torch.save before 1.6, still written with `_use_new_zipfile_serialization=False`.
 
 Five pickles (magic number, protocol, system, object, storage keys), then per key an int64 count of elements and the
-raw elements (torch/serialization.py, `_legacy_save`). Where a storage lies is known only after the object was read, so
-the object is read twice: once to learn the kinds of the storages, once with their places.
+raw elements (torch/serialization.py, `_legacy_save`). The offsets of storages follow from their types and lengths,
+which the object names. So the object is unpickled twice: once to collect these, once with the offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_NBYTES = 1 << 20
 
 
 def read_legacy(window: Window) -> object:
-    """What the archive says, every tensor a reference into its file.
+    """Read the saved object, with every tensor a reference into the file.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def read_legacy(window: Window) -> object:
     storages: dict[str, StorageRef] = {}
 
     def note(pid: object) -> object:
-        """Remember a storage of the object; what stands in its place is never looked into."""
+        """Record a storage of the object. The value returned in its place is not used."""
         if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
             return pid[1]
         storage_id = StorageId.parse(pid)
@@ -64,7 +64,7 @@ def read_legacy(window: Window) -> object:
 
 
 class _Pickles:
-    """Consecutive pickles at the front of a file that may be far longer than they are."""
+    """Reads consecutive pickles at the start of a file that may be far longer."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -72,7 +72,7 @@ class _Pickles:
         self.at = 0
 
     def next(self, persistent: Callable[[object], object] | None = None) -> Parsed:
-        """The next pickle; more of the file is read until it is whole."""
+        """Read the next pickle, reading more of the file until it is complete."""
         while True:
             try:
                 parsed = parse_pickle(self._data, where=self._window.where, start=self.at, persistent=persistent)
@@ -86,7 +86,7 @@ class _Pickles:
 
 
 def _view(storage: StorageRef, storage_id: StorageId) -> StorageRef:
-    """The part of a storage that is asked for."""
+    """The view of a storage that the persistent id names."""
     if storage_id.view is None:
         return storage
     start, count = (n * storage_id.itemsize for n in storage_id.view)
@@ -96,7 +96,7 @@ def _view(storage: StorageRef, storage_id: StorageId) -> StorageRef:
 
 
 def _walk(window: Window, keys: list[str], seen: dict[str, StorageId], *, start: int) -> dict[str, StorageRef]:
-    """Places of the storages, which follow one another from byte `start` on."""
+    """Offsets of the storages, which are stored one after another from byte `start`."""
     storages = {}
     at = start
     for key in keys:

@@ -1,8 +1,8 @@
-"""Storages and the tensors that view them: as references, and those that are to be written.
+"""Storages and tensors that view them: references into files, and new ones to be written.
 
 torch pickles a tensor as a call of a rebuild function on a storage, and a storage as a persistent id
-`("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive says where the storage
-lies; the functions here turn the call into a `TensorRef`. A call of any other form is left alone: `LEFT_INERT`.
+`("storage", <class>, key, location, numel)` (torch/serialization.py, `_save`). The archive locates the storage;
+functions here turn the call into a `TensorRef`, or return `UNKNOWN_CALL` for a call of another form.
 
 >>> storage = NewStorage(DType.FLOAT32, 6)
 >>> NewTensor(storage=storage, shape=(2, 3), strides=(3, 1)).storage.nbytes
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.pickle.values import GlobalName
 
-LEFT_INERT = object()
-"""Result of a builder for arguments that it does not know: the call becomes a `Stub`."""
+UNKNOWN_CALL = object()
+"""Result for arguments of an unknown form: the call becomes a `Stub`."""
 
 _KINDS = {
     "DoubleStorage": (DType.FLOAT64, 8),
@@ -40,18 +40,18 @@ _KINDS = {
     "QUInt4x2Storage": (None, 1),
     "QUInt2x4Storage": (None, 1),
 }
-"""Storage classes: element type (None: quantised, no type of ours) and bytes per element (torch/storage.py)."""
+"""Storage classes: dtype (None: quantised, not supported) and bytes per element (torch/storage.py)."""
 STORAGE_CLASSES = {dtype: name for name, (dtype, _) in _KINDS.items() if dtype and name != "UntypedStorage"}
-"""Storage classes that say their element type; tensors of later types name it themselves (torch/storage.py)."""
+"""Storage class per dtype; for later dtypes the tensor names the dtype itself (torch/storage.py)."""
 _MODULES = frozenset({"torch", "torch.storage", "torch.cuda"})
 _MOST = 1 << 63
-"""Bound of integers in torch."""
+"""Integers in torch are smaller."""
 _MOST_DIMS = 64
 _DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 class StorageId(NamedTuple):
-    """What a persistent id says of a storage."""
+    """The parsed persistent id of a storage."""
 
     kind: GlobalName
     """Storage class."""
@@ -73,7 +73,7 @@ class StorageId(NamedTuple):
 
     @classmethod
     def parse(cls, pid: object) -> StorageId:
-        """Read a persistent id. Raises ValueError when it is none of torch's."""
+        """Parse a persistent id. Raises ValueError if it is not one of torch."""
         match pid:
             case ("storage", GlobalName() as kind, str(key), _, int(numel), *rest) if 0 <= numel < _MOST:
                 known = _KINDS.get(kind.qualname) if kind.module in _MODULES else None
@@ -105,42 +105,42 @@ class StorageRef:
     """Element type; None when the class is a quantised one."""
 
 
-def rebuilt_tensor(args: tuple[object, ...]) -> object:
-    """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage gives the element type."""
+def rebuild_tensor(args: tuple[object, ...]) -> object:
+    """Tensor of torch._utils._rebuild_tensor and _rebuild_tensor_v2: the storage has the dtype."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), *rest) if len(rest) <= 3:
             dtype = storage.dtype
             marked = rest[2] if len(rest) == 3 else None
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
     if dtype is None or _is_lazy(marked):
-        return LEFT_INERT
+        return UNKNOWN_CALL
     return _view(storage, dtype, start, shape, strides)
 
 
-def rebuilt_typed_tensor(args: tuple[object, ...]) -> object:
-    """Tensor of torch._utils._rebuild_tensor_v3: the element type is an argument."""
+def rebuild_typed_tensor(args: tuple[object, ...]) -> object:
+    """Tensor of torch._utils._rebuild_tensor_v3: the dtype is an argument."""
     match args:
         case (StorageRef() as storage, int(start), tuple(shape), tuple(strides), _, _, GlobalName() as name, *rest):
             dtype = _DTYPES.get(name.qualname) if name.module == "torch" else None
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
     if dtype is None or len(rest) > 1 or any(_is_lazy(part) for part in rest):
-        return LEFT_INERT
+        return UNKNOWN_CALL
     return _view(storage, dtype, start, shape, strides)
 
 
-def rebuilt_parameter(args: tuple[object, ...]) -> object:
-    """The tensor of torch._utils._rebuild_parameter(_with_state): the wrapper says nothing about the elements."""
+def rebuild_parameter(args: tuple[object, ...]) -> object:
+    """Tensor of torch._utils._rebuild_parameter(_with_state): the wrapper does not change the elements."""
     match args:
         case (TensorRef() as tensor, bool(), _) | (TensorRef() as tensor, bool(), _, _):
             return tensor
         case _:
-            return LEFT_INERT
+            return UNKNOWN_CALL
 
 
 def _is_lazy(metadata: object) -> bool:
-    """Whether the elements stand for their conjugate or negative (torch._utils.get_tensor_metadata)."""
+    """Whether the tensor has a conjugate or negative bit (torch._utils.get_tensor_metadata)."""
     if metadata is None:
         return False
     return not isinstance(metadata, dict) or any(flag is not False for flag in metadata.values())
@@ -149,7 +149,7 @@ def _is_lazy(metadata: object) -> bool:
 def _view(
     storage: StorageRef, dtype: DType, start: int, shape: tuple[object, ...], strides: tuple[object, ...]
 ) -> TensorRef:
-    sizes, steps = _integers(shape), _integers(strides)
+    sizes, steps = _check_integers(shape), _check_integers(strides)
     if len(sizes) != len(steps) or not 0 <= start < _MOST:
         raise ValueError(f"expected as many strides as sizes of a tensor; got {sizes}, {steps}, start {start:#x}")
     last = start + sum([(n - 1) * step for n, step in zip(sizes, steps, strict=True)])
@@ -164,7 +164,7 @@ def _view(
     return TensorRef(path=storage.path, offset=storage.offset + skip, dtype=dtype, shape=sizes, strides=steps)
 
 
-def _integers(values: tuple[object, ...]) -> tuple[int, ...]:
+def _check_integers(values: tuple[object, ...]) -> tuple[int, ...]:
     integers = tuple([n for n in values if type(n) is int and 0 <= n < _MOST])
     if len(integers) != len(values) or len(values) > _MOST_DIMS:
         raise ValueError(
@@ -197,7 +197,7 @@ class NewTensor:
     """A tensor to be written: a view of a new storage."""
 
     storage: NewStorage
-    """Where its elements will lie."""
+    """Storage that holds its elements."""
     offset: int = 0
     """Element of the storage that is [0, ..., 0]."""
     shape: tuple[int, ...]

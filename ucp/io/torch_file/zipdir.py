@@ -1,9 +1,9 @@
-"""The directory of a zip archive: which members it holds and where their bytes lie.
+"""Reads the directory of a zip archive: its members and the offsets of their bytes.
 
-Only what torch.save writes: stored members, one disk, no comment. Layout after PKWARE APPNOTE 6.3.9: local header and
-bytes per member, then the central directory, then (zip64) end records. The local header's extra field has a length of
-its own, so the place of the bytes is not in the directory; `data_offsets` derives it where torch's own arithmetic and
-the next member agree on it, and reads the local header where they do not.
+Supported is what torch.save writes: stored members, one disk, no comment. Layout after PKWARE APPNOTE 6.3.9: local
+header and bytes per member, then the central directory, then (zip64) end records. The directory does not give the
+offset of the bytes, as the extra field of the local header may differ in length. `data_offsets` computes the offset as
+torch does; if the next member's header does not confirm it, it reads the local header.
 
 >>> aligned_start(header=866, name_nbytes=17)
 960
@@ -34,7 +34,7 @@ _DEFLATED = {8: "deflated", 9: "deflated", 12: "bzip2", 14: "lzma", 93: "zstanda
 
 
 class Window:
-    """The stretch of a file that holds an archive; both its ends, where the indexes lie, are read once and kept."""
+    """The range of a file that holds an archive. Both ends, which contain the indexes, are read once and cached."""
 
     __slots__ = ("_head", "_tail", "_tail_start", "file", "nbytes", "start")
 
@@ -143,9 +143,9 @@ def data_offset(window: Window, member: ZipMember) -> int:
 def data_offsets(window: Window, members: Sequence[ZipMember], *, directory: dict[str, ZipMember]) -> dict[str, int]:
     """Offsets in the archive of the data of `members`, by name.
 
-    Reading one local header per member would be a request each. torch pads the header so that the data are aligned;
-    where the place so computed also ends exactly at the next member's header, it is taken without a look. (The CRC of
-    the member proves it when the data are read.)
+    Reading each local header would cost a request per member. torch pads the header so that the data are aligned. If
+    the data so located end exactly at the next member's header, the offset is used without reading the header. (The
+    CRC of the member proves it when the data are read.)
     """
     headers = sorted(member.header for member in directory.values())
     after = dict(pairwise(headers))
@@ -209,7 +209,7 @@ def _entry(window: Window, data: bytes, at: int) -> tuple[ZipMember, int]:
 
 
 def _zip64(window: Window, extra: bytes, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The three sizes with those that do not fit 32 bits taken from the zip64 extra field."""
+    """The three sizes; those that do not fit 32 bits come from the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         tag = int.from_bytes(extra[at : at + 2], "little")

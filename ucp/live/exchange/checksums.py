@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ucp.core.tensor import Record
-from ucp.errors import CorruptError, counted, listed
+from ucp.errors import CorruptError, format_count, format_list
 from ucp.live.exchange.read_shares import share_out
 from ucp.live.exchange.reads import LandingTensors, ReadItem, plan_solo_read, start_reading, view_bytes
 from ucp.live.parts import LoadItem
@@ -50,8 +50,8 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     if damaged:
         lines = (f"{r.path}: {r.name}, bytes {r.offset}:{r.offset + r.nbytes}" for r in damaged)
         raise CorruptError(
-            f"CRC-32 differs in {counted(len(damaged), 'record')}: these bytes are not those that were written:\n"
-            f"{listed(lines)}\n"
+            f"CRC-32 differs in {format_count(len(damaged), 'record')}: these bytes are not those that were written:\n"
+            f"{format_list(lines)}\n"
             "the files were damaged after they were saved: copy them again, or use another checkpoint"
         )
     return frozenset(record.path for record in records).difference(*(paths for _, paths in results))
@@ -88,9 +88,9 @@ def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ra
             differing = list(dict.fromkeys(_find_differing(reads, LandingTensors(tensors), reader, memory // 2)))
         if differing:
             names = (f"{items[number].name}/{items[number].state}" for number in differing)
-            count = counted(len(differing), "tensor in memory differs", "tensors in memory differ")
+            count = format_count(len(differing), "tensor in memory differs", "tensors in memory differ")
             raise CorruptError(
-                f"expected what the checkpoint holds; when it is read again, {count}:\n{listed(names)}\n"
+                f"expected what the checkpoint holds; when it is read again, {count}:\n{format_list(names)}\n"
                 "something else writes to the model or the files meanwhile, or memory or network are faulty: load again"
             )
 

@@ -15,7 +15,7 @@ from ucp.contract.optimizer import OptimizerPlan
 from ucp.core.gaps import check_doubts
 from ucp.core.index import STEP, DoubtKind, Index, Kind, ParamGroup
 from ucp.core.tensor import DType, InlineTensor, TensorRef
-from ucp.errors import LoadError, listed
+from ucp.errors import LoadError, format_list
 from ucp.io.elements import viewed
 from ucp.io.files import open_source
 from ucp.live.adapters import LiveRun
@@ -130,7 +130,7 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     ]
     if differing:
         raise LoadError(
-            f"expected floating weights of {dtype}, as dtype says; got\n{listed(differing)}\n"
+            f"expected floating weights of {dtype}, as dtype says; got\n{format_list(differing)}\n"
             f"convert the model before (model.to(torch.{dtype})), or leave dtype out"
         )
     groups = [] if run.optimizer is None else run.optimizer.groups()
@@ -234,7 +234,7 @@ def check_agreement(ranks: Ranks, index: Index, arguments: Mapping[str, object])
         if texts[name] != of_ranks[0][name]
     ]
     if differing:
-        raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{listed(differing)}")
+        raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{format_list(differing)}")
 
 
 def _plain_groups(index: Index) -> Sequence[ParamGroup]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.core.index import ParamGroup
-from ucp.io.pickle.fields import shown
+from ucp.io.pickle.fields import format_value
 from ucp.live.match.items import Findings
 from ucp.store.values import is_plain
 
@@ -72,7 +72,7 @@ def _select_hyper(number: int, group: LiveGroup, hyper: Mapping[str, object], fi
             except TypeError as error:
                 findings.problems.append(f"group {number} of the optimizer: {key}: {error}")
         elif key not in _LIVE_KEYS:
-            unknown.append(f"{key}={shown(value)}")
+            unknown.append(f"{key}={format_value(value)}")
     note = f"group {number}: the optimizer has no {', '.join(unknown)}"
     if unknown and note not in findings.notes:
         findings.notes.append(note)
@@ -90,7 +90,7 @@ def _convert(stored: object, live: object) -> object:
             return type(live)(_convert(item, current) for item, current in zip(stored, live, strict=True))
         case ((int() | float()), (int() | float())) | (str(), str()):
             return stored
-    raise TypeError(f"expected a value like {live!r}; got {shown(stored)}")
+    raise TypeError(f"expected a value like {live!r}; got {format_value(stored)}")
 
 
 def _describe_changes(number: int, group: LiveGroup, restored: Mapping[str, object]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index
 from ucp.core.target import full_slice
 from ucp.core.tensor import DType
-from ucp.errors import LoadError, counted, listed
+from ucp.errors import LoadError, format_count, format_list
 from ucp.live.parts import LiveParam, LivePart, LiveTensor, LoadItem
 
 _MOST_RENAMES = 3
@@ -61,7 +61,9 @@ class Findings:
             ("thing does not fit", "things do not fit", "", self.problems),
         )
         return "\n".join(
-            f"{counted(len(lines), one, many)}{where}:\n{listed(lines)}" for one, many, where, lines in kinds if lines
+            f"{format_count(len(lines), one, many)}{where}:\n{format_list(lines)}"
+            for one, many, where, lines in kinds
+            if lines
         )
 
 
@@ -258,7 +260,7 @@ def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findi
     ]
     if rounded:
         findings.notes.append(
-            f"{counted(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, and "
+            f"{format_count(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, and "
             f"{rounded[0].source.dtype} in the checkpoint: no masters are kept, training continues from rounded weights"
         )
 

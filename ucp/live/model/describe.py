@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ucp.contract.registry import live_adapters
-from ucp.errors import LoadError, UsageError, listed
+from ucp.errors import LoadError, UsageError, format_list
 from ucp.live.adapters import LiveModel, LiveOptimizer, LiveRequest, LiveRun
 from ucp.live.model.dtensor import check_axes
 from ucp.live.model.meta import allocate, find_device, has_meta_tensors
@@ -106,7 +106,8 @@ def _allocate_model(
     if replaced:
         raise LoadError(
             "expected reset_parameters and init_weights to fill the tensors of the model in place; these were replaced"
-            f"\n{listed(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the optimizer"
+            f"\n{format_list(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the "
+            "optimizer"
         )
     handles = {
         name: after.handles[name][tuple(slice(0, length) for length in handle.shape)]  # without padding

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from ucp.contract.layouts import DTensorPlacement, placements_to_axes
 from ucp.core.layout import Layout
 from ucp.core.topology import Topology
-from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.live.parts import LivePart, LiveTensor
 
 if TYPE_CHECKING:
@@ -89,5 +89,5 @@ def check_axes(tensors: Sequence[LiveTensor], topology: Topology | None) -> None
         ):
             differing.setdefault(" x ".join(f"{axis}={parts}" for axis, parts in degrees.items()), tensor.name)
     if differing:
-        lines = listed([f"{name}: {degrees}" for degrees, name in differing.items()])
+        lines = format_list([f"{name}: {degrees}" for degrees, name in differing.items()])
         raise UsageError(f"expected parameters that lie over the ranks as {topology} says; got\n{lines}\nLeave it out")

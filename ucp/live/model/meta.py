@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from ucp.errors import LoadError, listed
+from ucp.errors import LoadError, format_list
 from ucp.live.model.dtensor import is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -132,6 +132,6 @@ def _check_none(modules: Sequence[nn.Module], missing: Sequence[tuple[nn.Module,
         names = [f"{path}.{name}" if (path := paths[id(module)]) else name for module, name in missing]
         raise LoadError(
             "expected values for all tensors of a model on the meta device; the checkpoint does not bring\n"
-            f"{listed(names)}\n{why}. Call model.to_empty(device=...) and fill them before load_into, or make the "
+            f"{format_list(names)}\n{why}. Call model.to_empty(device=...) and fill them before load_into, or make the "
             "model on a device"
         )

@@ -7,7 +7,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from ucp.core.tensor import DType
-from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
 from ucp.live.model.meta import choose_dtype
@@ -51,8 +51,8 @@ def describe_modules(
     overlaps = list(find_overlaps({name: local_of(tensor) for name, tensor in handles.items()}))
     if overlaps:
         raise LoadError(
-            f"expected every tensor in memory of its own; these share some\n{listed(overlaps)}\nand are not the same "
-            "elements in the same order, as tied ones are. Give each its own before load_into "
+            f"expected every tensor in memory of its own; these share some\n{format_list(overlaps)}\nand are not the "
+            "same elements in the same order, as tied ones are. Give each its own before load_into "
             "(param.data = param.data.clone())"
         )
     memory = {name: _find_memory(tensor, dtype) for name, tensor in handles.items()}
@@ -124,10 +124,10 @@ def _check_loadable(named: Sequence[tuple[str, torch.Tensor]]) -> None:
         if hasattr(tensor, "ds_id")
     ]
     if partitioned:
-        raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{listed(partitioned)}")
+        raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{format_list(partitioned)}")
     problems = [f"{name}: {problem}" for name, tensor in named for problem in _find_problems(tensor)]
     if problems:
-        raise LoadError(f"expected parameters that have memory to load into; got\n{listed(problems)}")
+        raise LoadError(f"expected parameters that have memory to load into; got\n{format_list(problems)}")
 
 
 def _find_problems(tensor: torch.Tensor) -> Iterator[str]:

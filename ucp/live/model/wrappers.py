@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.layouts import FlatBuffer, Span
 from ucp.core.layout import Layout
-from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, format_list
 from ucp.live.parts import FlatRange, LivePart
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def find_wrapper_paths(model: nn.Module) -> frozenset[str]:
             if name in _WRAPPERS:
                 paths.add(f"{path}.{_WRAPPERS[name]}" if path else _WRAPPERS[name])
     if refused:
-        raise UnsupportedError(f"expected a module that torch alone lays out; got\n{listed(refused)}")
+        raise UnsupportedError(f"expected a module that torch alone lays out; got\n{format_list(refused)}")
     return frozenset(paths)
 
 
@@ -140,7 +140,7 @@ def _check_flat(flat: Any) -> None:
     lines += [f"{name}: cut by tensor parallelism before" for name, _, extension in rows if extension is not None]
     if lines:
         raise UnsupportedError(
-            f"expected parameters that FSDP1 flattens whole, in row-major order; got\n{listed(lines)}\n"
+            f"expected parameters that FSDP1 flattens whole, in row-major order; got\n{format_list(lines)}\n"
             "Make them contiguous before they are wrapped, or use FSDP2 (fully_shard)"
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucp.core.tensor import DType
-from ucp.errors import LoadError, listed
+from ucp.errors import LoadError, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
@@ -149,6 +149,6 @@ def _merge_counts(
     if differing:
         raise LoadError(
             "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
-            f"{listed(differing)}\n{remedy}"
+            f"{format_list(differing)}\n{remedy}"
         )
     return {state: members[next(iter(names.values()))][state] for state, names in names_by_value.items()}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp.core.index import WEIGHT
 from ucp.core.tensor import DType
-from ucp.errors import LoadError, UnsupportedError, UsageError, counted, listed
+from ucp.errors import LoadError, UnsupportedError, UsageError, format_count, format_list
 from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import is_dtensor, local_of
@@ -210,7 +210,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     ]
     if foreign:
         raise LoadError(
-            f"expected an optimizer over the parameters of the model; it has others:\n{listed(foreign)}\n"
+            f"expected an optimizer over the parameters of the model; it has others:\n{format_list(foreign)}\n"
             "make it from model.parameters(). If they are masters of these in another precision, pass masters={name of "
             "the parameter: master}: they are recognised without it only if their order, shapes and values are those "
             "of the parameters"
@@ -300,7 +300,7 @@ def describe_masters(
     owners = {**model.owners, **{id(master): name for name, master in masters.items()}}
     live = describe_optimizer(optimizer, replace(model, owners=owners))
     memory = {**live.memory, **{name: local_of(master) for name, master in masters.items()}}
-    note = f"{counted(len(masters), 'weight is', 'weights are')} cast from masters that the optimizer steps"
+    note = f"{format_count(len(masters), 'weight is', 'weights are')} cast from masters that the optimizer steps"
     model = replace(model, derived=model.derived | masters.keys(), notes=(*model.notes, note, *notes))
     return model, replace(live, memory=memory, weights={name: weights[name] for name in masters})
 
@@ -355,5 +355,5 @@ def _check_masters(
             problems.append(f"{name}: has shape {list(master.shape)}, and its weight {list(weight.shape)}")
     if problems:
         raise UsageError(
-            f"expected masters by the names of parameters, as the optimizer steps them; got\n{listed(problems)}"
+            f"expected masters by the names of parameters, as the optimizer steps them; got\n{format_list(problems)}"
         )

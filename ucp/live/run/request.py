@@ -25,7 +25,7 @@ from ucp.conversion.option import (
 )
 from ucp.conversion.options import make_options
 from ucp.core.tensor import DType
-from ucp.errors import UsageError, counted
+from ucp.errors import UsageError, format_count
 from ucp.io.folder import parse_path
 from ucp.live.exchange.carry import CarryOptions
 from ucp.live.exchange.stages import Exchange
@@ -176,8 +176,8 @@ def _find_checkpoint(
         if layout is not None and layout.ranks != ranks:
             remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
             raise UsageError(
-                f"expected a topology of {counted(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those along ep "
-                f"are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
+                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those "
+                f"along ep are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
             )
         mesh = RunMesh.from_topology(layout, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ucp.contract.protocols import Engine
-from ucp.errors import UcpError, WorkerDiedError, counted
+from ucp.errors import UcpError, WorkerDiedError, format_count
 from ucp.io.files import close_connections
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.task_list import pick_tasks
@@ -119,7 +119,7 @@ def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
                 yield message
         if missing:
             raise WorkerDiedError(
-                f"{missing} of {counted(expected, 'task')} not reported by any worker; try again with --resume"
+                f"{missing} of {format_count(expected, 'task')} not reported by any worker; try again with --resume"
             )
     finally:
         _stop(pool)

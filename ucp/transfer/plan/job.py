@@ -11,7 +11,7 @@ from ucp.core.region import RegionPair, intersect
 from ucp.core.slices import Locator
 from ucp.core.target import Placement, Slice, TargetPlan, full_slice
 from ucp.core.tensor import TensorRef
-from ucp.errors import CoverError, MissingStateError, UsageError, listed
+from ucp.errors import CoverError, MissingStateError, UsageError, format_list
 from ucp.transfer.plan.task_list import count_bytes, list_tasks
 from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import needs_tiles
@@ -86,7 +86,7 @@ def check_target(index: Index, target: TargetPlan) -> None:
     missing = [s for s in slices if s.param not in index.atoms or s.state not in index.atoms[s.param].states]
     if missing:
         names = sorted({f"{s.param}/{s.state}" for s in missing})
-        raise MissingStateError(f"the target needs states that {index.path} does not have:\n{listed(names)}")
+        raise MissingStateError(f"the target needs states that {index.path} does not have:\n{format_list(names)}")
     for placement in target.placements:
         param, state, dtype = placement.slice.param, placement.slice.state, placement.slice.dtype
         source = index.atoms[param].states[state]

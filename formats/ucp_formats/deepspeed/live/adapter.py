@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp.contract.optimizer import read_step_counts
 from ucp.core.index import Index
-from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.io.pickle.values import Stub
 from ucp.live.adapters import LiveModel, LiveRequest, LiveRun
 from ucp.live.match.items import Findings
@@ -136,7 +136,7 @@ def _refuse(engine: Any) -> None:
     reasons = [why for is_met, why in known if is_met]
     if reasons:
         raise UnsupportedError(
-            f"expected an engine whose tensors lie in memory, each in one place; got\n{listed(reasons)}\n"
+            f"expected an engine whose tensors lie in memory, each in one place; got\n{format_list(reasons)}\n"
             "or write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
         )
 

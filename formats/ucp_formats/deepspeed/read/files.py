@@ -30,7 +30,7 @@ from ucp.errors import (
     MissingFileError,
     SourceError,
     UnsupportedError,
-    listed,
+    format_list,
 )
 from ucp.io.files import split_parts
 from ucp.io.folder import path_of
@@ -74,7 +74,7 @@ def read_files(folder: TagFolder, problems: Problems) -> list[SavedFile]:
         for evidence, why in _find_unsupported(file.root):
             refused.setdefault(why, f"{file.name.name}: {evidence}: {why}")
     if refused:
-        raise UnsupportedError(_REFUSED.format(folder.path, listed(list(refused.values()))))
+        raise UnsupportedError(_REFUSED.format(folder.path, format_list(list(refused.values()))))
     return files
 
 
@@ -160,7 +160,7 @@ _OLD_STAGE_1 = "ZeRO-1 of DeepSpeed 0.3 (sub-partitions): resume in DeepSpeed 0.
 def refuse_names(folder: TagFolder) -> None:
     """Raise UnsupportedError for layouts recognised by file names."""
     if OFFLOADED in folder.entries:
-        raise UnsupportedError(_REFUSED.format(folder.path, listed([f"{OFFLOADED}/: {_NVME}"])))
+        raise UnsupportedError(_REFUSED.format(folder.path, format_list([f"{OFFLOADED}/: {_NVME}"])))
 
 
 def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:

@@ -21,7 +21,7 @@ from ucp.core.layout import Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.core.union import ShardedTensor, StateSource, Union
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, format_list
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.extras import join_extras, model_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, TagFolder, list_folder
@@ -159,4 +159,4 @@ def producer_of(files: Iterable[SavedFile]) -> str:
 def folder_notes(folder: TagFolder) -> list[str]:
     """Notes on files that are not part of the checkpoint."""
     strays = [name for name in folder.strays if name != UNIVERSAL]
-    return [f"not part of the checkpoint, left alone:\n{listed(strays)}"] if strays else []
+    return [f"not part of the checkpoint, left alone:\n{format_list(strays)}"] if strays else []

@@ -17,8 +17,17 @@ from ucp.core.index import Extra, Kind
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, listed
-from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, shapes, tensor, text
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, format_list
+from ucp.io.pickle.fields import (
+    Shape,
+    describe_value,
+    require_integer,
+    require_mapping,
+    require_sequence,
+    require_shapes,
+    require_tensor,
+    text,
+)
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
 from ucp_formats.deepspeed.read.files import SavedFile
@@ -44,7 +53,7 @@ class SavedModule:
         """The state_dict `saved`. Raises UnsupportedError for one of nested dicts."""
         tensors: dict[str, TensorRef] = {}
         others: dict[str, object] = {}
-        for key, value in mapping(saved, where).items():
+        for key, value in require_mapping(saved, where).items():
             name = text(key, f"a name in {where}")
             if isinstance(value, dict) and not is_module_state(name):
                 raise UnsupportedError(
@@ -95,7 +104,7 @@ class ModelStates:
             optimizer = None  # BF16_Optimizer without ZeRO: its optimizer files have the same
         config, degrees = root.get("ds_config"), root.get("checkpoint_parallel_dimensions")
         fragments, shared = (
-            {text(name, f"a name in {key}"): value for name, value in mapping(root[key], key).items()}
+            {text(name, f"a name in {key}"): value for name, value in require_mapping(root[key], key).items()}
             if root.get(key) is not None
             else {}
             for key in ("frozen_param_fragments", "shared_params")
@@ -105,13 +114,18 @@ class ModelStates:
             module=None if module is None else SavedModule.of(module, "module"),
             param_shapes=recorded,
             frozen=_shapes(root, "frozen_param_shapes"),
-            fragments={name: tensor(ref, f"{name} in frozen_param_fragments") for name, ref in fragments.items()},
+            fragments={
+                name: require_tensor(ref, f"{name} in frozen_param_fragments") for name, ref in fragments.items()
+            },
             empty=_shapes(root, EMPTY_SHAPES),
             shared={alias: text(name, f"{alias} in shared_params") for alias, name in shared.items()},
             buffers=tuple(map(str, buffers)) if isinstance(buffers, list) else None,
             optimizer=None if optimizer is None else UnshardedOptimizer.of(optimizer, file.name.name, recorded or ()),
             config=RunConfig(config if isinstance(config, dict) else {}),
-            degrees=(integer(degrees.get("tp_degree"), "tp_degree"), integer(degrees.get("pp_degree"), "pp_degree"))
+            degrees=(
+                require_integer(degrees.get("tp_degree"), "tp_degree"),
+                require_integer(degrees.get("pp_degree"), "pp_degree"),
+            )
             if isinstance(degrees, dict)
             else None,
         )
@@ -152,13 +166,13 @@ def shapes_by_group(saved: object) -> tuple[dict[str, Shape], ...] | None:
     where = "param_shapes"
     if saved is None:
         return None
-    groups = [saved] if isinstance(saved, dict) else sequence(saved, where)
-    return tuple(shapes(group, where) for group in groups)
+    groups = [saved] if isinstance(saved, dict) else require_sequence(saved, where)
+    return tuple(require_shapes(group, where) for group in groups)
 
 
 def _shapes(root: Mapping[object, object], key: str) -> dict[str, Shape]:
     saved = root.get(key)
-    return {} if saved is None else shapes(saved, key)
+    return {} if saved is None else require_shapes(saved, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +259,7 @@ def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: Modul
         if trained.get(name, ref.shape) != ref.shape:
             raise MalformedError(
                 f"expected {name} of {list(trained[name])}, as in param_shapes, in module of {model.file.path}; "
-                f"got {described(ref)}"
+                f"got {describe_value(ref)}"
             )
         fragment = model.fragments.get(name)
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
@@ -344,12 +358,12 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
                 "is not saved: its values are lost. Save again without that option"
             )
         if flat is None or flat.shape != (length,) or not flat.is_contiguous:
-            raise MalformedError(f"expected {length} elements of {name} in {where}; got {described(flat)}")
+            raise MalformedError(f"expected {length} elements of {name} in {where}; got {describe_value(flat)}")
         stored.append(StoredShard({"dp": rank}, flat))
     if missing:
         raise MissingFileError(
             f"every rank has a chunk of a frozen parameter, and {len(missing)} model-states files are missing:\n"
-            f"{listed(missing)}\nCopy them from where they were saved"
+            f"{format_list(missing)}\nCopy them from where they were saved"
         )
     shards = ShardSet(Layout(flat=(chunk_axis(ranks),)), tuple(stored))
     return ShardedTensor(dtype=stored[0].ref.dtype, shape=shape, shard_sets=(shards,))

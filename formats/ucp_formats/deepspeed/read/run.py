@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ucp.contract.ranks import Problems
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp_formats.deepspeed.config import Precision, RunConfig
 from ucp_formats.deepspeed.names import FileName, Role, TagFolder
 from ucp_formats.deepspeed.read.files import SavedFile, parse_files, read_files
@@ -364,7 +364,7 @@ def _check_layers(
     """Check that each tensor-parallel rank has a file of every layer, with the tensors that the stages record."""
     unknown = [name.name for name in layers if any(axis != "model" for axis, _ in name.axes)]
     if unknown:
-        raise UnsupportedError(f"expected layers split over the axis model only; got\n{listed(unknown)}")
+        raise UnsupportedError(f"expected layers split over the axis model only; got\n{format_list(unknown)}")
     files = {(name.layer, name.tp): name for name in layers}
     recorded = [
         (mp % tp, int(match[1]), match)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import Layout, infer_global_shape
-from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnknownFamilyError, UnsupportedError, format_count, format_list
 from ucp.families.match import find_cut_dim
 from ucp.io.pickle.fields import Shape
 from ucp.io.pickle.values import Stub
@@ -79,12 +79,12 @@ class FamilyRules:
         except UnknownFamilyError as error:
             if over:
                 raise UnknownFamilyError(
-                    f"expected a model family that says how {counted(len(shapes), 'tensor is', 'tensors are')} split "
-                    f"over {over} tensor-parallel ranks; {error}"
+                    f"expected a model family that says how {format_count(len(shapes), 'tensor is', 'tensors are')} "
+                    f"split over {over} tensor-parallel ranks; {error}"
                 ) from None
             raise UnknownFamilyError(
                 f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
-                f"{counted(len(shapes), 'tensor is', 'tensors are')} "
+                f"{format_count(len(shapes), 'tensor is', 'tensors are')} "
                 f"split over {parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
         self.notes.append(f"tensor-parallel layout inferred by the family {family.name}: {', '.join(why)}")
@@ -107,9 +107,9 @@ class FamilyRules:
                 wrong.append(f"{name}: {error}")
         if wrong:
             raise MalformedError(
-                f"the rules of the family {family.name} do not fit {counted(len(wrong), 'parameter')} "
+                f"the rules of the family {family.name} do not fit {format_count(len(wrong), 'parameter')} "
                 f"of {self._where}:\n"
-                f"{listed(wrong)}\npass another with --family, or rules of your own with --patterns"
+                f"{format_list(wrong)}\npass another with --family, or rules of your own with --patterns"
             )
         return layouts
 

@@ -29,8 +29,8 @@ from ucp.contract.plugins import pattern
 from ucp.core.layout import AxisLayout, Layout, Overlap, Pattern, compute_local_shape
 from ucp.core.region import Box, RegionPair, cut_flat_range, find_gaps
 from ucp.core.tensor import contiguous_strides
-from ucp.errors import TopologyError, listed
-from ucp.io.pickle.fields import Shape, integer, mapping, sequence
+from ucp.errors import TopologyError, format_list
+from ucp.io.pickle.fields import Shape, require_integer, require_mapping, require_sequence
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
@@ -59,7 +59,7 @@ def even_parts(tensors: Mapping[str, tuple[Shape, int | None]], parts: int) -> d
     if uneven:
         lengths = (n for shape, dim in tensors.values() if dim is not None for n in shape[dim : dim + 1])
         raise TopologyError(
-            f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{listed(uneven)}\nchoose a "
+            f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{format_list(uneven)}\nchoose a "
             f"degree that divides them, and all others that are cut: {shared_divisors(lengths)}"
         )
     return {
@@ -199,17 +199,20 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
 
     Raises MisfitError if it contradicts them or itself, RefusedError if values are scaled.
     """
-    saved = mapping(entry, where)
+    saved = require_mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
-    by_rank = {integer(int(str(key)), where): record for key, record in mapping(saved.get("ranks"), where).items()}
+    by_rank = {
+        require_integer(int(str(key)), where): record
+        for key, record in require_mapping(saved.get("ranks"), where).items()
+    }
     if sorted(by_rank) != list(range(len(shapes))):
         raise MisfitError(f"expected pieces of ranks 0 to {len(shapes) - 1}; got those of {sorted(by_rank)}")
     regions = []
     for rank, shape in enumerate(shapes):
-        record = mapping(by_rank[rank], where)
+        record = require_mapping(by_rank[rank], where)
         if _sizes(record.get("shard_shape"), where) != shape:
             raise MisfitError(f"expected {list(shape)} as shard_shape of rank {rank}; got {record.get('shard_shape')}")
-        pieces = [mapping(piece, where) for piece in sequence(record.get("pieces"), where)]
+        pieces = [require_mapping(piece, where) for piece in require_sequence(record.get("pieces"), where)]
         pairs: list[RegionPair] = []
         for piece in pieces:
             scale = piece.get("scale", 1.0)
@@ -241,8 +244,8 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
     sizes = _sizes(piece.get("shape"), where)
     sides = []
     for key, shape in (("source", logical), ("dest", local)):
-        offset, strides = (*sequence(piece.get(key), where), None, None)[:2]
-        sides.append(_Side(integer(offset, where), _sizes(strides, where), shape))
+        offset, strides = (*require_sequence(piece.get(key), where), None, None)[:2]
+        sides.append(_Side(require_integer(offset, where), _sizes(strides, where), shape))
     if any(len(side.strides) != len(sizes) for side in sides):
         raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
     if not prod(sizes):
@@ -311,4 +314,4 @@ def _match_boxes(logical: Shape, local: Shape, starts: list[int], length: int) -
 
 
 def _sizes(value: object, where: str) -> Shape:
-    return tuple(integer(n, where) for n in sequence(value, where))
+    return tuple(require_integer(n, where) for n in require_sequence(value, where))

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ucp.core.layout import Overlap
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import Shape, integer, mapping, sequence, shown, text
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
+from ucp.io.pickle.fields import Shape, format_value, require_integer, require_mapping, require_sequence, text
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.tp.layout import (
     AFFINE_VERSION,
@@ -97,7 +97,7 @@ class UniversalCheckpointInfo:
                 "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
             )
         lists: dict[str, Sequence[object]] = {
-            key: [] if info.get(key) is None else sequence(info[key], f"{key} of {where}")
+            key: [] if info.get(key) is None else require_sequence(info[key], f"{key} of {where}")
             for key in (*_CATEGORIES, _VOCABULARY, _SUB)
         }
         self._categories = {key: _Patterns(lists[key], f"{key} of {where}") for key in _CATEGORIES}
@@ -107,17 +107,18 @@ class UniversalCheckpointInfo:
         widths = info.get(_WIDTHS)
         self._widths = {
             text(pattern, _WIDTHS): [
-                [integer(n, _WIDTHS) for n in sequence(b, _WIDTHS)] for b in sequence(blocks, _WIDTHS)
+                [require_integer(n, _WIDTHS) for n in require_sequence(b, _WIDTHS)]
+                for b in require_sequence(blocks, _WIDTHS)
             ]
             for pattern, blocks in (widths.items() if isinstance(widths, dict) else ())
         }
-        affine = mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
+        affine = require_mapping(info.get(_AFFINE) or {}, f"{_AFFINE} of {where}")
         if affine.get("version", AFFINE_VERSION) != AFFINE_VERSION:
             raise UnsupportedError(
-                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {shown(affine['version'])}. Use a "
-                "newer ucp"
+                f"expected affine_map of version {AFFINE_VERSION} in {where}; got {format_value(affine['version'])}. "
+                "Use a newer ucp"
             )
-        self._affine = mapping(affine.get("params", {}), f"{_AFFINE} of {where}")
+        self._affine = require_mapping(affine.get("params", {}), f"{_AFFINE} of {where}")
         self._affine_patterns = _Patterns(self._affine, f"{_AFFINE} of {where}")
         unsupported = info.get(_UNSUPPORTED)
         self._unsupported = unsupported if isinstance(unsupported, dict) else {}
@@ -138,13 +139,13 @@ class UniversalCheckpointInfo:
         if unsupported:
             raise UnsupportedError(
                 f"{self._where} records layouts over the tensor-parallel ranks that cannot be undone bit for bit:\n"
-                f"{listed(unsupported)}\nresume in DeepSpeed with tensor-parallel degree 1 and save again"
+                f"{format_list(unsupported)}\nresume in DeepSpeed with tensor-parallel degree 1 and save again"
             )
         if wrong:
             raise MalformedError(
-                f"universal_checkpoint_info of {self._where} does not fit {counted(len(wrong), 'parameter')}:\n"
-                f"{listed(wrong)}\nthe record is of another model or contradicts itself: correct the patterns where "
-                "they are made (universal_checkpoint_info() of the model) and save again"
+                f"universal_checkpoint_info of {self._where} does not fit {format_count(len(wrong), 'parameter')}:\n"
+                f"{format_list(wrong)}\nthe record is of another model or contradicts itself: correct the patterns "
+                "where they are made (universal_checkpoint_info() of the model) and save again"
             )
         return layouts
 
@@ -168,10 +169,13 @@ class UniversalCheckpointInfo:
         """The recorded layout of a tensor of this shape over this number of ranks; None if there is none."""
         where = f"{_AFFINE} of {name}"
         for pattern in self._affine_patterns.matching(name):
-            ranks = mapping(self._affine[pattern], where).get("ranks")
+            ranks = require_mapping(self._affine[pattern], where).get("ranks")
             if isinstance(ranks, dict) and len(ranks) == parts:
-                local = [mapping(ranks[rank], where).get("shard_shape") for rank in sorted(ranks)]
-                sizes = [tuple(integer(n, name) for n in sequence(shard_shape, name)) for shard_shape in local]
+                local = [require_mapping(ranks[rank], where).get("shard_shape") for rank in sorted(ranks)]
+                sizes = [
+                    tuple(require_integer(n, name) for n in require_sequence(shard_shape, name))
+                    for shard_shape in local
+                ]
                 layout = affine_layout(self._affine[pattern], sizes, where)
                 return layout if layout.global_shape == shape else None
         for sub, pattern in self._subs_of(name):
@@ -336,15 +340,17 @@ class _SubParams:
 
     @classmethod
     def of(cls, saved: object, where: str) -> _SubParams:
-        get = saved.attribute if isinstance(saved, Stub) else mapping(saved, f"{_SUB} of {where}").get
+        get = saved.attribute if isinstance(saved, Stub) else require_mapping(saved, f"{_SUB} of {where}").get
         where = f"an entry of {_SUB} of {where}"
-        dim = integer(get("partition_dim"), where)
-        shape = sequence(get("shape"), where)
+        dim = require_integer(get("partition_dim"), where)
+        shape = require_sequence(get("shape"), where)
         if not 0 <= dim < len(shape):
             raise MalformedError(f"expected partition_dim to be a dim of {list(shape)} in {where}; got {dim}")
         size = shape[dim]
         spec = (
-            integer(size, where) if isinstance(size, int) else tuple(integer(n, where) for n in sequence(size, where))
+            require_integer(size, where)
+            if isinstance(size, int)
+            else tuple(require_integer(n, where) for n in require_sequence(size, where))
         )
-        patterns = tuple(text(p, where) for p in sequence(get("patterns"), where))
+        patterns = tuple(text(p, where) for p in require_sequence(get("patterns"), where))
         return cls(patterns=patterns, dim=dim, spec=spec, shape=tuple(shape))

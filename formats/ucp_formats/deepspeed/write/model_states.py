@@ -43,19 +43,19 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
         if atom.name in buffers:
-            module[atom.name] = draft.carried(buffers[atom.name])
+            module[atom.name] = draft.copy_extra(buffers[atom.name])
         elif atom.kind is Kind.BUFFER:
             module[atom.name] = draft.full(atom.name, WEIGHT, facts.module_dtype(atom))
         else:
             dtype = facts.module_dtype(atom)
-            module[atom.name] = empty.setdefault(dtype, draft.filled(dtype, (0,)))
+            module[atom.name] = empty.setdefault(dtype, draft.add_tensor(dtype, (0,)))
     return _add_rest(draft, facts, module, rank)
 
 
 def _add_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
     """Add tied names, entries that are not tensors, and module versions, which torch keeps as an attribute."""
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
-    module.update((name, draft.carried(value)) for name, value in facts.extras.with_prefix(MODULE_STATE, rank))
+    module.update((name, draft.copy_extra(value)) for name, value in facts.extras.with_prefix(MODULE_STATE, rank))
     metadata = facts.extras.get("module_metadata")
     if metadata is not None:
         vars(module)["_metadata"] = metadata
@@ -133,6 +133,6 @@ def model_state(draft: AtomDraft, facts: RunFacts, rank: int, values: Mapping[st
         **{name: value for name, value in optional.items() if value is not None},
         **extras.client_state(rank),
     }
-    carried = draft.carried({key: value for key, value in state.items() if key not in values})
+    carried = draft.copy_extra({key: value for key, value in state.items() if key not in values})
     assert isinstance(carried, dict)
     return {key: values[key] if key in values else carried[key] for key in state}

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ucp.core.index import WEIGHT
 from ucp.errors import UnsupportedError
-from ucp.io.torch_file.draft import Drafted
+from ucp.io.torch_file.draft import FinishedFile
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers, expert_holders, is_expert
 from ucp_formats.deepspeed.extras import UNSTEPPED
@@ -62,7 +62,7 @@ class RankFiles:
         self.ep = ep
         self.is_stage = is_stage
 
-    def draft_files(self) -> tuple[list[Drafted], tuple[str, ...]]:
+    def draft_files(self) -> tuple[list[FinishedFile], tuple[str, ...]]:
         """The files, and notes on them."""
         facts, groups = self.facts, self.groups
         if facts.stage == 0:
@@ -103,7 +103,7 @@ class RankFiles:
             hyper.setdefault("name", f"ep_size_{self.ep}")
         return replace(group, params=tuple(a for a in group.params if owners[a.name] in (None, rank)), hyper=hyper)
 
-    def _draft_unsharded(self) -> tuple[list[Drafted], tuple[str, ...]]:
+    def _draft_unsharded(self) -> tuple[list[FinishedFile], tuple[str, ...]]:
         facts, index = self.facts, self.facts.index
         draft = facts.draft(self._path("model", 0))
         values: dict[str, object] = {"module": self._module(draft)}
@@ -111,7 +111,7 @@ class RankFiles:
             unstepped = facts.extras.get(UNSTEPPED)
             note = f"the source {describe_without_groups(index)}: load the files with load_module_only=True"
             if unstepped is not None:
-                values["optimizer"] = {"state": {}, "param_groups": draft.carried(unstepped)}
+                values["optimizer"] = {"state": {}, "param_groups": draft.copy_extra(unstepped)}
                 note = "the optimizer was never stepped; its groups are written unchanged, with numbered parameters"
             return [draft.finish(model_state(draft, facts, 0, values))], (note,)
         kind = choose_wrapper(facts, self.groups)
@@ -142,7 +142,7 @@ class RankFiles:
                 files.append(draft.finish({"optimizer": state, "param_shapes": param_shapes}))
         return files, tuple(notes)
 
-    def _draft_stages12(self, groups: Sequence[Group]) -> Iterator[Drafted]:
+    def _draft_stages12(self, groups: Sequence[Group]) -> Iterator[FinishedFile]:
         facts = self.facts
         shares = self._shares(groups)
         draft = facts.draft(self._path("model", 0))
@@ -178,7 +178,7 @@ class RankFiles:
                 ]
         return shares
 
-    def _draft_stage3(self) -> Iterator[Drafted]:
+    def _draft_stage3(self) -> Iterator[FinishedFile]:
         facts = self.facts
         groups = list(zip(self.groups, split_groups(facts, self.groups), strict=True))
         for rank in range(facts.ranks):
@@ -200,7 +200,7 @@ class RankFiles:
             yield draft.finish(self._optim(draft, chunked_state(draft, facts, groups, rank)))
 
     def _optim(self, draft: AtomDraft, state: dict[str, object]) -> dict[str, object]:
-        config = draft.carried(self.facts.config.with_stage(self.facts.stage))
+        config = draft.copy_extra(self.facts.config.with_stage(self.facts.stage))
         return {"optimizer_state_dict": state, "ds_config": config, "ds_version": EMULATED}
 
     def _path(self, kind: str, rank: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ucp.core.index import AtomIndex, Index, Kind
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, listed
+from ucp.errors import MissingStateError, TopologyError, format_list
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.tp.layout import TensorLayout, shared_divisors
@@ -106,7 +106,7 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
     if experts.missing:
         raise MissingStateError(
             f"expected every expert of a layer of {facts.index.path} that has experts with higher numbers; missing:\n"
-            f"{listed(experts.missing)}\nDeepSpeed's files number experts without gaps: include these experts, or "
+            f"{format_list(experts.missing)}\nDeepSpeed's files number experts without gaps: include these experts, or "
             "exclude all experts of the layer"
         )
     if not experts.counts:
@@ -121,7 +121,8 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
     if uneven:
         raise TopologyError(
             f"expected ep to divide dp and the numbers of experts; got {wanted}, which does not divide\n"
-            f"{listed(uneven)}\nchoose ep among {shared_divisors(experts.counts.values())}, and a dp that it divides"
+            f"{format_list(uneven)}\nchoose ep among {shared_divisors(experts.counts.values())}, and a dp that it "
+            "divides"
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
         raise TopologyError(

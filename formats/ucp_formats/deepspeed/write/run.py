@@ -94,7 +94,7 @@ class AtomDraft(FileDraft):
                 layout = self._layout(param)
                 atom_slice = replace(atom_slice, pairs=_pairs(self._part(param, layout)))
             shape = source.global_shape if shape is None else shape
-            self._full_tensors[key] = self.filled(dtype, shape, [Part(offset=0, slice=atom_slice, layout=layout)])
+            self._full_tensors[key] = self.add_tensor(dtype, shape, [Part(offset=0, slice=atom_slice, layout=layout)])
         return self._full_tensors[key]
 
     def ranges(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[ParamRange]:
@@ -127,7 +127,7 @@ class AtomDraft(FileDraft):
             for param, offset, pairs, shape, start, stop, layout in ranges
             if state in atoms[param].states
         ]
-        return self.filled(dtype, (numel,), parts)
+        return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
         """How a parameter is split over the ranks; `flat` cuts the row-major order of a model-parallel rank's part."""
@@ -178,7 +178,7 @@ class RunFacts:
     step_dtype: DType | None
     """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
     unpacks_steps: bool = False
-    """Whether steps that are tensors become Python numbers too, with which every optimizer resumes from native files."""
+    """Whether steps that are tensors become Python numbers too; any optimizer resumes with them in native files."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int

@@ -23,8 +23,8 @@ from ucp.core.index import WEIGHT, Index
 from ucp.core.layout import AxisLayout
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
-from ucp.io.torch_file.draft import Drafted, target_plan
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, format_count
+from ucp.io.torch_file.draft import FinishedFile, make_target_plan
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
     describe_without_groups,
@@ -75,7 +75,7 @@ class DeepSpeedTarget(EngineTarget):
         check_stepped(facts, groups, flat=flat)
         drafted, notes, axes_of = _files(facts, wanted, parse_stage_settings(options.settings))
         note_step_casts(facts, groups)
-        plan = target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
+        plan = make_target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
         plan = self._finish_plan(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
 
@@ -85,7 +85,8 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
     lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
     lost = {name: states for name, states in lost.items() if states}
     names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
-    line = f"{names} of {counted(len(lost), 'parameter')}: no trained parameter is in an optimizer group of the source"
+    params = format_count(len(lost), "parameter")
+    line = f"{names} of {params}: no trained parameter is in an optimizer group of the source"
     return replace(plan, lost=lost, dropped=(line, *plan.dropped)) if lost else plan
 
 
@@ -114,14 +115,14 @@ _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
 
 def _files(
     facts: RunFacts, wanted: Topology, settings: StageSettings
-) -> tuple[list[Drafted], tuple[str, ...], _AxesOf]:
+) -> tuple[list[FinishedFile], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; notes; the axes of each parameter."""
     pipeline = read_pipeline(facts) or (infer_pipeline(facts, settings.tied) if settings.partitions else None)
     experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None and settings.partitions:
         raise UsageError(f"--set states the layers of stages, and {facts.index.path} was not a pipeline: drop it")
-    drafted, layers = list[Drafted](), list[Drafted]()
+    drafted, layers = list[FinishedFile](), list[FinishedFile]()
     if pipeline is None:
         stages, views = Stages(()), rank_views(facts, wanted)
     else:

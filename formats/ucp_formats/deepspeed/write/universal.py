@@ -19,8 +19,8 @@ from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import TargetOptions, TargetPlan
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, counted
-from ucp.io.torch_file.draft import Drafted, target_plan
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError, format_count
+from ucp.io.torch_file.draft import FinishedFile, make_target_plan
 from ucp_formats.deepspeed.config import Precision
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -105,7 +105,7 @@ class DeepSpeedUniversalTarget(EngineTarget):
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
         notes = (*group_notes(groups, flat=True), *_warnings(facts, groups))
-        return self._finish_plan(facts, target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
+        return self._finish_plan(facts, make_target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
 
 
 def _check_counts(groups: Sequence[Group]) -> None:
@@ -120,7 +120,7 @@ def _check_counts(groups: Sequence[Group]) -> None:
         )
 
 
-def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
+def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedFile]:
     """The model-states files; the loader needs their counters and extras, no weights.
 
     DeepSpeed before 0.19.8 needs a file for each model-parallel rank of the run that loads them.
@@ -148,7 +148,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[Drafted]:
             yield draft.finish(model_state(draft, view, 0, values))
 
 
-def _globals(facts: RunFacts, groups: Sequence[Group]) -> Drafted:
+def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
     """`optimizer_state.pt`: `param_groups` is read by stages 1 and 2, `optimizer_state_dict` by stage 3."""
     draft = AtomDraft(f"{tag(facts.index)}/zero/optimizer_state.pt", facts.index)
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
@@ -185,7 +185,7 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
     }
 
 
-def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
+def _parameter_files(facts: RunFacts, group: Group) -> Iterator[FinishedFile]:
     """One file per parameter and state, and no others: stages 1 and 2 take every `.pt` file of a folder for a state."""
     stems = _stems(group)
     for atom in group.params:
@@ -198,7 +198,7 @@ def _parameter_files(facts: RunFacts, group: Group) -> Iterator[Drafted]:
             shape = atom.global_shape or (1,)
             keys = {"cat_dim": 0} if facts.rules is None else facts.rules.file_keys(atom.name)
             dtype = group.dtypes[state]
-            tensor = draft.full(atom.name, state, dtype, shape=shape) if has_state else draft.filled(dtype, shape)
+            tensor = draft.full(atom.name, state, dtype, shape=shape) if has_state else draft.add_tensor(dtype, shape)
             yield draft.finish({**keys, "param": tensor})
 
 
@@ -216,8 +216,8 @@ def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     buffers = sum(atom.kind is Kind.BUFFER for atom in atoms)
     frozen = sum(atom.kind is not Kind.BUFFER and not is_optimized(atom) for atom in atoms)
     if buffers or frozen:
-        frozen_ones = counted(frozen, "frozen parameter", "frozen parameters")
-        kinds = [text for text, count in ((frozen_ones, frozen), (counted(buffers, "buffer"), buffers)) if count]
+        frozen_ones = format_count(frozen, "frozen parameter", "frozen parameters")
+        kinds = [text for text, count in ((frozen_ones, frozen), (format_count(buffers, "buffer"), buffers)) if count]
         yield (
             f"a universal load does not restore {' and '.join(kinds)}; they "
             f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"

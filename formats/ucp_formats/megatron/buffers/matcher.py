@@ -27,7 +27,7 @@ from itertools import chain
 
 from ucp.core.assign import bounds
 from ucp.core.tensor import DType
-from ucp.errors import MalformedError, counted, listed
+from ucp.errors import MalformedError, format_count, format_list
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk
 from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer
@@ -225,7 +225,7 @@ class FlatBufferMatcher:
             if duplicates:
                 raise MalformedError(
                     f"{buffer.buffer.where}: expected each parameter once; {len(duplicates)} are stored "
-                    f"twice:\n{listed(duplicates)}"
+                    f"twice:\n{format_list(duplicates)}"
                 )
             starts = {name: match.start for name, match in zip(params, buffer.matches, strict=True)}
             ties = [name for name, match in zip(params, buffer.matches, strict=True) if len(match.candidates) > 1]
@@ -314,7 +314,7 @@ def _require_one_length(
     if len(lengths) > 1 and (edges is None or any(start < edge < start + lengths[0] for edge in edges)):
         raise MalformedError(
             f"{buffer.where}: parameters of different lengths have the contents from element {start} on:\n"
-            f"{listed(f'{candidate.name} {list(candidate.local_shape)}' for candidate in candidates)}\n"
+            f"{format_list(f'{candidate.name} {list(candidate.local_shape)}' for candidate in candidates)}\n"
             "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
         )
     return [candidate for candidate in candidates if candidate.numel == lengths[0]]
@@ -323,8 +323,8 @@ def _require_one_length(
 def ambiguity_error(where: str, lines: Sequence[str]) -> MalformedError:
     """The error for positions that several parameters of identical contents can have, a line each."""
     return MalformedError(
-        f"{where}{counted(len(lines), 'parameter has', 'parameters have')} the same contents as others, and their "
-        f"order does not tell them apart:\n{listed(lines)}\n{_REMEDY}"
+        f"{where}{format_count(len(lines), 'parameter has', 'parameters have')} the same contents as others, and their "
+        f"order does not tell them apart:\n{format_list(lines)}\n{_REMEDY}"
     )
 
 

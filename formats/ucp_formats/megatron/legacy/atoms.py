@@ -18,8 +18,8 @@ from ucp.core.layout import Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union, merge_counts, state_from_scalar
-from ucp.errors import MissingFileError, counted, listed
-from ucp.io.pickle.fields import mapping, sequence
+from ucp.errors import MissingFileError, format_count, format_list
+from ucp.io.pickle.fields import require_mapping, require_sequence
 from ucp_formats.megatron.buffers.state_buffer import Candidate
 from ucp_formats.megatron.groups import SavedGroup, is_expert
 from ucp_formats.megatron.legacy.files import LegacyRun
@@ -58,10 +58,12 @@ class RankOptimizer:
 
     def groups(self) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
         """Its groups, each with the numbers of its parameters, where it has them. Raises MalformedError."""
-        for entry in sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
-            group = mapping(entry, f"a group in {self.where}")
+        for entry in require_sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
+            group = require_mapping(entry, f"a group in {self.where}")
             hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
-            params = sequence(group["params"], f"params of a group in {self.where}") if "params" in group else ()
+            params = (
+                require_sequence(group["params"], f"params of a group in {self.where}") if "params" in group else ()
+            )
             yield SavedGroup(chain=None, hyper=hyper), params
 
 
@@ -111,8 +113,8 @@ def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dic
     layouts = {name: _find_layout(run, model, params, missing) for name, params in params_by_name.items()}
     if missing:
         raise MissingFileError(
-            f"{counted(len(missing), 'parameter')} of {run.folder} with parts that no file holds:\n{listed(missing)}\n"
-            "Copy the folders of all ranks from where they were saved"
+            f"{format_count(len(missing), 'parameter')} of {run.folder} with parts that no file "
+            f"holds:\n{format_list(missing)}\nCopy the folders of all ranks from where they were saved"
         )
     union = Union()
     return {

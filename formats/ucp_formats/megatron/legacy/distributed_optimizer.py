@@ -20,8 +20,8 @@ from itertools import chain
 
 from ucp.core.index import WEIGHT
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import described, mapping, sequence
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
+from ucp.io.pickle.fields import describe_value, require_mapping, require_sequence
 from ucp.io.pickle.values import GlobalName
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple
@@ -55,7 +55,9 @@ class SavedBuffer:
 def read_buffers(root: object, where: str) -> list[list[SavedBuffer] | None]:
     """Buffers of every optimizer in the file; None for one that another rank saved. Raises MalformedError."""
     optimizers = root if isinstance(root, list) else [root]
-    return [None if saved is None else list(_read_buffers(mapping(saved, where), where)) for saved in optimizers]
+    return [
+        None if saved is None else list(_read_buffers(require_mapping(saved, where), where)) for saved in optimizers
+    ]
 
 
 def _read_buffers(saved: Mapping[object, object], where: str) -> Iterator[SavedBuffer]:
@@ -64,14 +66,14 @@ def _read_buffers(saved: Mapping[object, object], where: str) -> Iterator[SavedB
         raise UnsupportedError(f"expected numbered buffers in {where}; got {', '.join(unknown[:5])}")
     for count, number in enumerate(sorted(key for key in saved if type(key) is int)):
         label = f"buffer {number} of {where}"
-        for position, (key, states) in enumerate(mapping(saved[number], label).items()):
+        for position, (key, states) in enumerate(require_mapping(saved[number], label).items()):
             first = key[0] if isinstance(key, tuple) and key else None  # (param dtype, grad dtype) since 2024-03
             name = first.qualname if isinstance(first, GlobalName) else None
             yield SavedBuffer(
                 where=label,
                 number=count + position,
                 dtype=next((dtype for dtype in DType if dtype.value == name), None),
-                states=dict(_read_states(mapping(states, label), label)),
+                states=dict(_read_states(require_mapping(states, label), label)),
                 is_padded=not saved.get(_COALESCED),
             )
 
@@ -82,10 +84,10 @@ def _read_states(saved: Mapping[object, object], where: str) -> Iterator[tuple[s
     for key, value in saved.items():
         if key in _SIZES:
             continue
-        tensors = sequence(value, f"{key!r} in {where}") if isinstance(value, list | tuple) else (value,)
+        tensors = require_sequence(value, f"{key!r} in {where}") if isinstance(value, list | tuple) else (value,)
         refs = tuple(tensor for tensor in tensors if isinstance(tensor, TensorRef))
         if len(refs) != len(tensors) or any(len(ref.shape) != 1 or not ref.is_contiguous for ref in refs):
-            raise MalformedError(f"expected flat tensors for {key!r} in {where}; got {described(value)}")
+            raise MalformedError(f"expected flat tensors for {key!r} in {where}; got {describe_value(value)}")
         yield WEIGHT if key == _MASTER else str(key), refs
 
 
@@ -119,15 +121,15 @@ def add_buffers(
     if problems:
         names = (f"{param.slot.key} {list(param.ref.shape)}" for param in remaining.values())
         raise MalformedError(
-            f"{optimizer.where}: {counted(len(problems), 'range')} of its buffers without a parameter of the model:\n"
-            f"{listed(problems)}\nparameters that were not found:\n{listed(names)}\n"
+            f"{optimizer.where}: {format_count(len(problems), 'range')} of its buffers without a parameter of the "
+            f"model:\n{format_list(problems)}\nparameters that were not found:\n{format_list(names)}\n"
             "The file is of another run than the model, or its weights were changed after it was saved"
         )
     if remaining:
         shown = ", ".join(param.name for param in list(remaining.values())[:3]) + (
             ", ..." if len(remaining) > 3 else ""
         )
-        untrained = f"{counted(len(remaining), 'parameter')} not trained: {shown}"
+        untrained = f"{format_count(len(remaining), 'parameter')} not trained: {shown}"
         states.notes.append(f"{optimizer.where} has no states of {untrained}")
 
 

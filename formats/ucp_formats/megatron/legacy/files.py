@@ -36,7 +36,7 @@ from ucp.core.index import SourceFile
 from ucp.core.tensor import Record
 from ucp.errors import CorruptError, MalformedError, MissingFileError, SourceError, UnsupportedError
 from ucp.io.folder import names_of_folder
-from ucp.io.pickle.fields import described, mapping
+from ucp.io.pickle.fields import describe_value, require_mapping
 from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import Archive, read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
@@ -203,7 +203,7 @@ class SavedRank:
     @property
     def root(self) -> Mapping[object, object]:
         """Content of the model file."""
-        return mapping(self.model.root, self.model.path)
+        return require_mapping(self.model.root, self.model.path)
 
     @property
     def chunks(self) -> tuple[tuple[int, object], ...]:
@@ -267,7 +267,7 @@ def read_run(folder: Path) -> LegacyRun:
     names = [rank_folder.name for rank_folder in folders]
     problems = Problems()
     archives = {name: pair for name in names if (pair := _read_rank(folder / name, problems)) is not None}
-    roots = {name: mapping(model.root, model.path) for name, (model, _) in archives.items()}
+    roots = {name: require_mapping(model.root, model.path) for name, (model, _) in archives.items()}
     recorded: dict[str, Arguments] = {}
     for name, root in roots.items():
         try:
@@ -327,7 +327,7 @@ def _read_rank(folder: Path, problems: Problems) -> tuple[Archive, Archive | Non
             problems.wrong.append(str(error).replace(f"{folder.parent}/", ""))
     model = archives.get(MODEL)
     if model is not None and not isinstance(model.root, dict):
-        problems.unsupported.append(f"{model.path}: expected a dict at the top; got {described(model.root)}")
+        problems.unsupported.append(f"{model.path}: expected a dict at the top; got {describe_value(model.root)}")
         return None
     return None if model is None else (model, archives.get(DISTRIBUTED_OPTIMIZER))
 

@@ -26,14 +26,14 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
 from ucp.families.match import Match
 from ucp.families.naming import CANONICAL, ParsedName
 from ucp.families.rule import Elements
 from ucp.families.template import Template
-from ucp.io.pickle.fields import described, flattened
+from ucp.io.pickle.fields import describe_value, flatten
 from ucp_formats.megatron.legacy.files import LegacyRun, SavedRank
 from ucp_formats.megatron.mesh import Chunk
 from ucp_formats.megatron.modules import find_modules
@@ -88,14 +88,14 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
         ]
         if gaps:
             raise MalformedError(
-                f"expected layers without a gap in every file; {len(gaps)} have no parameter:\n{listed(gaps)}\n"
+                f"expected layers without a gap in every file; {len(gaps)} have no parameter:\n{format_list(gaps)}\n"
                 "Copy the files again; a model with layers that have no parameters cannot be numbered"
             )
         if len(numbers_by_stack) == 1 and num_layers not in (None, sum(counts)):
             lines = (f"stage {pp}, chunk {vpp}: {n} layers" for (pp, vpp), n in zip(order, counts, strict=True))
             raise MalformedError(
                 f"expected {num_layers} layers, as the arguments say; there are {sum(counts)} in {stack}.layers:\n"
-                f"{listed(lines)}\nFiles of this checkpoint are missing, or are from different runs"
+                f"{format_list(lines)}\nFiles of this checkpoint are missing, or are from different runs"
             )
         starts = accumulate(counts, initial=0)
         first_layers |= {(stack, chunk): start for chunk, start in zip(order, starts, strict=False)}
@@ -195,9 +195,9 @@ def _collect_tensors(
     """Add the tensors of a chunk of one rank to `refs`; yields its other entries."""
     where = f"the model of {rank.model.path}"
     if not isinstance(state_dict, dict):
-        raise MalformedError(f"expected a dict for {where}; got {described(state_dict)}")
+        raise MalformedError(f"expected a dict for {where}; got {describe_value(state_dict)}")
     strided = []
-    for key, value in flattened(state_dict):
+    for key, value in flatten(state_dict):
         if key.rpartition(".")[2] == _EXTRA_STATE:
             is_empty = value is None or (isinstance(value, TensorRef) and value.numel == 0) or value in (b"", "")
             if not is_empty:
@@ -205,11 +205,11 @@ def _collect_tensors(
         elif isinstance(value, TensorRef):
             refs[Slot(number, chunk, key)] = value
             if not value.is_contiguous:
-                strided.append(f"{key}: {described(value)}")
+                strided.append(f"{key}: {describe_value(value)}")
         elif value is not None:
             yield Extra(name=f"model/{rank.name}/{chunk}/{key}", value=value)
     if strided:
-        raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{listed(strided)}")
+        raise UnsupportedError(f"{where} holds tensors whose elements are not consecutive:\n{format_list(strided)}")
 
 
 def _chunk(run: LegacyRun, slot: Slot) -> Chunk:

@@ -16,8 +16,8 @@ from itertools import chain
 from ucp.core.assign import narrow, narrow_in_order
 from ucp.core.index import STEP, WEIGHT, ParamGroup
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import MalformedError, listed
-from ucp.io.pickle.fields import integer, mapping, sequence, tensor
+from ucp.errors import MalformedError, format_list
+from ucp.io.pickle.fields import require_integer, require_mapping, require_sequence, require_tensor
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.matcher import Fingerprints, ambiguity_error
 from ucp_formats.megatron.buffers.state_buffer import StateBuffer
@@ -97,17 +97,17 @@ def add_plain_optimizer(optimizer: RankOptimizer, states: LegacyStates, prober: 
 
 def _read_groups(optimizer: RankOptimizer) -> list[_Group]:
     where = optimizer.where
-    by_number = mapping(optimizer.inner.get("state"), f"state of {where}")
+    by_number = require_mapping(optimizer.inner.get("state"), f"state of {where}")
     saved = optimizer.saved.get("fp32_from_fp16_params")
-    masters_by_group = None if saved is None else sequence(saved, f"fp32_from_fp16_params of {where}")
+    masters_by_group = None if saved is None else require_sequence(saved, f"fp32_from_fp16_params of {where}")
     groups = []
     for number, (group, params) in enumerate(optimizer.groups()):
-        numbers = [integer(param, f"a parameter of {where}") for param in params]
-        entries = [_Entry(states=mapping(by_number.get(number, {}), where)) for number in numbers]
+        numbers = [require_integer(param, f"a parameter of {where}") for param in params]
+        entries = [_Entry(states=require_mapping(by_number.get(number, {}), where)) for number in numbers]
         masters = None
         if masters_by_group is not None:
-            values = sequence(masters_by_group[number], where) if number < len(masters_by_group) else ()
-            masters = [tensor(value, f"a master in {where}") for value in values]
+            values = require_sequence(masters_by_group[number], where) if number < len(masters_by_group) else ()
+            masters = [require_tensor(value, f"a master in {where}") for value in values]
         groups.append(_Group(saved=group, entries=entries, masters=masters))
     return groups
 
@@ -221,7 +221,7 @@ class _Naming:
             return (
                 f"{where}: expected masters (fp32_from_fp16_params) that equal the weights when cast to the type of "
                 "the model; in the order of the model these do not:\n"
-                f"{listed(f'{param.slot.key} {list(param.ref.shape)}' for param in changed)}\n"
+                f"{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in changed)}\n"
                 "Names of masters are not recorded, and equality with the weights proves them, so --drift does not "
                 "help. The files are of different steps or runs, or weights were changed after the last step: copy the "
                 "files again. If the change is intended, load the checkpoint in Megatron with --no-load-optim and save "
@@ -230,6 +230,7 @@ class _Naming:
         count = sum(len(group.entries) for group in self.groups)
         return (
             f"{where}: expected states of the parameters below, in the order of the model; got {count} without "
-            f"names, and {reason}:\n{listed(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\n"
-            "The file is of another run than the model, or was changed by hand"
+            "names, and "
+            f"{reason}:\n{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\nThe "
+            "file is of another run than the model, or was changed by hand"
         )

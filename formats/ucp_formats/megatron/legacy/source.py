@@ -18,8 +18,8 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.ranks import Checksums
 from ucp.core.index import STEP, AtomIndex, Extra, Index, ParamGroup
 from ucp.core.tensor import DType
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import described, mapping, shown
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, format_count, format_list
+from ucp.io.pickle.fields import describe_value, format_value, require_mapping
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import assign_groups, drop_rank_settings, is_by_named_optimizer, is_expert
@@ -94,8 +94,8 @@ def _read_optimizers(run: LegacyRun, model: LegacyModel, checksums: Checksums) -
     ]
     if missing:
         raise MissingFileError(
-            f"{run.folder} was saved with a distributed optimizer; {counted(len(missing), 'file')} of it missing:\n"
-            f"{listed(missing)}\nCopy them from where they were saved"
+            f"{run.folder} was saved with a distributed optimizer; {format_count(len(missing), 'file')} of it "
+            f"missing:\n{format_list(missing)}\nCopy them from where they were saved"
         )
     extras: dict[str, dict[int, object]] = {}
     with Prober() as prober:
@@ -144,11 +144,11 @@ def _rank_optimizers(
     if root is None:
         return []
     if not isinstance(root, list):
-        saved = mapping(root, where)
+        saved = require_mapping(root, where)
         return [RankOptimizer(where=where, chain=None, saved=saved, params=tuple(params), arguments=arguments)]
     optimizers = []
     for chain, entry in enumerate(root):
-        saved = mapping({} if entry is None else entry, where)
+        saved = require_mapping({} if entry is None else entry, where)
         optimizer = RankOptimizer(where=where, chain=chain, saved=saved, params=tuple(params), arguments=arguments)
         groups = optimizer.inner.get("param_groups")
         entries = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
@@ -167,7 +167,7 @@ def _buffers_of(rank: SavedRank, optimizers: Sequence[RankOptimizer]) -> list[li
     where = f"{rank.name}/{DISTRIBUTED_OPTIMIZER}"
     buffers = read_buffers(rank.buffers.root, where)
     if len(buffers) != len(optimizers):
-        expected = counted(len(optimizers), "optimizer")
+        expected = format_count(len(optimizers), "optimizer")
         raise MalformedError(f"expected buffers of {expected} in {where}; got {len(buffers)}")
     return buffers
 
@@ -175,7 +175,7 @@ def _buffers_of(rank: SavedRank, optimizers: Sequence[RankOptimizer]) -> list[li
 def _add_groups(optimizer: RankOptimizer, states: LegacyStates) -> None:
     """Assign parameters to the groups of a distributed optimizer, whose groups do not list them."""
     if optimizer.inner.get("param_groups") is None:
-        got = described(optimizer.saved.get("optimizer"))
+        got = describe_value(optimizer.saved.get("optimizer"))
         raise UnsupportedError(f"expected param_groups in {optimizer.where}; got {got}")
     groups = [group for group, _ in optimizer.groups()]
     params = {param.name: param for param in optimizer.params if param.slot in states.tensors}
@@ -218,7 +218,9 @@ def _param_groups(
             first, other = (states.groups[n].hyper for n in (number_of[param.name], number))
             same = Checksums(()).is_same
             keys = sorted(key for key in {**first, **other} if not same(first.get(key), other.get(key)))
-            differences = (f"{key} is {shown(first.get(key))} and {shown(other.get(key))}" for key in keys)
+            differences = (
+                f"{key} is {format_value(first.get(key))} and {format_value(other.get(key))}" for key in keys
+            )
             raise MalformedError(
                 f"expected the same optimizer group for {param.name} on all ranks; on "
                 f"{run.ranks[param.slot.rank].name} {', '.join(differences)}. The files are of different steps or "

@@ -17,7 +17,7 @@ from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
-from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, format_list
 from ucp.families.family import distinct_shapes
 from ucp.live.adapters import LiveModel
 from ucp.live.model.module import dtype_of
@@ -60,7 +60,7 @@ def _read_module(module: torch.nn.Module) -> list[ModuleTensor]:
     meta = [name for name, param in module.named_parameters() if param.is_meta]
     if meta:
         raise LoadError(
-            f"expected parameters that have memory to load into; these are on the meta device:\n{listed(meta)}\n"
+            f"expected parameters that have memory to load into; these are on the meta device:\n{format_list(meta)}\n"
             "build the model without init_model_with_meta_device"
         )
     sharded = {id(value.data): value for value in _sharded_values(module)}
@@ -78,7 +78,7 @@ def _read_module(module: torch.nn.Module) -> list[ModuleTensor]:
     if problems:
         raise UnsupportedError(
             "expected tensors of megatron-core, each a part of one global tensor of the model; got others:\n"
-            f"{listed(problems)}\nBuild experts as SequentialMLP or TEGroupedMLP, and give modules of your own a "
+            f"{format_list(problems)}\nBuild experts as SequentialMLP or TEGroupedMLP, and give modules of your own a "
             "sharded_state_dict"
         )
     return tensors

@@ -22,7 +22,7 @@ from ucp.contract.plugins import pattern
 from ucp.core.index import STEP, WEIGHT
 from ucp.core.layout import AxisLayout, Layout, locate_shard
 from ucp.core.tensor import DType
-from ucp.errors import LoadError, UnsupportedError, listed
+from ucp.errors import LoadError, UnsupportedError, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.module import dtype_of
@@ -162,8 +162,8 @@ def _chain_members(optimizer: Any) -> list[Any]:
     if unsupported:
         raise UnsupportedError(
             f"expected one of megatron-core's {', '.join(_SUPPORTED)}, or several chained; got\n"
-            f"{listed(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to megatron "
-            "and load the result as Megatron does"
+            f"{format_list(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to "
+            "megatron and load the result as Megatron does"
         )
     return [outer for outer in chained if not getattr(outer, "is_stub_optimizer", False)]
 
@@ -176,7 +176,7 @@ def _describe_member(outer: Any, model: LiveModel) -> ChainMember:
     if unknown:
         raise LoadError(
             f"expected an optimizer over the parameters of the model; it has others, of shape\n"
-            f"{listed(map(str, unknown))}\npass all chunks of the model that the optimizer was made for"
+            f"{format_list(map(str, unknown))}\npass all chunks of the model that the optimizer was made for"
         )
     names = tuple(tuple(model.owners[id(model_params[id(param)])] for param in group) for group in groups)
     live = dict(zip(chain(*names), chain(*groups), strict=True))

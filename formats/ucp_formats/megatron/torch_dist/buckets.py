@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from ucp.core.index import WEIGHT
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.dcp.checkpoint import StoredTensor
-from ucp.io.pickle.fields import described, mapping
+from ucp.io.pickle.fields import describe_value, require_mapping
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.buffers.matcher import BufferMatches, BufferPlacement, Fingerprints, FlatBufferMatcher
 from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
@@ -173,9 +173,9 @@ def _describe_gaps(bucket: Bucket, gaps: Sequence[tuple[int, int]]) -> list[str]
 def _check_gaps(gaps: Sequence[str], missing: Sequence[str]) -> None:
     if gaps and missing:
         raise MalformedError(
-            f"in the optimizer's buckets {counted(len(gaps), 'range is', 'ranges are')} the master of no "
-            f"parameter:\n{listed(gaps)}\n"
-            f"{counted(len(missing), 'parameter')} of the model in no bucket:\n{listed(missing, most=100)}\n"
+            f"in the optimizer's buckets {format_count(len(gaps), 'range is', 'ranges are')} the master of no "
+            f"parameter:\n{format_list(gaps)}\n"
+            f"{format_count(len(missing), 'parameter')} of the model in no bucket:\n{format_list(missing, most=100)}\n"
             "The weights and the optimizer are of different steps, or the weights are quantised. Save the checkpoint "
             "with --dist-ckpt-optim-fully-reshardable"
         )
@@ -225,9 +225,9 @@ class _Ranks:
                 candidates.append(candidate)
         if irregular:
             raise UnsupportedError(
-                f"{counted(len(irregular), 'parameter is', 'parameters are')} not split evenly over the "
+                f"{format_count(len(irregular), 'parameter is', 'parameters are')} not split evenly over the "
                 "tensor-parallel ranks, so that their place in the optimizer's buckets cannot be found:\n"
-                f"{listed(irregular)}\nSave the checkpoint with --dist-ckpt-optim-fully-reshardable"
+                f"{format_list(irregular)}\nSave the checkpoint with --dist-ckpt-optim-fully-reshardable"
             )
         return self._fingerprints.setdefault((experts, rank), Fingerprints(candidates, self._prober))
 
@@ -333,18 +333,18 @@ def from_gathered_objects(objects: Mapping[GroupObjectKey, object]) -> list[Buck
     buckets: dict[BucketKey, Bucket] = {}
     for group, value in objects.items():
         where = f"the optimizer states of data-parallel group {group.group}"
-        for buffer, by_dtype in mapping(value, where).items() if group.kind == "param_state" else ():
+        for buffer, by_dtype in require_mapping(value, where).items() if group.kind == "param_state" else ():
             if type(buffer) is not int:
                 continue
-            for dtype, saved in mapping(by_dtype, f"buffer {buffer} of {where}").items():
-                for state, tensors in mapping(saved, f"buffer {buffer} of {where}").items():
+            for dtype, saved in require_mapping(by_dtype, f"buffer {buffer} of {where}").items():
+                for state, tensors in require_mapping(saved, f"buffer {buffer} of {where}").items():
                     if not isinstance(tensors, list | TensorRef):
                         continue  # numel_unpadded
                     for number, tensor in enumerate(tensors if isinstance(tensors, list) else [tensors]):
                         key = BucketKey(group.chain, group.group, buffer, str(dtype), number, "")
                         label = f"{key.label}, {state}"
                         if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.is_contiguous:
-                            raise MalformedError(f"{label}: expected a flat tensor; got {described(tensor)}")
+                            raise MalformedError(f"{label}: expected a flat tensor; got {describe_value(tensor)}")
                         bucket = buckets.setdefault(key, Bucket(key=key, in_chunks=False))
                         bucket.states[str(state)] = StateBuffer.from_tensor(tensor, label)
     return list(buckets.values())

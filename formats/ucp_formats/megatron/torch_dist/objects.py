@@ -22,7 +22,7 @@ from ucp.io.dcp.checkpoint import Dcp, read_dcp
 from ucp.io.dcp.metadata import METADATA, read_metadata
 from ucp.io.files import split_parts
 from ucp.io.folder import exists
-from ucp.io.pickle.fields import described, mapping
+from ucp.io.pickle.fields import describe_value, require_mapping
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 from ucp_formats.megatron.arguments import Arguments, read_arguments
@@ -137,7 +137,7 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
         root, where, file, records = archive.root, path, path, archive.records
     elif root is None:
         raise MissingFileError(_describe_missing_common(dcp.folder))
-    values = mapping(root, f"the common state ({where})")
+    values = require_mapping(root, f"the common state ({where})")
     arguments = read_arguments(values.get("args"), where)
     return CommonState(where=where, values=values, arguments=arguments, records=records, file=file)
 
@@ -178,7 +178,7 @@ def to_list(value: object, where: str) -> list[object]:
         entries = {int(key): entry for key, entry in value.items() if type(key) is int or str(key).isdigit()}
         if sorted(entries) == list(range(len(value))):
             return [entries[number] for number in sorted(entries)]
-    raise MalformedError(f"expected a list for {where}; got {described(value)}")
+    raise MalformedError(f"expected a list for {where}; got {describe_value(value)}")
 
 
 _IN_INDEX = ("optimizer", "param_state")

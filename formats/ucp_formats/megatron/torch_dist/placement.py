@@ -20,7 +20,7 @@ from ucp.contract.plugins import pattern
 from ucp.core.index import Doubt, DoubtKind
 from ucp.core.layout import AxisLayout, Layout, place
 from ucp.core.region import Box
-from ucp.errors import FamilyError, TopologyError, UnsupportedError, listed
+from ucp.errors import FamilyError, TopologyError, UnsupportedError, format_list
 from ucp.families.family import Family
 from ucp_formats.megatron.buffers.layout import bucket_multiple
 from ucp_formats.megatron.groups import expert_numbers
@@ -67,7 +67,7 @@ class Layouts:
     @property
     def contradictions(self) -> tuple[Doubt, ...]:
         """Where `.metadata` contradicts the rules."""
-        lines = listed(f"{name}: {why}" for name, why in self.contradicted.items())
+        lines = format_list(f"{name}: {why}" for name, why in self.contradicted.items())
         text = (
             "expected the pieces that the rules of the family place over the ranks of the arguments; .metadata has "
             f"others, so rows may be fused in another order:\n{lines}\nChoose the family of the model (--family, "
@@ -78,7 +78,7 @@ class Layouts:
     @property
     def notes(self) -> tuple[str, ...]:
         """Which layouts are unknown."""
-        lines = listed(f"{name}: {why}" for name, why in self.unknown.items())
+        lines = format_list(f"{name}: {why}" for name, why in self.unknown.items())
         return (f"read as .metadata records them, with an unknown layout:\n{lines}",) if self.unknown else ()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ucp.core.index import WEIGHT, AtomIndex, Fragment, Kind, LostStates, StateIndex
-from ucp.errors import listed
+from ucp.errors import format_list
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
 
@@ -66,7 +66,7 @@ def check_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) ->
             shifts = _find_shifts(trained, prober)
     shifted = {name: f"by {shift} elements" for name, shift in shifts.items() if shift}
     odd = [name for name, shift in shifts.items() if not shift]
-    lines = listed(f"{name}: {shift}" for name, shift in shifted.items())
+    lines = format_list(f"{name}: {shift}" for name, shift in shifted.items())
     return CheckedMasters(
         atoms={name: _drop_states(atom) if name in shifted else atom for name, atom in atoms.items()},
         notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),

@@ -32,11 +32,11 @@ from ucp.core.index import (
 from ucp.core.layout import Layout
 from ucp.core.tensor import DType, Record
 from ucp.core.union import Union, state_from_scalar
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.dcp.checkpoint import Dcp, StoredTensor
 from ucp.io.dcp.metadata import METADATA
 from ucp.io.folder import path_of, to_absolute
-from ucp.io.pickle.fields import mapping
+from ucp.io.pickle.fields import require_mapping
 from ucp.io.provenance import source_file
 from ucp_formats.megatron.arguments import check_gaps, check_recorded
 from ucp_formats.megatron.groups import SavedGroup, assign_groups, drop_rank_settings, is_by_named_optimizer
@@ -143,7 +143,7 @@ def _saved_groups(common: CommonState, objects: SavedObjects, notes: list[str]) 
     for chain, optimizer in sorted({**in_common, **of_groups}.items(), key=lambda item: item[0] or 0):
         groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
         for group in to_list(groups, f"param_groups of {where}") if groups is not None else ():
-            entries = mapping(group, f"a group of {where}")
+            entries = require_mapping(group, f"a group of {where}")
             hyper = {str(key): value for key, value in entries.items() if key not in ("params", "param_names")}
             yield SavedGroup(chain=chain, hyper=hyper)
 
@@ -270,12 +270,12 @@ def _sort_tensors(dcp: Dcp) -> _Tensors:
     unknown = [key for key in tensors.model if key.startswith(_OPTIMIZER)]
     if unknown:
         raise UnsupportedError(
-            f"the optimizer in {dcp.folder} has {counted(len(unknown), 'tensor')} of an unknown layout:\n"
-            f"{listed(unknown)}"
+            f"the optimizer in {dcp.folder} has {format_count(len(unknown), 'tensor')} of an unknown layout:\n"
+            f"{format_list(unknown)}"
         )
     if not tensors.model:
         raise MalformedError(
-            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {counted(len(stored), 'tensor')}, none"
+            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {format_count(len(stored), 'tensor')}, none"
         )
     return tensors
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ucp.core.index import WEIGHT, Fragment
 from ucp.core.region import Box
 from ucp.core.tensor import DType
-from ucp.errors import MalformedError, counted, listed
+from ucp.errors import MalformedError, format_count, format_list
 from ucp.io.dcp.checkpoint import StoredTensor
 from ucp_formats.megatron.torch_dist.keys import ModelKey, StateKey
 from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, OriginalShape, StoredBox, unstack
@@ -73,7 +73,7 @@ class DistStates:
         """
         if not self.layout:
             return other
-        counts = counted(len(self.fragments), "parameter"), counted(len(other.fragments), "other")
+        counts = format_count(len(self.fragments), "parameter"), format_count(len(other.fragments), "other")
         return DistStates(
             layout=other.layout,
             fragments=self.fragments | other.fragments,
@@ -121,10 +121,11 @@ def from_state_keys(
             fragments = [Fragment(box=box, ref=ref) for box, ref in boxes]
             states.fragments.setdefault(name, {})[WEIGHT if state in _MASTERS else state] = fragments
     if problems:
-        raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{listed(problems)}")
+        raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{format_list(problems)}")
     if transposed:
         states.notes.append(
-            f"states of {counted(transposed, 'expert')} are stored transposed (GroupedMLP of megatron-core up to 0.15)"
+            f"states of {format_count(transposed, 'expert')} are stored transposed (GroupedMLP of megatron-core up to "
+            "0.15)"
         )
     return states
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ucp.core.region import Box, find_gaps, locate_flat_range
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
-from ucp.errors import CoverError, MalformedError, counted, listed
+from ucp.errors import CoverError, MalformedError, format_count, format_list
 from ucp.io.dcp.checkpoint import StoredChunk, StoredTensor
 from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
 
@@ -92,8 +92,8 @@ def unstack(
         params |= {param.name: param for param in _fuse(template, parts, problems)}
     if problems:
         raise MalformedError(
-            f"{counted(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
-            f":\n{listed(problems)}\n"
+            f"{format_count(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
+            f":\n{format_list(problems)}\n"
             "What .metadata says of them is damaged, or of another run: copy it again from where it was saved"
         )
     return params
@@ -114,8 +114,9 @@ def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
     ]
     if problems:
         raise CoverError(
-            f"the pieces in {where} do not tile {counted(len(problems), 'region')} of the model's own tensors exactly "
-            f"once:\n{listed(problems)}\n.metadata is damaged or of another run: copy it again from where it was saved"
+            f"the pieces in {where} do not tile {format_count(len(problems), 'region')} of the model's own tensors "
+            f"exactly once:\n{format_list(problems)}\n.metadata is damaged or of another run: copy it again from where "
+            "it was saved"
         )
 
 

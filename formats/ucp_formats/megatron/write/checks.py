@@ -17,8 +17,8 @@ from ucp.core.index import Kind
 from ucp.core.layout import place
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, TopologyError, UsageError, listed
-from ucp.io.pickle.fields import shown
+from ucp.errors import MalformedError, TopologyError, UsageError, format_list
+from ucp.io.pickle.fields import format_value
 from ucp_formats.megatron.arguments import READ_ARGUMENTS, compare_sizes, read_arguments
 from ucp_formats.megatron.mesh import hybrid_pattern, stage_problem
 from ucp_formats.megatron.names import EMBEDDING, OUTPUT
@@ -84,7 +84,7 @@ def check_settings(settings: Mapping[str, object], recorded: Mapping[str, object
         *(f"{name}: {text}" for name, value in settings.items() if (text := _find_mistype(value, recorded.get(name)))),
     ]
     if wrong:
-        raise UsageError(f"expected arguments of Megatron with --set; got\n{listed(wrong)}")
+        raise UsageError(f"expected arguments of Megatron with --set; got\n{format_list(wrong)}")
     try:
         read_arguments(dict(settings), "--set")
     except MalformedError as error:
@@ -96,7 +96,7 @@ def _find_mistype(value: object, recorded: object) -> str:
     if value is None or not isinstance(recorded, bool | int | float | str | list | tuple):
         return ""
     types = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
-    return "" if type(value) in types else f"{value!r}, and the source has {shown(recorded)}"
+    return "" if type(value) in types else f"{value!r}, and the source has {format_value(recorded)}"
 
 
 def check_consistency(
@@ -128,7 +128,7 @@ def check_consistency(
     lines += [line for line in compare_sizes(model.family, written, shapes, pads_on_load=True) if line not in old_lines]
     if lines:
         raise UsageError(
-            f"expected values of --set that agree with the checkpoint to write; got\n{listed(lines)}\n"
+            f"expected values of --set that agree with the checkpoint to write; got\n{format_list(lines)}\n"
             "Drop these, or convert a checkpoint of the model that you mean"
         )
 
@@ -181,7 +181,7 @@ def check_division(run: TargetRun) -> None:
     if lines:
         raise TopologyError(
             f"expected a topology that divides the model into equal parts, as Megatron does; got {mesh} for "
-            f"{run.index.path}:\n{listed(lines, most=40)}\nChoose other degrees"
+            f"{run.index.path}:\n{format_list(lines, most=40)}\nChoose other degrees"
         )
 
 

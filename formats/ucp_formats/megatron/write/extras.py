@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ucp.contract.run_extras import ExtraRow, ExtraTable, ExtraValues
 from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Placement
-from ucp.errors import counted
+from ucp.errors import format_count
 from ucp_formats.megatron.names import MODULES
 from ucp_formats.megatron.write.checks import vocabulary_notes
 from ucp_formats.megatron.write.groups import OptimizerGroup
@@ -120,7 +120,7 @@ def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: I
     """A line for every set of lost states, and one for masters that are written as weights only."""
     counts = Counter(lost.values()).items()
     lines = [
-        f"{', '.join(sorted(states))} of {counted(n, 'parameter')}: {_reason(run, states)}" for states, n in counts
+        f"{', '.join(sorted(states))} of {format_count(n, 'parameter')}: {_reason(run, states)}" for states, n in counts
     ]
     widest: dict[str, int] = {}
     for piece in (placement.slice for placement in placements if placement.slice.state == WEIGHT):
@@ -133,8 +133,8 @@ def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: I
     ]
     if masters:
         lines.append(
-            f"masters of {counted(len(masters), 'parameter')}: {_reason(run, ())}. Their weights are written in the "
-            "type that the model computes in"
+            f"masters of {format_count(len(masters), 'parameter')}: {_reason(run, ())}. Their weights are written in "
+            "the type that the model computes in"
         )
     return tuple(lines)
 

@@ -29,7 +29,7 @@ from ucp.core.topology import Topology
 from ucp.errors import TopologyError
 from ucp.families.family import Family
 from ucp.io.pickle.values import GlobalName
-from ucp.io.torch_file.draft import Drafted, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part
 from ucp.io.torch_file.storage import NewTensor
 from ucp_formats.megatron.buffers.layout import simulate
 from ucp_formats.megatron.legacy.files import Grid
@@ -129,7 +129,7 @@ class _LocalTensor:
 
     def draft(self, draft: FileDraft, state: str, dtype: DType = DType.FLOAT32) -> NewTensor:
         """A new tensor in the file, filled with a state."""
-        return draft.filled(dtype, self.shape, (self.to_part(state, dtype),))
+        return draft.add_tensor(dtype, self.shape, (self.to_part(state, dtype),))
 
 
 def legacy_places(topology: Topology) -> tuple[GridPlace, ...]:
@@ -141,7 +141,7 @@ def _grid(topology: Topology) -> Grid:
     return Grid(tp=topology.tp, pp=topology.pp, ep=topology.ep, etp=topology.expert_tp)
 
 
-def plan_legacy(run: TargetRun, folder: str) -> tuple[Drafted, ...]:
+def plan_legacy(run: TargetRun, folder: str) -> tuple[FinishedFile, ...]:
     """The files in `folder`. Raises TopologyError for a topology that these files cannot store."""
     return tuple(_LegacyPlan(run, folder).files())
 
@@ -170,7 +170,7 @@ class _LegacyPlan:
         self._last_chunk = list(self._layers)[-1]
         self._tensors = _split_tensors(run.model, self._layers)
 
-    def files(self) -> Iterator[Drafted]:
+    def files(self) -> Iterator[FinishedFile]:
         """All files, rank by rank."""
         for rank in self._grid.places():
             name = rank_folder_name(rank, pipelined=self._grid.pp > 1, experts=self._grid.ep > 1)
@@ -211,7 +211,7 @@ class _LegacyPlan:
         axes = with_source(layout, f"family {self._run.model.family.name}")
         return _LocalTensor(key=key, tensor=tensor, pairs=pairs, shape=shape, layout=Layout(axes))
 
-    def _model_file(self, path: str, rank: GridPlace, chunks: Mapping[Chunk, Sequence[_LocalTensor]]) -> Drafted:
+    def _model_file(self, path: str, rank: GridPlace, chunks: Mapping[Chunk, Sequence[_LocalTensor]]) -> FinishedFile:
         draft, run = FileDraft(path), self._run
         mesh, arguments = run.topology, dict(run.arguments)
         if "rank" in arguments:  # every rank saves its own number
@@ -232,7 +232,7 @@ class _LegacyPlan:
             root["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
         if rank in run.rng_states:
             root["rng_state"] = run.rng_states[rank]
-        return draft.finish(draft.carried(root))
+        return draft.finish(draft.copy_extra(root))
 
     def _state_dict(self, draft: FileDraft, chunk: Chunk, tensors: Sequence[_LocalTensor]) -> dict[str, object]:
         extras = list(self._naming.extra_states({local.key: local.tensor for local in tensors}))
@@ -268,7 +268,7 @@ class _LegacyPlan:
         steps_experts = len(self._run.chain) > 1 and local.tensor.expert is not None
         return self._run.is_optimized(local.tensor) and steps_experts == (number > 0)
 
-    def _buffers_file(self, path: str, rank: GridPlace, chunks: Mapping[Chunk, Sequence[_LocalTensor]]) -> Drafted:
+    def _buffers_file(self, path: str, rank: GridPlace, chunks: Mapping[Chunk, Sequence[_LocalTensor]]) -> FinishedFile:
         draft = FileDraft(path)
         first = self._grid.rank(rank)
         saves = (first < self._grid.tp, first < self._grid.etp * self._grid.ep)  # first of its data-parallel group
@@ -307,7 +307,7 @@ class _LegacyPlan:
                 replace(local.to_part(state, DType.FLOAT32), offset=start)
                 for local, start in zip(tensors, layout.starts, strict=True)
             ]
-            buffer["param" if state == WEIGHT else state] = draft.filled(DType.FLOAT32, (layout.numel,), parts)
+            buffer["param" if state == WEIGHT else state] = draft.add_tensor(DType.FLOAT32, (layout.numel,), parts)
         return {**buffer, "numel_unpadded": layout.numel}
 
     def _bucket_numel(self, total: int) -> int | None:

@@ -17,7 +17,7 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, TopologyError, UnsupportedError, listed
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, format_list
 from ucp.families.family import Family
 from ucp.families.match import Match
 from ucp.io.torch_file.draft import Part
@@ -150,7 +150,7 @@ def check_layers(model: TargetModel, *, alike: bool) -> None:
         ]
     if missing:
         raise MissingStateError(
-            f"expected every parameter of all layers; {len(missing)} are missing:\n{listed(missing)}\n"
+            f"expected every parameter of all layers; {len(missing)} are missing:\n{format_list(missing)}\n"
             "take a checkpoint with all of them, and drop --include and --exclude; if layers differ, say how, as in "
             "--set moe_layer_freq=[0,1]"
         )

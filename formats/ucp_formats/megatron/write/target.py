@@ -22,9 +22,9 @@ from ucp.core.index import STEP, WEIGHT, Index, Kind
 from ucp.core.target import Literal, OutputFile, Receipts, TargetOptions, TargetPlan
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, UsageError, listed
+from ucp.errors import MissingStateError, UsageError, format_list
 from ucp.families.naming import CANONICAL
-from ucp.io.torch_file.draft import target_plan
+from ucp.io.torch_file.draft import make_target_plan
 from ucp.transfer.probe import Prober
 from ucp_formats.megatron.groups import is_by_named_optimizer
 from ucp_formats.megatron.modules import choose_modules
@@ -123,7 +123,9 @@ class MegatronTarget(Target):
         drafted = write(run, _folder(index))
         notes = (*notes, *extra_notes(run))
         mesh = run.topology
-        plan = target_plan(index, drafted, notes=notes, topology=mesh, axes_of=make_axes_of(run), names_rounded=True)
+        plan = make_target_plan(
+            index, drafted, notes=notes, topology=mesh, axes_of=make_axes_of(run), names_rounded=True
+        )
         lost = lost_states(run, plan.placements)
         plan = replace(
             plan,
@@ -219,7 +221,7 @@ def _check_states(index: Index, model: TargetModel, arguments: Mapping[str, obje
     """Prove that trained parameters have all states that some have; `arguments`: of the run."""
     lacking = find_missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
     if lacking:
-        lines = listed(f"{name}: {', '.join(states)}" for name, states in lacking.items())
+        lines = format_list(f"{name}: {', '.join(states)}" for name, states in lacking.items())
         reasons = index.loss_reasons(lacking)
         two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED

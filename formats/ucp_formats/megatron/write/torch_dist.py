@@ -38,7 +38,7 @@ from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import FamilyError
 from ucp.io.dcp.emit import DcpDraft, NewChunk
-from ucp.io.torch_file.draft import Drafted, FileDraft
+from ucp.io.torch_file.draft import FileDraft, FinishedFile
 from ucp_formats.megatron.mesh import with_source
 from ucp_formats.megatron.names import COMMON, METADATA, GridPlace
 from ucp_formats.megatron.write.arguments import namespace
@@ -174,7 +174,7 @@ def dist_places(topology: Topology) -> tuple[GridPlace, ...]:
     return tuple(GridPlace(tp=tp, pp=pp, ep=0) for pp in range(topology.pp) for tp in range(topology.tp))
 
 
-def plan_dist(run: TargetRun, folder: str) -> tuple[Drafted, ...]:
+def plan_dist(run: TargetRun, folder: str) -> tuple[FinishedFile, ...]:
     """The files in `folder`. Raises FamilyError if a parameter has no name in torch_dist."""
     draft = DcpDraft(folder)
     style = key_style(run.arguments)
@@ -187,14 +187,14 @@ def plan_dist(run: TargetRun, folder: str) -> tuple[Drafted, ...]:
         for part in stored_parts(tensor, run.model, style):
             for key, state, dtype in _stored_states(run, tensor, part.key):
                 chunks = list(_chunks(tensor, part, state, dtype, layout))
-                draft.tensor(key, dtype, part.shape, chunks)
-    draft.values(extra_state_keys(run.model, style), [None])
+                draft.add_tensor(key, dtype, part.shape, chunks)
+    draft.add_values(extra_state_keys(run.model, style), [None])
     pp, tp = run.topology.pp, run.topology.tp
     for rank, value in run.rng_states.items():
-        draft.value(f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}", [value])
+        draft.add_value(f"rng_state/shard_{rank.pp}.{rank.tp}_{pp}.{tp}", [value])
     common = FileDraft(f"{folder}/{COMMON}")
     metadata = OutputFile(path=f"{folder}/{METADATA}", nbytes=len(_METADATA), literals=(Literal(0, _METADATA),))
-    return (*draft.finish(), common.finish(common.carried(_common(run))), Drafted(metadata, ()))
+    return (*draft.finish(), common.finish(common.copy_extra(_common(run))), FinishedFile(metadata, ()))
 
 
 def _stored_states(run: TargetRun, tensor: TargetTensor, key: str) -> Iterator[tuple[str, str, DType]]:

@@ -18,8 +18,8 @@ from ucp.contract.ranks import Checksums, make_rank_extras
 from ucp.contract.run_extras import MODULE_STATE, is_module_state
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError, UnsupportedError, listed
-from ucp.io.pickle.fields import described
+from ucp.errors import MalformedError, UnsupportedError, format_list
+from ucp.io.pickle.fields import describe_value
 from ucp.io.pickle.values import Stub, walk_paths
 from ucp_formats.torch.files.global_tensor import (
     GlobalTensor,
@@ -220,8 +220,9 @@ class _Collector:
         for other, first in zip(values, firsts, strict=True):
             if first:
                 raise MalformedError(
-                    f"expected one value of {show_path(path)} on all ranks; rank {rank} has {described(value)}, rank "
-                    f"{other} {described(values[other])}. The files are of different runs, or of different steps"
+                    f"expected one value of {show_path(path)} on all ranks; rank {rank} has {describe_value(value)}, "
+                    f"rank {other} {describe_value(values[other])}. The files are of different runs, or of different "
+                    "steps"
                 )
         return value
 
@@ -240,7 +241,7 @@ class _Collector:
         if self._unread:
             raise UnsupportedError(
                 f"expected plain tensors in {show_path(self._model_path) or 'the model'}; got others, whose elements "
-                f"are not known here:\n{listed(self._unread)}\nSave them as plain tensors (tensor.dequantize(), "
+                f"are not known here:\n{format_list(self._unread)}\nSave them as plain tensors (tensor.dequantize(), "
                 "tensor.to_dense(), tensor.resolve_conj(), tensor.as_subclass(torch.Tensor)), or leave them out"
             )
         is_sharded = any(isinstance(entry.value, GlobalTensor) and entry.value.is_shared for entry in self._model)

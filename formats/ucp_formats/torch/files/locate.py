@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from ucp.contract.locating import Located, Strength, find_only, require_checkpoint
 from ucp.contract.registry import is_owned_by_another
-from ucp.errors import DestinationError, MissingFileError, UsageError, counted, listed
+from ucp.errors import DestinationError, MissingFileError, UsageError, format_count, format_list
 from ucp.io.folder import names_in
 from ucp.io.provenance import read_mark
 
@@ -180,9 +180,9 @@ def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[Save
     ]
     if missing:
         raise MissingFileError(
-            f"expected a file of each of {counted(ranks, 'rank')} in {located.root}; "
-            f"{counted(len(missing), 'file is', 'files are')} not there:\n{listed(missing)}\nCopy them from where the "
-            "run saved them: every node keeps its own"
+            f"expected a file of each of {format_count(ranks, 'rank')} in {located.root}; "
+            f"{format_count(len(missing), 'file is', 'files are')} not there:\n{format_list(missing)}\nCopy them from "
+            "where the run saved them: every node keeps its own"
         )
     return located
 

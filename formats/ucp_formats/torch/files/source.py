@@ -21,7 +21,7 @@ from ucp.contract.sidecars import attach_sidecars
 from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind, SourceFile
 from ucp.core.tensor import Record
 from ucp.core.topology import Topology
-from ucp.errors import MalformedError, listed
+from ucp.errors import MalformedError, format_list
 from ucp.io.folder import path_of, to_absolute
 from ucp.io.provenance import source_file
 from ucp.io.torch_file.archive import read_archive
@@ -219,7 +219,7 @@ class _TorchIndexer:
         if not self._is_shared:
             yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
-            pairs = listed(f"{alias} = {name}" for alias, name in self._saved.tied.items())
+            pairs = format_list(f"{alias} = {name}" for alias, name in self._saved.tied.items())
             yield f"taken for tied, as they are stored once, or as config.json says:\n{pairs}"
         if self._entries.aside:
             yield aside_text(self._entries.aside)

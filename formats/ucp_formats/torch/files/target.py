@@ -23,7 +23,7 @@ from ucp.core.target import TargetOptions, TargetPlan, full_slice
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.pickle.values import GlobalName, Stub, walk
-from ucp.io.torch_file.draft import FileDraft, target_plan
+from ucp.io.torch_file.draft import FileDraft, make_target_plan
 from ucp.io.torch_file.storage import NewTensor
 from ucp.transfer.probe import Prober
 from ucp_formats.torch.extras import extra_paths
@@ -59,7 +59,7 @@ class TorchTarget(Target):
         with Prober() as prober:
             draft = _TorchDraft(index, options, prober)
             root = draft.root()
-        plan = target_plan(index, [draft.file.finish(root)], notes=draft.notes)
+        plan = make_target_plan(index, [draft.file.finish(root)], notes=draft.notes)
         plan = replace(plan, casts=(*plan.casts, *draft.counts.casts), dropped=draft.dropped)
         return add_sidecars(index, plan)
 
@@ -116,9 +116,9 @@ class _TorchDraft:
         state = atom.states[name]
         if atom.is_count(name) and name != WEIGHT:
             dtype, data = count_tensor(self._index, self.counts, atom.name, name)
-            return self.file.known(dtype, (), data)
+            return self.file.add_known(dtype, (), data)
         dtype = atom.dtype_of(name, self._dtypes)
-        return self.file.tensor(full_slice(atom.name, name, state, dtype=dtype))
+        return self.file.add_slice(full_slice(atom.name, name, state, dtype=dtype))
 
     def _add_extras(self, root: dict[object, object], model: dict[object, object]) -> None:
         """Add extras that have a place, if `weights_only` unpickles them: no objects of classes."""
@@ -127,7 +127,7 @@ class _TorchDraft:
         for extra, path in extra_paths(self._index, TorchTarget.keeps_extras_of, ("model",)):
             is_plain = not any(isinstance(value, Stub | GlobalName) for value in walk([extra.value]))
             if path is not None and is_plain and extra.name not in of_ranks and (len(path) > 1 or path[0] not in root):
-                (root if len(path) == 1 else model)[path[-1]] = self.file.carried(extra.value)
+                (root if len(path) == 1 else model)[path[-1]] = self.file.copy_extra(extra.value)
             elif extra.name != STEP:
                 dropped.add(extra.name)
         if dropped:

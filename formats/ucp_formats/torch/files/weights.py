@@ -12,7 +12,7 @@ from ucp.contract.model import read_config
 from ucp.contract.registry import recognise
 from ucp.core.index import Kind
 from ucp.core.tensor import TensorRef
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp.io.files import read_object
 from ucp.io.safetensors import read_header, read_weight_map
 from ucp_formats.torch.files.flat.lengths import Shapes
@@ -75,7 +75,7 @@ def shapes_from(path: Path) -> Shapes:
     if not document or wrong:
         raise MalformedError(
             f'{path}: expected name to shape, such as {{"emb.weight": [11, 8]}}; got something else for\n'
-            f"{listed(wrong or ['the document'])}"
+            f"{format_list(wrong or ['the document'])}"
         )
     return {name: tuple(shape) for name, shape in document.items() if _is_shape(shape)}
 

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ucp.core.index import WEIGHT, AtomIndex, Kind, OptimizerKeys, ParamGroup, StateDictKeys, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.union import state_from_scalar
-from ucp.errors import UnsupportedError, listed
-from ucp.io.pickle.fields import described
+from ucp.errors import UnsupportedError, format_list
+from ucp.io.pickle.fields import describe_value
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, show_path
 from ucp_formats.torch.state_dict.model_dict import Path
 from ucp_formats.torch.state_dict.optimizer import optimizer_root
@@ -40,13 +40,13 @@ def untrained_notes(atoms: Mapping[str, AtomIndex], saved: StateDict) -> Iterato
     """What tensors in no group are taken for, if nothing tells parameters from buffers."""
     frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in saved.frozen]
     if frozen:
-        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{listed(frozen)}"
+        yield f"in no group of the optimizer, so frozen parameters or buffers:\n{format_list(frozen)}"
     buffers = (atom for atom in atoms.values() if atom.kind is Kind.BUFFER and not atom.global_shape)
     scalars = [atom.name for atom in buffers if atom.states[WEIGHT].dtype.is_floating]
     if scalars:
         yield (
             "scalars in no group of the optimizer, taken for buffers (--set frozen=NAME for one that is a frozen "
-            f"parameter):\n{listed(scalars)}"
+            f"parameter):\n{format_list(scalars)}"
         )
 
 
@@ -56,7 +56,7 @@ def number_state_of(entry: StateEntry) -> StateIndex:
     if number is None:
         raise UnsupportedError(
             f"expected tensors and numbers as states of the optimizer; {show_path(entry.path)} is "
-            f"{described(entry.value)}. Save without it"
+            f"{describe_value(entry.value)}. Save without it"
         )
     return number
 

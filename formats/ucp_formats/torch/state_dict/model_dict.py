@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ucp.contract.run_extras import is_module_state
-from ucp.errors import UnsupportedError, counted, listed
+from ucp.errors import UnsupportedError, format_count, format_list
 
 Path = tuple[object, ...]
 """Keys of nested dicts (strings) and lists (numbers)."""
@@ -103,8 +103,9 @@ def model_path(dicts: Dicts, trained: OptimizedParams, where: str) -> Path:
         return exact[0]
     raise UnsupportedError(
         f"{where}: expected one dict of tensors that can be the model; got {len(paths)}, and nothing tells the model "
-        f"from an average of it or from another model:\n{listed('/'.join(map(str, path)) or '.' for path in paths)}\n"
-        "Save the one that the optimizer trains under the name model, or the others into files of their own"
+        "from an average of it or from another "
+        f"model:\n{format_list('/'.join(map(str, path)) or '.' for path in paths)}\nSave the one that the optimizer "
+        "trains under the name model, or the others into files of their own"
     )
 
 
@@ -148,7 +149,7 @@ def module_state_path(path: Path, root: Path) -> Path | None:
 def aside_text(names: Iterable[str]) -> str:
     """The note on dicts of tensors beside the model."""
     paths = sorted(names)
-    return f"{counted(len(paths), 'more dict')} of tensors beside the model, kept as extras:\n{listed(paths)}"
+    return f"{format_count(len(paths), 'more dict')} of tensors beside the model, kept as extras:\n{format_list(paths)}"
 
 
 def _find_largest(bare: Dicts, trained: OptimizedParams) -> list[Path]:

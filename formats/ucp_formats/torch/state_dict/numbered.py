@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ucp.contract.protocols import ParamOrder
 from ucp.core.assign import ManyWaysError, Slots, bounds, possible_places
-from ucp.errors import UnsupportedError, UsageError, listed
+from ucp.errors import UnsupportedError, UsageError, format_list
 from ucp.io.files import open_source
 from ucp.io.json_text import NotJson, parsed
 from ucp_formats.torch.state_dict.model_dict import bare_name
@@ -151,7 +151,7 @@ def order_params(
                 f"{expected}{sharded}"
             )
     if problems:
-        raise UsageError(f"--param-order does not fit this checkpoint:\n{listed(problems)}")
+        raise UsageError(f"--param-order does not fit this checkpoint:\n{format_list(problems)}")
     return Naming(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ucp.core.index import STEP, LostStates, ParamGroup
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, nest, show_path, unnamed_states
 from ucp_formats.torch.state_dict.model_dict import OptimizedParams, Path, fused_parts, longest_name, name_in
 from ucp_formats.torch.state_dict.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
@@ -171,13 +171,13 @@ class OptimizerEntries:
         settings = [key for key in strays if not key.startswith(f"{STATE}.")]
         if len(settings) < len(strays):
             raise MalformedError(
-                f"{where}: the optimizer has {counted(len(strays), 'entry', 'entries')} of no parameter of the model:\n"
-                f"{listed(strays)}"
+                f"{where}: the optimizer has {format_count(len(strays), 'entry', 'entries')} of no parameter of the "
+                f"model:\n{format_list(strays)}"
             )
         if settings:
             saved.notes.append(
                 "settings of parameters that the model lacks, and that have no states, left out (frozen ones, if "
-                f"get_state_dict was to ignore them):\n{listed(settings)}"
+                f"get_state_dict was to ignore them):\n{format_list(settings)}"
             )
         groups: dict[str, list[str]] = {}  # parameters of equal settings: a flattened optimizer records no groups
         for name in (name for name in saved.model if name in hyper):

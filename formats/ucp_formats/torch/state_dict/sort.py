@@ -21,7 +21,7 @@ from functools import reduce
 from operator import or_
 
 from ucp.core.index import UnnamedStates
-from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, counted, listed
+from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, format_count, format_list
 from ucp_formats.torch.state_dict.entries import GROUPS, StateDict, StateEntry, nest, show_path
 from ucp_formats.torch.state_dict.model_dict import (
     OptimizedParams,
@@ -126,8 +126,8 @@ def _drop_absent(saved: StateDict) -> None:
             replace(group, params=tuple(name for name in group.params if name not in absent)) for group in saved.groups
         )
         saved.notes.append(
-            f"{counted(len(absent), 'parameter')} in groups of the optimizer without states, and not in the model, "
-            f"left out (frozen ones, if get_state_dict was to ignore them):\n{listed(sorted(absent))}"
+            f"{format_count(len(absent), 'parameter')} in groups of the optimizer without states, and not in the "
+            f"model, left out (frozen ones, if get_state_dict was to ignore them):\n{format_list(sorted(absent))}"
         )
 
 
@@ -140,14 +140,14 @@ def _check(saved: StateDict, where: str) -> None:
     unknown = sorted({*saved.states, *counts} - saved.model.keys())
     if unknown:
         raise UnsupportedError(
-            f"{where}: the optimizer has {counted(len(unknown), 'parameter')} that the model lacks:\n"
-            f"{listed(unknown)}\n{_SAVE_BOTH}"
+            f"{where}: the optimizer has {format_count(len(unknown), 'parameter')} that the model lacks:\n"
+            f"{format_list(unknown)}\n{_SAVE_BOTH}"
         )
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise UnsupportedError(
-            f"{where}: expected one optimizer of each parameter; more than one trains\n{listed(twice)}\nThey are of "
-            "several models: save each model with its optimizer in a file of its own"
+            f"{where}: expected one optimizer of each parameter; more than one trains\n{format_list(twice)}\nThey are "
+            "of several models: save each model with its optimizer in a file of its own"
         )
     shapes: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {}
     for name, states in saved.states.items():
@@ -158,7 +158,7 @@ def _check(saved: StateDict, where: str) -> None:
         lines = (f"{name}: {shape}, its moments {of_moments}" for name, (shape, of_moments) in shapes.items())
         raise MalformedError(
             f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
-            f"had their names in another order:\n{listed(lines)}\n{_SAVE_BOTH}"
+            f"had their names in another order:\n{format_list(lines)}\n{_SAVE_BOTH}"
         )
 
 
@@ -180,7 +180,7 @@ def _set_trained(saved: StateDict) -> None:
     if saved.states and unstepped:
         saved.frozen = frozenset(name for name in unstepped if 0 not in (saved.model[name].shape or ()))
         saved.notes.append(
-            f"{counted(len(unstepped), 'parameter')} in a group of the optimizer without states, which others have: "
-            "taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
-            f"--set frozen=none. If neither holds, their states are missing from the file:\n{listed(unstepped)}"
+            f"{format_count(len(unstepped), 'parameter')} in a group of the optimizer without states, which others "
+            "have: taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
+            f"--set frozen=none. If neither holds, their states are missing from the file:\n{format_list(unstepped)}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.unit.conftest import shrink
+from tests.unit.conftest import shrink, tree
+from ucp.conversion.prepare import SilentObserver
 from ucp.errors import CorruptError, DestinationError, IncompleteError, OverlapError, UcpError, UsageError
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
@@ -39,10 +39,6 @@ TARGETS = {
 DST = "memory://bucket/run/out"
 SMALL = 4 << 10
 """Bytes of a round, so that there are several."""
-
-
-def tree(folder):
-    return {str(own.relative_to(folder)): own.read_bytes() for own in sorted(folder.rglob("*")) if own.is_file()}
 
 
 def objects(memory, url=DST):
@@ -101,12 +97,6 @@ def test_it_equals_what_is_written_to_a_disk(kind, target, memory, scratch, tmp_
     if target not in ("compressed", "virtual"):
         assert report.scratch_bytes <= 2 * max(SMALL, largest)
         assert report.nbytes_out == ucp.plan(src, **TARGETS[target]).nbytes_out
-
-
-def test_workers_write_the_same(memory, scratch, source, tmp_path, small):
-    ucp.convert(source, tmp_path / "disk", fsync=False)
-    ucp.convert(source, DST, scratch=scratch, workers=2)
-    assert objects(memory) == tree(tmp_path / "disk")
 
 
 class Killed(BaseException):
@@ -191,14 +181,11 @@ def run_until(memory, patch, source, scratch, target, replaces, *, at, done):
     return mortal
 
 
-class Interrupt:
+class Interrupt(SilentObserver):
     """Observer that stops a run after so many bytes."""
 
     def __init__(self, after):
         self.left = after
-
-    def begin(self, *, title, nbytes): ...
-    def end(self): ...
 
     def advance(self, nbytes):
         self.left -= nbytes
@@ -285,19 +272,8 @@ def test_a_finished_one_is_replaced_only_when_asked(memory, scratch, source, tmp
     assert objects(memory) == tree(tmp_path / "disk")
 
 
-def test_what_others_put_there_stays(memory, scratch, source):
-    memory.fs.pipe_file(f"{DST}/mine", b"x")
-    for overwrite in (False, True):
-        with pytest.raises(DestinationError, match="was not written by ucp"):
-            converted(source, scratch, overwrite=overwrite)
-    assert objects(memory) == {"mine": b"x"}
-
-
 def test_who_comes_later_takes_the_place(memory, scratch, source, small):
-    class Other:
-        def begin(self, *, title, nbytes): ...
-        def end(self): ...
-
+    class Other(SilentObserver):
         def advance(self, nbytes):
             memory.fs.pipe_file(f"{DST}/.ucp-partial/owner", b"another")
 
@@ -325,18 +301,9 @@ def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, 
     assert objects(memory) == tree(tmp_path / "disk")
 
 
-def test_what_is_left_of_a_run_that_was_overtaken_marks_nothing(memory, scratch, source):
-    converted(source, scratch)
-    memory.fs.pipe_file(f"{DST}/.ucp-partial/files/7.json", b"{}")
-    assert ucp.inspect(DST).format == "ucp"
-
-
 def test_one_at_a_time_on_a_machine(memory, scratch, source):
-    class Again:
+    class Again(SilentObserver):
         said = ""
-
-        def begin(self, *, title, nbytes): ...
-        def end(self): ...
 
         def advance(self, nbytes):
             with pytest.raises(DestinationError, match=rf"is running on this machine: process {os.getpid()} on"):
@@ -430,23 +397,13 @@ def test_source_and_destination_apart(memory, scratch, source):
             converted(url, scratch, dst=dst)
 
 
-def test_a_bucket_to_a_bucket(memory, scratch, source, tmp_path):
-    url = memory.put(source, "memory://bucket/src")
-    converted(url, scratch, verify=True)
-    assert ucp.diff(DST, source, extras=True).equal
-    assert json.loads(objects(memory)["ucp-conversion.json"])["source"]["path"].startswith("memory://")
-
-
 def test_a_second_conversion_of_the_process_takes_its_turn(memory, scratch, tmp_path, source):
     events: list[str] = []
 
-    class Titles:
+    class Titles(SilentObserver):
         def begin(self, *, title, nbytes):
             events.append(title)
             waits.set()
-
-        def advance(self, nbytes): ...
-        def end(self): ...
 
     class First(Titles):
         """Has the second begin while it is at work, and goes on once that waits."""

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import ucp
-from tests.unit.conversion.test_crash import OPTIONS, run_until, tree
+from tests.unit.conftest import partial, tree
+from tests.unit.conversion.test_crash import OPTIONS, run_until
 from ucp.conversion.destination.existing import ConversionId
 from ucp.conversion.destination.staging import Staging
 from ucp.conversion.journal import parse_done
@@ -25,7 +26,6 @@ from ucp.errors import DestinationError, UnfinishedError
 from ucp.transfer.plan.tasks import Share
 from ucp.transfer.worker import Worker
 
-FIXTURES = Path(__file__).parents[4] / "fixtures"
 PACK = "packs/00000.safetensors"
 WATCHED: list[str] = []
 OPENED: list[str] = []
@@ -40,17 +40,6 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
 
 
 sys.addaudithook(_hook)
-
-
-@pytest.fixture
-def dst(tmp_path):
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def wanted(source, tmp_path, small_blocks):
-    ucp.convert(source, tmp_path / "whole", workers=1)
-    return tree(tmp_path / "whole")
 
 
 @pytest.fixture
@@ -74,10 +63,6 @@ def read(monkeypatch):
     OPENED.clear()
     monkeypatch.setattr(module, "_holds_bytes", stands)
     return amount
-
-
-def partial(dst: Path) -> Path:
-    return dst.with_name(f"{dst.name}.ucp-partial")
 
 
 def part(source, dst, number, parts=3, **options):
@@ -125,19 +110,6 @@ def test_nothing_is_read_that_sealed_parts_noted(source, tmp_path, dst, small_bl
     assert tree(dst) == tree(tmp_path / "whole")
 
 
-def test_nothing_is_read_of_a_target_with_checksums(tmp_path, dst, small_blocks, read):
-    src, options = FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint", {"to": "deepspeed", "topology": "dp=2,zero=3"}
-    ucp.convert(src, tmp_path / "whole", workers=1, **options)
-    for number in (1, 2):
-        part(src, dst, number, 2, **options)
-    report = finalize(src, dst, **options)
-    assert read() == 0
-    assert report.believed_bytes == report.resumed_bytes > 0
-    believed = nbytes_text(report.believed_bytes)
-    assert f"{believed} already there: {believed} believed as noted\n" in str(report)
-    assert tree(dst) == tree(tmp_path / "whole")
-
-
 def test_what_was_not_synced_is_read(source, dst, wanted, read):
     own = [part(source, dst, number, fsync=number != 2) for number in (1, 2, 3)]
     report = finalize(source, dst)
@@ -147,24 +119,6 @@ def test_what_was_not_synced_is_read(source, dst, wanted, read):
 
 
 class TestCutOff:
-    def test_it_is_read(self, source, dst, wanted, read):
-        own = [part(source, dst, number) for number in (1, 2, 3)]
-        cut_off(journal_of(dst, 2))
-        assert finalize(source, dst).believed_bytes == own[0] + own[2]
-        assert read() == own[1]
-        assert tree(dst) == wanted
-
-    def test_damage_of_it_is_found(self, source, dst, wanted):
-        for number in (1, 2, 3):
-            part(source, dst, number)
-        cut_off(journal_of(dst, 2))
-        scribble(source, dst, 2)
-        with pytest.raises(UnfinishedError, match=r"(?s)^1 of .* part 2/3: 1 task of .*it was cut off"):
-            finalize(source, dst)
-        part(source, dst, 2)
-        finalize(source, dst)
-        assert tree(dst) == wanted
-
     def test_the_run_that_follows_vouches_for_both(self, source, dst, wanted, read):
         """It looks at what the first did; nobody has to look again."""
         own = [part(source, dst, number) for number in (1, 2, 3)]
@@ -173,16 +127,6 @@ class TestCutOff:
         assert read() == own[1]
         assert finalize(source, dst).believed_bytes == sum(own)
         assert read() == own[1]
-        assert tree(dst) == wanted
-
-    def test_whoever_shares_it_out_otherwise_vouches_as_well(self, source, dst, wanted, read):
-        own = [part(source, dst, number) for number in (1, 2, 3)]
-        cut_off(journal_of(dst, 2))
-        for number in (1, 2):
-            part(source, dst, number, 2)
-        before = read()
-        assert finalize(source, dst).believed_bytes == sum(own)
-        assert read() == before
         assert tree(dst) == wanted
 
     def test_a_second_run_that_is_cut_off_puts_the_first_in_doubt(self, source, dst, wanted, read):
@@ -343,15 +287,6 @@ class TestOtherRuns:
         assert (believed < sum(own)) is is_reopened
         assert tree(dst) == wanted
 
-    def test_parts_after_it_are_believed(self, source, dst, wanted, read):
-        own = [part(source, dst, 1)]
-        assert run_until(25, source, dst, resume=True) < 0
-        own += [part(source, dst, number) for number in (2, 3)]
-        before = read()
-        assert finalize(source, dst).believed_bytes == own[1] + own[2]
-        assert read() - before == own[0]
-        assert tree(dst) == wanted
-
     def test_parts_again_after_it_are_believed(self, source, dst, wanted, read):
         own = [part(source, dst, number) for number in (1, 2)]
         assert run_until(25, source, dst, resume=True) < 0
@@ -450,12 +385,3 @@ def test_with_verify_nothing_is_believed(source, dst, wanted, read):
     part(source, dst, 2)
     assert finalize(source, dst, verify=True).believed_bytes == 0
     assert tree(dst) == wanted
-
-
-def test_what_is_believed_and_wrong_is_found_by_readers(source, dst, wanted):
-    """As with a plain run, whose bytes change between writing and the end: checksums say so."""
-    for number in (1, 2, 3):
-        part(source, dst, number)
-    scribble(source, dst, 2)
-    finalize(source, dst)
-    assert not ucp.verify(dst).ok

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 
 from ucp.core.tensor import TensorRef
@@ -270,31 +263,6 @@ def test_plans_in_the_middle_are_read(folder: Path) -> None:
     assert set(read_dcp(str(folder)).metadata.tensors) == set(TENSORS)
 
 
-def test_chunks_and_files(tmp_path: Path) -> None:
-    """A tensor in two chunks of two files, one chunk past its end, and a chunk without elements."""
-    parts = {(0, 0): torch.ones(2, 3), (2, 0): torch.zeros(2, 3)}
-    places, files = {}, {}
-    for number, (offsets, tensor) in enumerate(parts.items()):
-        buffer = io.BytesIO()
-        torch.save(tensor, buffer)
-        files[f"__{number}_0.distcp"] = b"#" * number + buffer.getvalue()
-        places[MetadataIndex("t", torch.Size(offsets), 0)] = _StorageInfo(
-            f"__{number}_0.distcp", number, len(buffer.getvalue())
-        )
-    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size((2, 3))) for o in parts]
-    chunks.append(ChunkStorageMetadata(torch.Size((3, 0)), torch.Size((0, 3))))
-    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((3, 3)), chunks)
-    metadata = Metadata({"t": tensor}, None, places, StorageMeta())
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    found = read_dcp(str(tmp_path))
-    assert [(chunk.offsets, chunk.sizes) for chunk in found.tensors(["t"])["t"].chunks] == [
-        ((0, 0), (2, 3)),
-        ((2, 0), (2, 3)),
-    ]
-
-
 def test_metadata_of_other_classes(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"x": BytesStorageMetadata()}, None, {}, None)))
     with pytest.raises(MalformedError, match=r"x: no place"):
@@ -322,9 +290,3 @@ def test_many_items_are_read_in_few_requests(tmp_path: Path, monkeypatch: pytest
     assert len(requests) < 12
     for key, stored in tensors.items():
         assert elements(stored.chunks[0].ref) == raw(state[key])
-
-
-def test_a_copied_folder_reads_the_same(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
-    a, b = read_dcp(str(folder)), read_dcp(str(tmp_path / "copy"))
-    assert (a.metadata.tensors, a.files) == (b.metadata.tensors, b.files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ucp.io.pickle.callables import unusual_calls
+from ucp.io.pickle.callables import find_unusual_calls
 from ucp.io.pickle.unpickle import parse_pickle
 from ucp.io.pickle.values import GlobalName, Stub
 
@@ -13,7 +13,7 @@ USUAL = {"ds.LossScaler"}
 
 def told(pickled: bytes) -> str:
     value = parse_pickle(pickled + b".", where="test").value
-    return "".join(unusual_calls([("client_state", {"key": [value]})], USUAL))
+    return "".join(find_unusual_calls([("client_state", {"key": [value]})], USUAL))
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_what_is_usual_or_only_named_is_not(pickled: bytes) -> None:
 
 def test_a_name_is_shown_as_it_may_be_printed() -> None:
     value = Stub(GlobalName("os\n", "\x1b[2Jsystem"))
-    (note,) = unusual_calls([("x", value)], ())
+    (note,) = find_unusual_calls([("x", value)], ())
     assert note.isprintable()

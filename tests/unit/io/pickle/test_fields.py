@@ -4,7 +4,15 @@ import pytest
 
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import MalformedError
-from ucp.io.pickle.fields import described, integer, mapping, sequence, shapes, tensor, text
+from ucp.io.pickle.fields import (
+    describe_value,
+    require_integer,
+    require_mapping,
+    require_sequence,
+    require_shapes,
+    require_tensor,
+    text,
+)
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 
 TENSOR = TensorRef(path="f", offset=0, dtype=DType.FLOAT32, shape=(2, 3), strides=(3, 1))
@@ -25,18 +33,18 @@ ENUM = Stub(GlobalName("deepspeed.runtime.zero.config", "ZeroStageEnum"), (3,), 
     ],
 )
 def test_described(value: object, words: str) -> None:
-    assert described(value) == words
+    assert describe_value(value) == words
 
 
 @pytest.mark.parametrize(
     ("read", "good", "bad"),
     [
-        (mapping, {"a": 1}, [1]),
-        (sequence, (1, 2), {"a": 1}),
-        (integer, 3, True),
-        (integer, -1, 1.0),
+        (require_mapping, {"a": 1}, [1]),
+        (require_sequence, (1, 2), {"a": 1}),
+        (require_integer, 3, True),
+        (require_integer, -1, 1.0),
         (text, "a", b"a"),
-        (tensor, TENSOR, [1.0]),
+        (require_tensor, TENSOR, [1.0]),
     ],
 )
 def test_a_value_is_given_back_or_named(read, good: object, bad: object) -> None:
@@ -46,7 +54,7 @@ def test_a_value_is_given_back_or_named(read, good: object, bad: object) -> None
 
 
 def test_shapes_in_order() -> None:
-    assert list(shapes({"b": TorchSize((2, 3)), "a": [], "c": (0,)}, "here").items()) == [
+    assert list(require_shapes({"b": TorchSize((2, 3)), "a": [], "c": (0,)}, "here").items()) == [
         ("b", (2, 3)), ("a", ()), ("c", (0,)),
     ]  # fmt: skip
 
@@ -54,4 +62,4 @@ def test_shapes_in_order() -> None:
 @pytest.mark.parametrize("bad", [{"a": (2, -1)}, {"a": (2, 1.5)}, {"a": (True,)}, {"a": 3}, {1: (2,)}, [("a", (2,))]])
 def test_wrong_shapes(bad: object) -> None:
     with pytest.raises(MalformedError, match="here"):
-        shapes(bad, "here")
+        require_shapes(bad, "here")

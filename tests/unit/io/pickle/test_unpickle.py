@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import math
 import pickle
 import random
@@ -14,7 +13,7 @@ import pytest
 
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.pickle.unpickle import TruncatedPickleError, parse_pickle
-from ucp.io.pickle.values import GlobalName, Stub, TorchSize
+from ucp.io.pickle.values import GlobalName, Stub
 
 PROTOCOLS = range(6)
 
@@ -22,8 +21,13 @@ PROTOCOLS = range(6)
 class Plain:
     """A class with attributes."""
 
-    def __init__(self) -> None:
-        self.numel, self.start = 3, [4]
+    def __init__(self, **attributes: object) -> None:
+        self.__dict__.update(attributes)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Plain and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
 
 
 class Slotted:
@@ -42,10 +46,14 @@ class WithKeywords:
     """A class made by keyword arguments."""
 
     def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, int]]:
-        return (1,), {"b": 2}
+        return (1,), {"b": self.b}
 
     def __new__(cls, a: int, b: int = 0) -> Self:
-        return super().__new__(cls)
+        self = super().__new__(cls)
+        self.b = b
+        return self
+
+    b: int
 
 
 class Outer:
@@ -140,14 +148,6 @@ def test_the_bits_of_a_nan_are_kept(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_order_of_dicts_is_kept(protocol: int) -> None:
-    value = {"b": 1, "a": 2, "c": 3}
-    result = parsed(value, protocol)
-    assert isinstance(result, dict)
-    assert list(result) == list(value)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_shared_and_cyclic_values_stay_so(protocol: int) -> None:
     shared: list[object] = [1]
     loop: dict[str, object] = {"a": shared, "b": shared, "t": (shared,)}
@@ -156,28 +156,6 @@ def test_shared_and_cyclic_values_stay_so(protocol: int) -> None:
     assert isinstance(result, dict)
     assert result["self"] is result
     assert result["a"] is result["b"] is result["t"][0]
-
-
-def test_a_tuple_in_a_cycle() -> None:
-    inner: list[object] = []
-    loop = (inner,)
-    inner.append(loop)
-    result = parsed(loop)
-    assert isinstance(result, tuple)
-    assert result[0][0] is result
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_object_is_a_stub_with_its_state(protocol: int) -> None:
-    result = parsed(Plain(), protocol)
-    assert isinstance(result, Stub)
-    assert (result.made_by, result.args, result.new, result.state) == (
-        own("Plain"),
-        (),
-        True,
-        {"numel": 3, "start": [4]},
-    )
-    assert result.attribute("numel") == 3
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS[2:])
@@ -191,8 +169,8 @@ def test_slots_are_in_the_state(protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_object_that_holds_itself(protocol: int) -> None:
-    value = Plain()
-    value.start.append(value)  # type: ignore[arg-type]
+    value = Plain(start=[4])
+    value.start.append(value)  # type: ignore[attr-defined]
     result = parsed(value, protocol)
     assert isinstance(result, Stub)
     start = result.attribute("start")
@@ -213,17 +191,13 @@ def test_members_of_enumerations_are_calls_or_names(protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_classes_and_functions_are_names(protocol: int) -> None:
-    assert parsed([Plain, parsed, len, OrderedDict], protocol) == [
+    assert parsed([Plain, Outer.Inner, parsed, len, OrderedDict], protocol) == [
         own("Plain"),
+        own("Outer.Inner"),
         own("parsed"),
         GlobalName("builtins", "len"),
         GlobalName("collections", "OrderedDict"),
     ]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_nested_classes_have_dotted_names(protocol: int) -> None:
-    assert parsed(Outer.Inner, protocol) == own("Outer.Inner")
 
 
 def test_one_object_per_name() -> None:
@@ -249,32 +223,9 @@ def test_subclasses_of_containers_keep_their_elements(protocol: int) -> None:
     assert (result[3].args, result[3].entries) == ((GlobalName("builtins", "list"),), [("x", [1])])
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_namespace_in_a_namespace(protocol: int) -> None:
-    result = parsed(argparse.Namespace(a=1, b=argparse.Namespace(c=[2])), protocol)
-    assert isinstance(result, Stub)
-    inner = result.attribute("b")
-    assert isinstance(inner, Stub)
-    assert (result.attribute("a"), inner.attribute("c")) == (1, [2])
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS[2:])
-def test_attributes_of_an_ordered_dict_are_kept(protocol: int) -> None:
-    value: OrderedDict[str, int] = OrderedDict(a=1)
-    value._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
-    result = parsed(value, protocol)
-    assert isinstance(result, OrderedDict)
-    assert vars(result) == {"_metadata": {"": {"version": 1}}}
-
-
 def test_attributes_that_would_hide_methods_are_refused() -> None:
     with pytest.raises(MalformedError, match="hide none of its own"):
         parse_pickle(b"ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsK\x01sb.", where="test")
-
-
-def test_torch_sizes() -> None:
-    result = parse_pickle(b"\x80\x02ctorch\nSize\nK\x02K\x03\x86\x85R.", where="test").value
-    assert (type(result), result, repr(result)) == (TorchSize, (2, 3), "(2, 3)")
 
 
 def test_text_of_python_2_is_utf8_or_bytes() -> None:
@@ -372,11 +323,6 @@ def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, words: str
         parse_pickle(pickled, where="test")
 
 
-def test_the_message_names_file_and_byte() -> None:
-    with pytest.raises(MalformedError, match=r"^x\.pt: byte 3 of the pickle cannot be read: .*0xff"):
-        parse_pickle(b"\x80\x02N\xff.", where="x.pt")
-
-
 @pytest.mark.parametrize(
     "hostile",
     [b"Nr\xff\xff\xff\xff", b"Np4294967295\n", b"Np" + b"9" * 30 + b"\n", b"Nr\0\0\0\x10" + b"N0" * 1000, b"g-1\n"],
@@ -408,7 +354,7 @@ def test_calls_that_lie_in_each_other_are_read_or_refused() -> None:
 def test_every_truncation_says_so() -> None:
     for protocol in PROTOCOLS:
         data = pickle.dumps(
-            [{1.5: (1, 2)}, OrderedDict(a={3}), range(4), Plain(), "text", b"bytes", 2**70, 1.5], protocol
+            [{1.5: (1, 2)}, OrderedDict(a={3}), range(4), Plain(a=1), "text", b"bytes", 2**70, 1.5], protocol
         )
         for stop in range(len(data)):
             with pytest.raises(TruncatedPickleError):
@@ -440,13 +386,6 @@ def test_keys_that_take_forever_to_hash_are_refused(hostile: bytes) -> None:
         parse_pickle(b"}" + doubled + b"K\x01s.", where="test")
     with pytest.raises(MalformedError, match="at most 256 members"):
         parse_pickle(b"(" + doubled + b"\x91.", where="test")
-
-
-def test_a_second_pickle_in_the_same_bytes() -> None:
-    first, second = pickle.dumps([1], 2), pickle.dumps("two", 4)
-    one = parse_pickle(first + second, where="test")
-    assert (one.value, one.end) == ([1], len(first))
-    assert parse_pickle(first + second, where="test", start=one.end).value == "two"
 
 
 def test_persistent_ids_are_looked_up() -> None:

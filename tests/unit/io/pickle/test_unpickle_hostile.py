@@ -7,7 +7,6 @@ they bite.
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import sys
 import tracemalloc
@@ -16,11 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from ucp.errors import UcpError
 from ucp.io.pickle.unpickle import parse_pickle
-from ucp.io.pickle.values import GlobalName, Stub
 from ucp.io.torch_file.archive import read_archive
 
 
@@ -181,31 +178,6 @@ def test_hostile_archives_do_nothing(name: str, tmp_path: Path) -> None:
     with contextlib.suppress(UcpError):
         read_archive(str(path))
     assert not canary.exists()
-
-
-def test_reading_imports_nothing() -> None:
-    value = parse_pickle(b"\x80\x02cantigravity\nfly\n)R.", where="hostile").value
-    assert isinstance(value, Stub)
-    assert value.made_by == GlobalName("antigravity", "fly")
-    assert "antigravity" not in sys.modules
-
-
-def test_a_hostile_object_saved_by_torch(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-
-    class Hostile:
-        def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-            return exec, (f"open({str(canary)!r}, 'w').close()",)
-
-    for zipped in (True, False):
-        buffer = io.BytesIO()
-        torch.save({"w": torch.ones(2), "x": [Hostile()]}, buffer, _use_new_zipfile_serialization=zipped)
-        path = tmp_path / "x.pt"
-        path.write_bytes(buffer.getvalue())
-        root = read_archive(str(path)).root
-        assert isinstance(root, dict)
-        assert root["x"][0].made_by == GlobalName("builtins", "exec")
-        assert not canary.exists()
 
 
 def again(function: bytes, args: bytes, times: int, *, then: bytes = b"") -> bytes:

@@ -5,11 +5,11 @@ from collections import OrderedDict
 import pytest
 
 from ucp.core.tensor import DType, InlineTensor, TensorRef
-from ucp.io.pickle.values import GlobalName, Stub, TensorPair, TorchSize, differing_values
+from ucp.io.pickle.values import GlobalName, Stub, TensorPair, TorchSize, find_differing_values
 
 
 def found(a, b):
-    return [(item.place, item.a, item.b) for item in differing_values(a, b)]
+    return [(item.place, item.a, item.b) for item in find_differing_values(a, b)]
 
 
 def stub(name="C", **state):
@@ -60,7 +60,9 @@ def test_attributes_of_an_ordered_dict():
 def test_tensors_are_given_once_or_differ_in_shape():
     ref = TensorRef(path="a", offset=0, dtype=DType.INT8, shape=(2, 3), strides=(3, 1))
     other = TensorRef(path="b", offset=9, dtype=DType.INT8, shape=(2, 3), strides=(1, 2))
-    assert list(differing_values([ref, {"x": ref}], [other, {"x": other}])) == [TensorPair(place="[0]", a=ref, b=other)]
+    assert list(find_differing_values([ref, {"x": ref}], [other, {"x": other}])) == [
+        TensorPair(place="[0]", a=ref, b=other)
+    ]
     number = InlineTensor(data=b"\0", dtype=DType.INT8)
     assert found({"t": ref}, {"t": number}) == [("t", "tensor 2x3 int8", "tensor of one element int8")]
     assert found(ref, 3) == [("", "tensor 2x3 int8", "3")]

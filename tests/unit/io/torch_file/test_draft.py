@@ -10,7 +10,7 @@ from ucp.core.region import Box, RegionPair
 from ucp.core.target import Slice
 from ucp.core.tensor import DType, TensorRef
 from ucp.io.torch_file.archive import read_archive
-from ucp.io.torch_file.draft import Drafted, FileDraft, Part
+from ucp.io.torch_file.draft import FileDraft, FinishedFile, Part
 
 
 def own(param: str, numel: int, *, start: int = 0, stop: int | None = None) -> Slice:
@@ -22,7 +22,7 @@ def own(param: str, numel: int, *, start: int = 0, stop: int | None = None) -> S
     )
 
 
-def written(drafted: Drafted, folder: Path, values: dict[str, bytes]) -> Path:
+def written(drafted: FinishedFile, folder: Path, values: dict[str, bytes]) -> Path:
     """The file, with the bytes of each parameter where its slices lie."""
     data = bytearray(drafted.file.nbytes)
     for literal in drafted.file.literals:
@@ -41,12 +41,12 @@ def floats(*values: float) -> bytes:
 
 def test_torch_finds_slices_where_they_were_put(tmp_path: Path) -> None:
     draft = FileDraft("own.pt")
-    flat = draft.filled(
+    flat = draft.add_tensor(
         DType.FLOAT32,
         (6,),
         [Part(offset=4, slice=own("b", 2)), Part(offset=0, slice=own("a", 5, start=2, stop=5))],
     )
-    drafted = draft.finish({"flat": flat, "whole": draft.tensor(own("b", 2)), "step": 7})
+    drafted = draft.finish({"flat": flat, "whole": draft.add_slice(own("b", 2)), "step": 7})
     path = written(drafted, tmp_path, {"a": floats(0, 1, 2, 3, 4), "b": floats(8, 9)})
     loaded = torch.load(path, weights_only=True)
     assert loaded["flat"].tolist() == [2, 3, 4, 0, 8, 9]
@@ -57,7 +57,7 @@ def test_torch_finds_slices_where_they_were_put(tmp_path: Path) -> None:
 
 def test_what_has_no_bytes_is_not_placed() -> None:
     draft = FileDraft("own.pt")
-    drafted = draft.finish([draft.tensor(own("void", 0))])
+    drafted = draft.finish([draft.add_slice(own("void", 0))])
     assert drafted.placements == ()
 
 
@@ -65,7 +65,7 @@ def test_tensors_of_extras_are_copied(tmp_path: Path) -> None:
     torch.save({"rng": torch.arange(4, dtype=torch.int32)}, tmp_path / "source.pt")
     root = read_archive(str(tmp_path / "source.pt")).root
     draft = FileDraft("own.pt")
-    drafted = draft.finish(draft.carried(root))
+    drafted = draft.finish(draft.copy_extra(root))
     assert isinstance(root, dict)
     (copy,) = drafted.raw
     assert isinstance(copy.src, TensorRef)

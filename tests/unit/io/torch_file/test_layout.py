@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.utils.serialization import config
 
 from ucp.core.tensor import DType
 from ucp.io.files import open_source
@@ -119,39 +118,6 @@ def without_serialization_id(data: bytes) -> bytes:
     return data.replace(value, b"?" * 40).replace(info.CRC.to_bytes(4, "little"), b"????")
 
 
-def test_what_torch_wrote_comes_back(load: Callable[..., object], apart: Apart, carried_out: CarryOut) -> None:
-    model = torch.nn.Linear(3, 4)
-    layout = layout_torch_zip({name: apart.take(tensor) for name, tensor in model.state_dict().items()})
-    result = load(carried_out(layout, apart.contents))
-    assert isinstance(result, dict)
-    model.load_state_dict(result)
-
-
-def test_our_reader_reads_our_layout(tmp_path: Path, apart: Apart, carried_out: CarryOut) -> None:
-    value = {"a": torch.arange(5.0), "b": torch.zeros(0, 2), "c": torch.ones(3, dtype=torch.float8_e5m2)}
-    layout = layout_torch_zip({name: apart.take(tensor) for name, tensor in value.items()}, folder="any")
-    path = tmp_path / "x.pt"
-    path.write_bytes(carried_out(layout, apart.contents))
-    archive = read_archive(str(path))
-    assert isinstance(archive.root, dict)
-    offsets = list(layout.storages.values())
-    assert [archive.root[name].offset for name in value] == offsets
-    assert [record.offset for record in archive.records] == offsets
-    assert all(offset % 64 == 0 for offset in offsets)
-
-
-def test_torch_computes_the_same_offsets(tmp_path: Path, apart: Apart, carried_out: CarryOut) -> None:
-    value = [torch.ones(n) for n in (1, 0, 1000, 17)]
-    path = tmp_path / "x.pt"
-    path.write_bytes(carried_out(layout_torch_zip([apart.take(tensor) for tensor in value]), apart.contents))
-    config.load.calculate_storage_offsets = True
-    try:
-        result = torch.load(path, mmap=True)
-    finally:
-        config.load.calculate_storage_offsets = False
-    assert all(got.equal(wanted) for got, wanted in zip(result, value, strict=True))
-
-
 def test_a_layout_is_a_plan_of_every_byte(apart: Apart) -> None:
     storages = [NewStorage(DType.FLOAT32, n) for n in (3, 0, 100)]
     layout = layout_torch_zip([NewTensor(storage=s, shape=(s.numel,), strides=(1,)) for s in storages])
@@ -175,15 +141,6 @@ def test_a_layout_is_a_plan_of_every_byte(apart: Apart) -> None:
         if literal.offset <= at < literal.offset + len(literal.data)
     }
     assert list(known.values()) == [b"\0\0\0\0"] * 4
-
-
-def test_layouts_do_not_depend_on_anything_else() -> None:
-    def layout() -> TorchZip:
-        return layout_torch_zip(
-            {"x": NewTensor(storage=NewStorage(DType.INT8, 3), shape=(3,), strides=(1,)), "s": {1, 2}}
-        )
-
-    assert layout().literals == layout().literals
 
 
 @pytest.mark.slow

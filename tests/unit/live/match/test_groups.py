@@ -42,12 +42,6 @@ def test_unknown_keys_are_reported_once():
     assert findings.notes == [f"group {n}: the optimizer has no bias_correction=True" for n in (0, 1)]
 
 
-def test_the_initial_lr_of_schedulers_is_restored_though_the_group_has_none_yet():
-    assert restored([live_group("a", lr=1.0)], [saved_group("a", lr=0.1, initial_lr=0.5)])[0] == [
-        {"lr": 0.1, "initial_lr": 0.5}
-    ]
-
-
 def test_one_group_out_of_two_that_agree():
     saved = [saved_group("a", lr=0.1), saved_group("b", lr=0.1)]
     hyper, findings = restored([live_group("a", "b", lr=1.0)], saved)

@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 import ucp
+from tests.unit.live.cluster import module_of
 from tests.unit.live.threads import run
 from ucp.errors import LoadError, UcpError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
@@ -30,22 +31,6 @@ def styled(tmp_path_factory):
         return ucp.open(out)
 
     return made
-
-
-def module_of(checkpoint: ucp.Checkpoint, *parts: str) -> nn.Module:
-    """A model with the names and shapes of a checkpoint; of those with one of `parts` in them, where some are given."""
-    model = nn.Module()
-    for name, atom in checkpoint.atoms.items():
-        if parts and not any(part in name for part in parts):
-            continue
-        at = model
-        *path, last = name.split(".")
-        for step in path:
-            if not hasattr(at, step):
-                at.add_module(step, nn.Module())
-            at = getattr(at, step)
-        at.register_parameter(last, nn.Parameter(torch.zeros(atom.global_shape)))
-    return model
 
 
 def adam(model: nn.Module) -> optim.AdamW:
@@ -72,14 +57,6 @@ def test_a_style_that_is_said(styled, style):
     assert not report.unexpected
     check(model, optimizer, wanted)
     assert f"under names of {style}, by the family llama" in report.notes
-
-
-def test_the_one_style_that_gives_the_names_of_the_model_is_found(styled):
-    wanted = styled(LLAMA, "huggingface")
-    model = module_of(wanted)
-    report = ucp.load_into(model, LLAMA)
-    check(model, None, wanted)
-    assert any("under names of" in note for note in report.notes)
 
 
 def test_names_of_all_ranks_together_show_the_style(styled):

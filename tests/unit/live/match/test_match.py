@@ -3,7 +3,6 @@ import pytest
 from ucp.core.index import AtomIndex, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import LoadError
 from ucp.live.match.items import Findings, filter_fitting, find_unexpected, match_states, match_tensors, plan_weights
 from ucp.live.parts import LiveParam, LivePart, LiveTensor
 
@@ -45,23 +44,6 @@ def matched(tensors, source, rename=None):
     return found, findings
 
 
-def test_names_that_agree_match():
-    found, findings = matched([live("a"), live("b")], index(atom("a"), atom("b")))
-    assert found == {"a": "a", "b": "b"}
-    assert findings == Findings()
-
-
-def test_missing_and_unexpected_are_listed_in_one_error():
-    _, findings = matched([live("a"), live("c"), live("d", shape=(3,))], index(atom("a"), atom("b"), atom("d")))
-    with pytest.raises(LoadError) as error:
-        findings.check("/ckpt")
-    message = str(error.value)
-    assert "1 tensor of the model is not in the checkpoint:\n  c" in message
-    assert "1 tensor of the checkpoint is not in the model:\n  b" in message
-    assert "d has shape [3] in the model and [2, 3] in the checkpoint" in message
-    assert "strict=False" in message
-
-
 def test_a_tensor_without_elements_need_not_be_there():
     found, findings = matched([live("a"), live("void", shape=(0, 3))], index(atom("a")))
     assert found == {"a": "a"}
@@ -89,14 +71,6 @@ def test_tied_in_the_checkpoint_and_two_in_the_model_is_noted():
     assert not findings.problems
 
 
-def test_rename_maps_names_of_the_model():
-    source = index(atom("model.a"))
-    found, _ = matched([live("a")], source, rename=lambda name: f"model.{name}")
-    assert found == {"a": "model.a"}
-    _, findings = matched([live("a")], source, rename=lambda name: f"x.{name}")
-    assert findings.missing == ["a (renamed x.a)"]
-
-
 @pytest.mark.parametrize(
     ("names", "held", "hint"),
     [
@@ -118,22 +92,6 @@ def test_rename_maps_names_of_the_model():
 def test_a_common_prefix_is_named(names, held, hint):
     _, findings = matched([live(name) for name in names], index(*map(atom, held)))
     assert findings.hints == ([hint] if hint else [])
-
-
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        (live("net.a"), "has a name of the model, nothing was loaded:\n1 tensor of the model is not in the checkpoint"),
-        (live("a", shape=(3,)), "fits the model, nothing was loaded:\n1 thing does not fit:\n  a has shape [3]"),
-    ],
-)
-def test_where_nothing_goes_into_the_model_it_is_said_why(own, said):
-    _, findings = matched([own], index(atom("a")))
-    message = str(findings.make_no_match_error("/ckpt"))
-    assert message.startswith(f"nothing in /ckpt {said}")
-    assert "strict=False" not in message
-    cure = "name.removeprefix('net.')" if own.name == "net.a" else "`ucp inspect` lists"
-    assert cure in message.splitlines()[-1]
 
 
 def test_types_are_cast_among_floats_only():
@@ -206,13 +164,6 @@ def test_a_parameter_that_was_never_stepped_is_fresh():
     _, fresh, findings = states_of([LiveParam(name="a", keeps=ADAM), LiveParam(name="b", keeps=ADAM)], source)
     assert fresh == ["a"]
     assert not findings.problems
-
-
-def test_a_checkpoint_without_any_optimizer_states_is_a_problem():
-    source = index(atom("a"), groups=(ParamGroup(params=("a",), hyper={}),))
-    _, fresh, findings = states_of([LiveParam(name="a", keeps=ADAM)], source)
-    assert fresh == ["a"]
-    assert ["no optimizer states" in problem for problem in findings.problems] == [True]
 
 
 def test_a_parameter_that_was_not_optimised_is_a_problem():

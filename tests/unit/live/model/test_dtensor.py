@@ -71,25 +71,11 @@ def test_fsdp_cuts_what_expert_parallelism_leaves(mesh, experts, dim):
     assert torch.equal(part, live.handles["w1"])
 
 
-def test_a_rank_may_hold_nothing_of_it(mesh):
-    net = nn.Module()
-    net.w = nn.Parameter(distribute_tensor(torch.zeros(1, 4), mesh, (Shard(0), Replicate()), src_data_rank=None))
-    (own,) = describe_modules([net]).tensors
-    found = own.part.to_slice("w", "weight", (1, 4), DType.FLOAT32)
-    assert (found.local_shape, found.nbytes) == ((0, 4), 0)
-
-
 def test_a_sum_that_is_not_reduced_is_refused(mesh):
     net = nn.Module()
     net.w = nn.Parameter(DTensor.from_local(ROWS.clone(), mesh, [Replicate(), Partial()]))
     with pytest.raises(UnsupportedError, match=r"w: expected placements Shard and Replicate; got P"):
         describe_modules([net])
-
-
-def test_another_shape_in_the_checkpoint_does_not_fit(mesh):
-    (own,) = describe_modules([net_of(mesh, Shard(0), Replicate())]).tensors
-    with pytest.raises(ValueError, match=r"has shape \[5, 4\] in the model and \[6, 4\]"):
-        own.part.to_slice("w", "weight", (6, 4), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("told", ["dp=2,tp=2", "dp_replicate=2,dp_shard=1,tp=2", "cp=2,tp=2"])

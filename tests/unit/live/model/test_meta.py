@@ -163,17 +163,6 @@ def test_what_has_values_and_is_not_brought_keeps_them(saved):
     assert (net.own.weight.tolist(), net.own.table.tolist(), net.own.run.tolist()) == ([5, 5], [6, 6], [1, 1])
 
 
-def test_a_buffer_that_is_not_saved_may_be_all_that_lacks_memory(saved):
-    net = Computing()
-    net.ramp = net.ramp.to("meta")
-    load_into(net, checkpoint=saved)
-    assert torch.equal(net.ramp, torch.arange(3.0))
-    net = Net()
-    net.ramp = net.ramp.to("meta")
-    with pytest.raises(LoadError, match=r"does not bring\n +ramp\n"):
-        load_into(net, checkpoint=saved)
-
-
 def test_nothing_is_made_when_the_checkpoint_does_not_fit(saved):
     net = made(Computing)
     net.extra = nn.Linear(2, 2, device="meta")

@@ -43,19 +43,6 @@ def layers(*numbers: int) -> tuple[str, ...]:
     return tuple(f"layers.{number}.w" for number in numbers)
 
 
-@pytest.mark.parametrize("numbers", [((0, 1), (2,)), ((0, 1), (0,))])
-def test_stages_that_number_through_and_those_that_begin_at_0(numbers):
-    stages = [model("embed.0.w", *layers(*numbers[0])), model(*layers(*numbers[1]), "head.w")]
-    found = named(stages, "pp=2", stored=layers(0, 1, 2))
-    assert found == [["embed.0.w", *layers(0, 1)], [*layers(2), "head.w"]]
-
-
-def test_chunks_interleave():
-    """Chunk 1 of stage 0 comes after chunk 0 of stage 1."""
-    stages = [model("0.layers.0.w", "1.layers.0.w", chunks=2), model("0.layers.0.w", "1.layers.0.w", chunks=2)]
-    assert named(stages, "pp=2,vpp=2") == [[*layers(0, 2)], [*layers(1, 3)]]
-
-
 def test_a_layer_that_says_its_number_goes_before_its_name():
     said = [{"layers.0": 1, "layers.1": 2}, {"layers.0": 3}]
     stages = [model(*layers(0, 1), said=said[0]), model(*layers(0), said=said[1])]
@@ -135,22 +122,10 @@ def experts(*numbers: int, layer: int = 0) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.experts.{number}.w" for number in numbers)
 
 
-def test_experts_from_0_on_every_rank_and_numbered_through():
-    for second in ((0, 1), (2, 3)):
-        found = named([model(*experts(0, 1)), model(*experts(*second))], "dp=2,ep=2", stored=experts(0, 1, 2, 3))
-        assert found == [[*experts(0, 1)], [*experts(2, 3)]]
-
-
 def test_experts_of_a_grouped_layer():
     """Transformer Engine: the number is at the end."""
     name = "layers.0.mlp.experts.linear_fc1.weight"
     assert named([model(f"{name}0"), model(f"{name}0")], "dp=2,ep=2") == [[f"{name}0"], [f"{name}1"]]
-
-
-def test_experts_under_stages():
-    ranks = [model(*experts(0)), model(*experts(0)), model(*experts(0)), model(*experts(0))]
-    found = named(ranks, "dp=2,ep=2,pp=2")
-    assert found == [[*experts(0)], [*experts(1)], [*experts(0, layer=1)], [*experts(1, layer=1)]]
 
 
 def test_experts_by_a_map_with_replicas():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from ucp_patterns.partition import Partition
 from ucp_patterns.shard import Shard
 
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import DType
-from ucp.live.model.parallel.place import trim_padding
 from ucp.live.parts import LivePart
 
 RANKS = 3
@@ -44,18 +42,3 @@ def test_stretches_of_a_rank_end_where_its_rows_do(stored: int) -> None:
     slices = [part(1, dp=dp).to_slice("w", "exp_avg", (stored, WIDTH), DType.FLOAT32) for dp in range(2)]
     kept = (stored - 4) * WIDTH
     assert [(own.start, own.stop) for own in slices] == [(0, min(kept, 4)), (min(4, kept), kept)]
-
-
-def test_what_is_past_the_rows_becomes_zeros() -> None:
-    memory = torch.ones(4, WIDTH)
-    own = part(1).to_slice("w", "weight", (5, WIDTH), DType.FLOAT32)
-    landing = trim_padding(memory, own)
-    assert landing.shape == (1, WIDTH)
-    assert landing.data_ptr() == memory.data_ptr()
-    assert memory.tolist() == [[1.0, 1.0], *[[0.0, 0.0]] * 3]
-
-
-@pytest.mark.parametrize(("padded", "shape"), [(False, (9, WIDTH)), (True, (9, WIDTH + 1)), (True, (9, WIDTH, 1))])
-def test_other_shapes_are_no_padding(padded: bool, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"has shape \[12, 2\] in the model and"):
-        part(0, padded=padded).to_slice("w", "weight", shape, DType.FLOAT32)

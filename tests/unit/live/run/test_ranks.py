@@ -21,10 +21,6 @@ def failing(errors):
     return work
 
 
-def test_every_rank_gets_its_own_result():
-    assert run(3, failing({})) == [0, 1, 2]
-
-
 def test_one_failure_is_raised_by_all_with_its_class_and_rank():
     found = run(3, failing({1: MissingFileError("no file x")}))
     assert [type(error) for error in found] == [MissingFileError] * 3

@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 import ucp
+from tests.unit.live.cluster import module_of
 from tests.unit.live.threads import run
 from ucp.errors import LoadError, NoSuchNameError, UsageError
 
@@ -127,30 +128,7 @@ def test_a_scheduler_of_deepspeed(tmp_path):
 
 
 def whole(path: Path) -> nn.Module:
-    """A model with the tensors of a checkpoint."""
-    checkpoint = ucp.open(path)
-    model = nn.Module()
-    for name, atom in checkpoint.atoms.items():
-        at = model
-        *parts, last = name.split(".")
-        for part in parts:
-            if not hasattr(at, part):
-                at.add_module(part, nn.Module())
-            at = getattr(at, part)
-        dtype = atom.dtype("weight")
-        if dtype.is_floating_point:
-            at.register_parameter(last, nn.Parameter(torch.zeros(atom.global_shape)))
-        else:
-            at.register_buffer(last, torch.zeros(atom.global_shape, dtype=dtype))
-    for alias, name in checkpoint.index.aliases.items():
-        at = model
-        *parts, last = alias.split(".")
-        for part in parts:
-            if not hasattr(at, part):
-                at.add_module(part, nn.Module())
-            at = getattr(at, part)
-        setattr(at, last, model.get_parameter(name))
-    return model
+    return module_of(ucp.open(path))
 
 
 @pytest.mark.parametrize("fixture", ["z1-dp2-fp16", "z0-fp16"])

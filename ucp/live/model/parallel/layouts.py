@@ -20,7 +20,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import AtomIndex, Index
 from ucp.core.layout import AxisLayout, Layout, Pattern, locate_shard
-from ucp.errors import FamilyError, UnknownFamilyError, UsageError, listed
+from ucp.errors import FamilyError, UnknownFamilyError, UsageError, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.match.items import find_atoms
 from ucp.live.model.parallel.experts import ExpertMap
@@ -123,7 +123,7 @@ class LayoutFinder:
                 candidates[tensor.name] = self._find_candidates_of(tensor, atom, attributes)
         if errors:
             raise UsageError(
-                f"expected attributes of parameters and experts that the tensors have; got\n{listed(errors)}"
+                f"expected attributes of parameters and experts that the tensors have; got\n{format_list(errors)}"
             )
         return candidates
 

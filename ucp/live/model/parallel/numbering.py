@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ucp.errors import LoadError, UsageError, listed
+from ucp.errors import LoadError, UsageError, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.parts import LiveTensor
@@ -205,8 +205,8 @@ class _Numbering:
         if errors:
             raise LoadError(
                 "expected layers that stages number consecutively from 0 to the last, or each from 0; got\n"
-                f"{listed(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, from 1), "
-                "the same on stages that hold the same layers"
+                f"{format_list(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, "
+                "from 1), the same on stages that hold the same layers"
             )
         return layers
 
@@ -224,7 +224,7 @@ class _Numbering:
         if errors:
             raise LoadError(
                 "expected experts that expert-parallel ranks number consecutively from 0 to the last, or each from 0; "
-                f"got\n{listed(list(errors))}\nif they are assigned otherwise, pass experts={{expert: ranks}}"
+                f"got\n{format_list(list(errors))}\nif they are assigned otherwise, pass experts={{expert: ranks}}"
             )
         return experts
 

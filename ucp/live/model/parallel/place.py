@@ -47,12 +47,14 @@ def place_run(
             raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
         return ExpertMap.parse(experts, ep=mesh.degree("ep"))
 
-    expert_map, model = run_together(ranks, parse_experts), run.model
-    surveys = ranks.share(survey_numbers(model))
-    if not run.has_global_names:
-        model = run_together(
-            ranks,
-            lambda: name_globally(
+    expert_map = run_together(ranks, parse_experts)
+    surveys = ranks.share(survey_numbers(run.model))
+    model = run_together(
+        ranks,
+        lambda: (
+            run.model
+            if run.has_global_names  # on every rank, so that ranks whose modules differ still wait for one another
+            else name_globally(
                 run.model,
                 surveys,
                 mesh=mesh,
@@ -60,8 +62,9 @@ def place_run(
                 experts=expert_map,
                 stored=(*index.atoms, *index.aliases),
                 rename=rename,
-            ),
-        )
+            )
+        ),
+    )
     finder = LayoutFinder(index, mesh, count=ranks.count, options=options, rename=rename, experts=expert_map)
     candidates = run_together(ranks, lambda: {} if run.has_global_parts else finder.find_candidates(model))
     names = {tensor.name: tensor.global_names[0] for tensor in model.tensors}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ucp.core.index import Index
-from ucp.errors import DestinationError, EngineError, MissingFileError, UcpError, listed
+from ucp.errors import DestinationError, EngineError, MissingFileError, UcpError, format_list
 from ucp.io.folder import url_scheme
 from ucp.transfer.engines.ray import probe
 from ucp.transfer.engines.ray.worker import Run
@@ -78,7 +78,7 @@ def check_nodes(run: Run, index: Index, needs: Needs) -> None:
 
 def _refuse(kind: type[UcpError], expected: str, faults: Sequence[str], remedy: str) -> None:
     if faults:
-        raise kind(f"{expected}\n{listed(faults)}\n{remedy}")
+        raise kind(f"{expected}\n{format_list(faults)}\n{remedy}")
 
 
 def _fit_nodes(needs: Needs) -> list[_Node]:
@@ -96,7 +96,7 @@ def _fit_nodes(needs: Needs) -> list[_Node]:
         shown.append(f"{_name(node)}: {', '.join(f'{name} {amount:.15g}' for name, amount in resources)}")
     raise EngineError(
         f"no node of the Ray cluster has {needs.cpus:g} CPUs, {needs.memory >> 20} MiB of memory{custom}:\n"
-        f"{listed(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
+        f"{format_list(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
     )
 
 

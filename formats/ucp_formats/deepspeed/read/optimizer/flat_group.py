@@ -19,8 +19,8 @@ from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box
 from ucp.core.tensor import TensorRef, contiguous_strides
 from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, state_from_number, state_from_scalar
-from ucp.errors import listed
-from ucp.io.pickle.fields import Shape, described
+from ucp.errors import format_list
+from ucp.io.pickle.fields import Shape, describe_value
 
 _UNPLACED = "optimizer states that cannot be assigned to single parameters are kept as extras (optimizer_state/...)"
 
@@ -44,9 +44,9 @@ class OptimizerPart:
 
     def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
         """Report states of `params` that are kept as extras; `unplaced`: a description of each."""
-        loss = LostStates(reason=f"{_UNPLACED}:\n{listed(unplaced)}\nthey are of")
+        loss = LostStates(reason=f"{_UNPLACED}:\n{format_list(unplaced)}\nthey are of")
         self.lost |= dict.fromkeys(params, loss)
-        self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{listed(unplaced)}")
+        self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{format_list(unplaced)}")
 
     def take_group_steps(self) -> None:
         """Give the `step` of a group to parameters that have none (apex and early FusedAdam keep it in the group).
@@ -150,10 +150,10 @@ class _Reader:
         elif len(numbers) == len(values):
             self.add_number(name, numbers)
         elif tensors or numbers:
-            shown = {self.files[rank]: described(value) for rank, value in values.items()}
+            shown = {self.files[rank]: describe_value(value) for rank, value in values.items()}
             self.problems.check_agreement(f"the kind of {name} of {label}", shown)
         else:
-            self.keep(name, values, f"{label}: state {name} is {described(next(iter(values.values())))}")
+            self.keep(name, values, f"{label}: state {name} is {describe_value(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
         """Keep a state as an extra; `what`: its description."""

@@ -10,7 +10,15 @@ from ucp.contract.layouts import Span
 from ucp.contract.ranks import Checksums, Problems
 from ucp.core.tensor import TensorRef
 from ucp.errors import MalformedError, UnsupportedError
-from ucp.io.pickle.fields import Shape, described, integer, mapping, sequence, tensor, text
+from ucp.io.pickle.fields import (
+    Shape,
+    describe_value,
+    require_integer,
+    require_mapping,
+    require_sequence,
+    require_tensor,
+    text,
+)
 from ucp.io.pickle.values import Stub
 from ucp_formats.deepspeed.config import RunConfig
 from ucp_formats.deepspeed.names import FileName
@@ -37,7 +45,7 @@ class SavedGroup:
     @classmethod
     def of(cls, saved: object, where: str) -> SavedGroup:
         """The group `saved`. The name of a group of experts, `ep_size_2`, is no hyper-parameter."""
-        entries = mapping(saved, where)
+        entries = require_mapping(saved, where)
         names, name, has_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
         members = {"params", "param_names"}
         if has_experts and _EXPERTS.fullmatch(str(name)):
@@ -65,9 +73,9 @@ class TorchOptimizer:
     @classmethod
     def of(cls, saved: object, where: str) -> TorchOptimizer:
         """The state_dict `saved`."""
-        entries = mapping(saved, where)
-        groups = sequence(entries.get("param_groups"), f"param_groups of {where}")
-        state = mapping(entries.get("state"), f"state of {where}").items()
+        entries = require_mapping(saved, where)
+        groups = require_sequence(entries.get("param_groups"), f"param_groups of {where}")
+        state = require_mapping(entries.get("state"), f"state of {where}").items()
         return cls(
             groups=tuple(SavedGroup.of(group, f"param_groups[{n}] of {where}") for n, group in enumerate(groups)),
             state={slot: _by_name(entry, f"state[{slot}] of {where}") for slot, entry in state if type(slot) is int},
@@ -95,14 +103,14 @@ class UnshardedOptimizer:
     @classmethod
     def of(cls, saved: object, where: str, recorded: tuple[Mapping[str, Shape], ...]) -> UnshardedOptimizer:
         """The optimizer `saved`."""
-        entries = mapping(saved, "optimizer")
+        entries = require_mapping(saved, "optimizer")
         flat, unfused = entries.get("fp32_groups_flat"), entries.get("fp32_groups")
         if "fp32_groups_flat" in entries:
             kind = "FP16_Optimizer"
-            masters = [[master] for master in sequence(flat, "fp32_groups_flat")]
+            masters = [[master] for master in require_sequence(flat, "fp32_groups_flat")]
         elif "fp32_groups" in entries:
             kind = "FP16_UnfusedOptimizer"
-            masters = [[*sequence(group, "fp32_groups")] for group in sequence(unfused, "fp32_groups")]
+            masters = [[*require_sequence(group, "fp32_groups")] for group in require_sequence(unfused, "fp32_groups")]
         else:
             kind, masters = "torch", []
         key = "optimizer" if kind == "torch" else "optimizer_state_dict"
@@ -117,7 +125,9 @@ class UnshardedOptimizer:
             where=where,
             kind=kind,
             torch=torch,
-            masters=tuple(tuple(tensor(ref, "a master of the optimizer") for ref in group) for group in masters),
+            masters=tuple(
+                tuple(require_tensor(ref, "a master of the optimizer") for ref in group) for group in masters
+            ),
             recorded=recorded,
             saved=entries,
         )
@@ -126,11 +136,11 @@ class UnshardedOptimizer:
 def _span(saved: object, where: str) -> Span:
     """The elements of a `fragment_address`, whose class was a named tuple once."""
     if not isinstance(saved, Stub):
-        raise MalformedError(f"expected a fragment_address for {where}; got {described(saved)}")
+        raise MalformedError(f"expected a fragment_address for {where}; got {describe_value(saved)}")
     start, numel = saved.attribute("start"), saved.attribute("numel")
     if len(saved.args) == 2:
         numel, start = saved.args
-    return Span(integer(start, f"start of {where}"), integer(numel, f"numel of {where}"))
+    return Span(require_integer(start, f"start of {where}"), require_integer(numel, f"numel of {where}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +167,7 @@ class OptimizerFile:
     @classmethod
     def of(cls, file: SavedFile) -> OptimizerFile:
         """The parsed file. Raises SourceError where a value is not what DeepSpeed writes."""
-        saved = mapping(file.root.get("optimizer_state_dict"), "optimizer_state_dict")
+        saved = require_mapping(file.root.get("optimizer_state_dict"), "optimizer_state_dict")
         stage = stage_of(saved)
         if stage not in (None, 1, 2, 3):
             raise UnsupportedError(f"expected a ZeRO stage of 1, 2 or 3; got {stage}")
@@ -172,10 +182,10 @@ class OptimizerFile:
             stage=stage,
             counts=counts_of(saved),
             torch=TorchOptimizer.of(saved.get(inner), inner),
-            weights=tuple(tensor(ref, f"a tensor of {key}") for ref in sequence(saved.get(key), key)),
+            weights=tuple(require_tensor(ref, f"a tensor of {key}") for ref in require_sequence(saved.get(key), key)),
             paddings=None
             if paddings is None
-            else tuple(_integers(group, where) for group in sequence(paddings, where)),
+            else tuple(_integers(group, where) for group in require_sequence(paddings, where)),
             mappings=tuple(
                 {name: _span(address, f"{name} in {mapped}") for name, address in _by_name(group, mapped).items()}
                 if isinstance(group, dict)
@@ -206,7 +216,7 @@ def stage_of(saved: Mapping[object, object]) -> int | None:
     if "zero_stage" not in saved:
         return None
     stage = saved["zero_stage"]
-    return integer(stage.args[0] if isinstance(stage, Stub) and len(stage.args) == 1 else stage, "zero_stage")
+    return require_integer(stage.args[0] if isinstance(stage, Stub) and len(stage.args) == 1 else stage, "zero_stage")
 
 
 def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
@@ -214,7 +224,7 @@ def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
     counts, where = saved.get("partition_count"), "partition_count"
     if counts is None:
         return None
-    return _integers(counts, where) if isinstance(counts, list | tuple) else (integer(counts, where),)
+    return _integers(counts, where) if isinstance(counts, list | tuple) else (require_integer(counts, where),)
 
 
 def same_groups(
@@ -230,8 +240,8 @@ def same_groups(
 
 
 def _by_name(saved: object, where: str) -> dict[str, object]:
-    return {text(key, where): value for key, value in mapping(saved, where).items()}
+    return {text(key, where): value for key, value in require_mapping(saved, where).items()}
 
 
 def _integers(value: object, where: str) -> tuple[int, ...]:
-    return tuple(integer(number, where) for number in sequence(value, where))
+    return tuple(require_integer(number, where) for number in require_sequence(value, where))

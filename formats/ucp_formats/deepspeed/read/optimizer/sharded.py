@@ -21,7 +21,7 @@ from ucp.contract.plugins import pattern
 from ucp.contract.ranks import Checksums, Problems
 from ucp.core.index import ParamGroup
 from ucp.core.layout import AxisLayout
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertGroups, merge_names
 from ucp_formats.deepspeed.extras import optimizer_extras
@@ -46,7 +46,7 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
     if wrong:
         raise MalformedError(
             f"expected as many {what} in the optimizer files as in param_shapes of {run.model.file.path}, {count}; "
-            f"got\n{listed(wrong)}\nThe files are of different runs"
+            f"got\n{format_list(wrong)}\nThe files are of different runs"
         )
     if run.stage == 3:
         for number, shapes in enumerate(run.model.groups):
@@ -82,8 +82,8 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     if wrong or not groups:
         raise MalformedError(
             f"expected param_slice_mappings of the optimizer files of {run.model.file.path} to name the parameters of "
-            f"the module, as param_shapes is not recorded; got\n{listed(wrong or ['none'])}\nfiles are missing, or are "
-            "of another run"
+            f"the module, as param_shapes is not recorded; got\n{format_list(wrong or ['none'])}\nfiles are missing, "
+            "or are of another run"
         )
     orders = (
         round_robin([*names], ranks=run.ranks // degree) if run.is_round_robin else names
@@ -181,15 +181,16 @@ def _check_order(
     )
     if misplaced and is_round_robin:
         part.notes.append(
-            f"{group.label}: param_slice_mappings has wrong offsets for {counted(len(misplaced), 'parameter')} and is "
-            "not used: DeepSpeed up to 0.19.8 writes them so under round_robin_gradients"
+            f"{group.label}: param_slice_mappings has wrong offsets for {format_count(len(misplaced), 'parameter')} "
+            "and is not used: DeepSpeed up to 0.19.8 writes them so under round_robin_gradients"
         )
     conflicts = [] if is_round_robin else [f"{name}: param_slice_mappings disagrees" for name in sorted(misplaced)]
     conflicts += [f"{name}: module has another offset" for name in _find_displaced(run, buffer, checksums)]
     if conflicts:
         raise UnsupportedError(
             f"expected the buffer of {group.label} in {run.folder} in the order of param_shapes; other records "
-            f"contradict it:\n{listed(conflicts)}\nThis layout is not known: report it, with the version of DeepSpeed"
+            f"contradict it:\n{format_list(conflicts)}\nThis layout is not known: report it, with the version of "
+            "DeepSpeed"
         )
     return names
 

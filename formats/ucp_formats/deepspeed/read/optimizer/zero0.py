@@ -19,8 +19,8 @@ from ucp.core.assign import FlatSlots, ManyWaysError, SlotGroup, Slots, possible
 from ucp.core.index import STEP, WEIGHT, Extra, ParamGroup
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor, StateSource, state_from_scalar
-from ucp.errors import MalformedError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import Shape, described
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
+from ucp.io.pickle.fields import Shape, describe_value
 from ucp_formats.deepspeed.experts import is_expert
 from ucp_formats.deepspeed.extras import UNSTEPPED
 from ucp_formats.deepspeed.partition import shared_buffers
@@ -64,7 +64,7 @@ def read_optimizer(
     if unknown or len(names) != len(groups):
         raise MalformedError(
             f"expected names of the module for the {len(groups)} parameter groups of {optimizer.where}; got "
-            f"{counted(len(names), 'group')}{', with unknown names' if unknown else ''}\n{listed(unknown)}"
+            f"{format_count(len(names), 'group')}{', with unknown names' if unknown else ''}\n{format_list(unknown)}"
         )
     problems = Problems()
     for number, (group, members) in enumerate(zip(groups, names, strict=True)):
@@ -103,8 +103,9 @@ def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
         ]
         if wrong:
             raise MalformedError(
-                f"expected the shapes of the module in param_shapes of {optimizer.where}; got\n{listed(wrong)}\nthe "
-                "file was changed after it was saved: take an unchanged copy, or set param_shapes to None"
+                f"expected the shapes of the module in param_shapes of {optimizer.where}; "
+                f"got\n{format_list(wrong)}\nthe file was changed after it was saved: take an unchanged copy, or set "
+                "param_shapes to None"
             )
         return [tuple(group) for group in optimizer.recorded]
     named = [
@@ -181,13 +182,13 @@ def names_by_shape(
     if places is None:
         raise UnsupportedError(
             "no assignment of the module's parameters, in their order, to the "
-            f"{counted(sum(map(len, slots)), 'parameter group')} of {where} fits the shapes of the optimizer states. "
-            f"{REMEDY}"
+            f"{format_count(sum(map(len, slots)), 'parameter group')} of {where} fits the shapes of the optimizer "
+            f"states. {REMEDY}"
         )
     if unclear:
         raise UnsupportedError(
             f"the optimizer in {where} does not name its parameters, and more than one assignment fits; it is not "
-            f"known to which group these belong:\n{listed(unclear)}\n{REMEDY}"
+            f"known to which group these belong:\n{format_list(unclear)}\n{REMEDY}"
         )
     members: list[list[str]] = [[] for groups in slots for _ in groups]
     for name, (place,) in zip(params, places, strict=True):
@@ -235,7 +236,8 @@ def _add_slots(
     masters = optimizer.masters[number] if optimizer.masters else ()
     if len(group.slots) != len(params) or (masters and len(masters) != len(params)):
         problems.wrong.append(
-            f"group {number} has {counted(len(group.slots), 'parameter')}; expected {len(params)}: {', '.join(params)}"
+            f"group {number} has {format_count(len(group.slots), 'parameter')}; expected {len(params)}: "
+            f"{', '.join(params)}"
         )
         return
     for at, (slot, (name, shape)) in enumerate(zip(group.slots, params.items(), strict=True)):
@@ -253,7 +255,7 @@ def _add_slots(
                 states[key] = state
             else:
                 part.extras.append(Extra(name=f"optimizer_state/{name}/{key}", value=value))
-                unplaced.append(f"{name}: state {key} is {described(value)}")
+                unplaced.append(f"{name}: state {key} is {describe_value(value)}")
         if unplaced:
             part.lose([name], unplaced)
     _share_fused_count(group, [part.states[name] for name in params], part)

@@ -18,7 +18,7 @@ from ucp.core.index import WEIGHT, Extra, Kind, ParamGroup, StateIndex
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import InlineTensor
 from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, merge_counts
-from ucp.errors import MalformedError, UnsupportedError, listed
+from ucp.errors import MalformedError, UnsupportedError, format_list
 from ucp.io.pickle.fields import Shape
 from ucp_formats.deepspeed.experts import ExpertNumbers
 from ucp_formats.deepspeed.read.module import ModuleEntry, ModulePart
@@ -204,8 +204,9 @@ def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) 
     ]
     if partial:
         raise UnsupportedError(
-            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{listed(partial)}\nucp does "
-            "not read experts spread over tensor-parallel ranks: resume with tensor-parallel degree 1 and save again"
+            f"expected every parameter on all {tp} tensor-parallel ranks of {where}; got\n{format_list(partial)}\nucp "
+            "does not read experts spread over tensor-parallel ranks: resume with tensor-parallel degree 1 and save "
+            "again"
         )
     return rules.layouts(
         {

@@ -17,8 +17,8 @@ from ucp.core.index import WEIGHT, Doubt, DoubtKind, Extra
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
 from ucp.core.union import ShardedTensor
-from ucp.errors import counted
-from ucp.io.pickle.fields import Shape, mapping
+from ucp.errors import format_count
+from ucp.io.pickle.fields import Shape, require_mapping
 from ucp_formats.deepspeed.experts import ExpertGroups, check_experts_saved, read_experts
 from ucp_formats.deepspeed.extras import model_extras
 from ucp_formats.deepspeed.read.files import SavedFile
@@ -55,8 +55,8 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
         module.extras.append(Extra(name=_INFO, value=recorded_layouts(layouts)))
     means = [name for name, layout in layouts.items() if layout.overlap is Overlap.MEAN]
     averaged = (
-        f"{counted(len(means), 'parameter is', 'parameters are')} trained by each tensor-parallel rank for itself; "
-        f"their weights and moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
+        f"{format_count(len(means), 'parameter is', 'parameters are')} trained by each tensor-parallel rank for "
+        f"itself; their weights and moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
     )
     sizes = {name: rules.padded_vocabulary(name, layout.global_shape) for name, layout in layouts.items()}
     padded = [
@@ -105,7 +105,9 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
     `infos`: name of a file to the file and its `universal_checkpoint_info`.
     """
     records = {
-        name: mapping(info, f"{_INFO} of {file.path}") for name, (file, info) in infos.items() if info is not None
+        name: require_mapping(info, f"{_INFO} of {file.path}")
+        for name, (file, info) in infos.items()
+        if info is not None
     }
     if not records or options != SourceOptions():
         # Megatron-DeepSpeed saves the arguments of the training script with the client state

@@ -24,8 +24,8 @@ from ucp.core.index import WEIGHT, Extra, Index, Kind, ParamGroup, StateIndex
 from ucp.core.tensor import TensorRef
 from ucp.core.topology import Topology
 from ucp.core.union import state_from_scalar
-from ucp.errors import MalformedError, MissingFileError, UnsupportedError, counted, listed
-from ucp.io.pickle.fields import Shape, sequence
+from ucp.errors import MalformedError, MissingFileError, UnsupportedError, format_count, format_list
+from ucp.io.pickle.fields import Shape, require_sequence
 from ucp_formats.deepspeed.extras import join_extras, model_extras, universal_extras
 from ucp_formats.deepspeed.names import UNIVERSAL, FileName, Role, list_folder
 from ucp_formats.deepspeed.partition import undo_round_robin
@@ -172,7 +172,7 @@ class SharedStates:
                 "another file under this name: copy it again from where it was saved"
             )
         saved = root.get("param_groups")
-        groups = sequence(() if saved is None else saved, "param_groups")
+        groups = require_sequence(() if saved is None else saved, "param_groups")
         inner = root.get("optimizer_state_dict")
         state = (
             TorchOptimizer.of({"param_groups": [], **inner}, "optimizer_state_dict").state
@@ -250,7 +250,7 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
     if missing:
         raise MissingFileError(
             f"expected a folder in {zero} for every trained parameter of the model-states files; none is there for "
-            f"{counted(len(missing), 'parameter')}:\n{listed(missing)}\ncopy what was saved"
+            f"{format_count(len(missing), 'parameter')}:\n{format_list(missing)}\ncopy what was saved"
         )
 
 

@@ -21,7 +21,7 @@ from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.core.union import state_from_scalar
 from ucp.errors import CorruptError, SourceError
 from ucp.io.folder import is_url, names_of_folder
-from ucp.io.pickle.fields import Shape, described
+from ucp.io.pickle.fields import Shape, describe_value
 from ucp.io.torch_file.archive import read_archive
 
 GLOBALS = "optimizer_state.pt"
@@ -173,7 +173,7 @@ def _read_state(
     )
     if index is None:
         expected = "a number or a tensor" if shape is None else f"a tensor of {list(shape)}"
-        problems.wrong.append(f"{where}: expected {expected}; got {described(value)}")
+        problems.wrong.append(f"{where}: expected {expected}; got {describe_value(value)}")
     return index
 
 

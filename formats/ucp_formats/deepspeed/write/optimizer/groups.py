@@ -30,7 +30,7 @@ from ucp.contract.optimizer import OptimizerPlan, find_missing_states
 from ucp.core.gaps import check_weights
 from ucp.core.index import STEP, WEIGHT, AtomIndex, Index, Kind
 from ucp.core.tensor import DType
-from ucp.errors import MissingStateError, UnsupportedError, UsageError, counted, listed
+from ucp.errors import MissingStateError, UnsupportedError, UsageError, format_count, format_list
 from ucp_formats.deepspeed.config import Precision, plain_scaler, read_loss_scale, scaler_object
 from ucp_formats.deepspeed.write.run import AtomDraft, RunFacts, is_plain_number
 
@@ -143,8 +143,8 @@ def check_flat(groups: Iterable[Group]) -> None:
     ]
     if misshapen:
         raise UnsupportedError(
-            f"a flat buffer of DeepSpeed holds states of the shape of their parameters only; got\n{listed(misshapen)}\n"
-            "write stage-0 files (--to deepspeed --topology zero=0)"
+            "a flat buffer of DeepSpeed holds states of the shape of their parameters only; "
+            f"got\n{format_list(misshapen)}\nwrite stage-0 files (--to deepspeed --topology zero=0)"
         )
 
 
@@ -168,7 +168,7 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
             missing = [name for name in lacks if name not in group.counts]
             if flat and has and missing:
                 partly.append(f"{atom.name}: {', '.join(missing)}, and has {', '.join(has)}")
-    reasons = [*facts.index.loss_reasons(lost), *([listed(partly)] if partly else [])]
+    reasons = [*facts.index.loss_reasons(lost), *([format_list(partly)] if partly else [])]
     if reasons:
         raise MissingStateError(
             "expected the optimizer states of every parameter that took steps, as others have theirs; "
@@ -188,7 +188,7 @@ def group_notes(groups: Sequence[Group], *, flat: bool) -> Iterable[str]:
     missing = [name for group in groups for name in group.lacking]
     if flat and missing:
         yield (
-            f"{counted(len(missing), 'parameter lacks', 'parameters lack')} "
+            f"{format_count(len(missing), 'parameter lacks', 'parameters lack')} "
             f"states that others of their group have ({missing[0]}, ...): they are "
             "zero, with the group's step count, as in DeepSpeed for a parameter that was never stepped"
         )
@@ -231,7 +231,7 @@ def write_count(draft: AtomDraft, facts: RunFacts, atom: AtomIndex, state: str) 
 
 def group_entry(draft: AtomDraft, facts: RunFacts, group: Group, numbers: Iterable[int]) -> dict[object, object]:
     """A parameter group of a torch optimizer; `numbers`: of its parameters."""
-    hyper = draft.carried(dict(group.hyper))
+    hyper = draft.copy_extra(dict(group.hyper))
     assert isinstance(hyper, dict)
     # Adam of torch and of Megatron always corrects; FusedAdam and DeepSpeedCPUAdam look the key up in every step.
     is_foreign_adam = facts.is_foreign and {"betas", "eps"} <= hyper.keys()

@@ -26,7 +26,7 @@ from functools import cached_property
 from ucp.contract.layouts import Chunks, FlatBuffer, WholeParameters
 from ucp.core.index import WEIGHT, AtomIndex, Kind
 from ucp.core.layout import AxisLayout
-from ucp.errors import UnsupportedError, listed
+from ucp.errors import UnsupportedError, format_list
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
@@ -332,6 +332,6 @@ def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Me
     if unknown:
         raise UnsupportedError(
             "a stage-0 optimizer counts parameters without elements too, and the source does not say which group they "
-            f"belong to:\n{listed(unknown)}\nwrite files of stage 1 to 3, which leave them out"
+            f"belong to:\n{format_list(unknown)}\nwrite files of stage 1 to 3, which leave them out"
         )
     return list(zip(groups, members, strict=True))

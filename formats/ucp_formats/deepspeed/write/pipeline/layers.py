@@ -16,7 +16,7 @@ from itertools import pairwise
 from ucp.contract.run_extras import MODULE_STATE
 from ucp.core.index import WEIGHT, ParamGroup
 from ucp.errors import UsageError
-from ucp.io.torch_file.draft import Drafted
+from ucp.io.torch_file.draft import FinishedFile
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
 PIPELINE = "pipeline"
@@ -172,7 +172,7 @@ def read_pipeline(facts: RunFacts) -> Pipeline | None:
     return Pipeline({int(str(number)): str(start) for number, start in layers.items()}, stages)
 
 
-def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
+def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[FinishedFile]:
     """A state_dict for each layer; `facts`: of a tensor-parallel rank, with the parameters of all stages."""
     cut = f"-model_{facts.mp % facts.tp:02d}" if facts.tp > 1 else ""
     metadata = facts.extras.mapping("module_metadata")  # versions of modules, an attribute of a state_dict of torch
@@ -184,7 +184,7 @@ def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[Drafted]:
                 layer[name.removeprefix(start)] = draft.full(name, WEIGHT, facts.module_dtype(atom))
         for name, value in facts.extras.with_prefix(MODULE_STATE):
             if name.startswith(start):
-                layer[name.removeprefix(start)] = draft.carried(value)
+                layer[name.removeprefix(start)] = draft.copy_extra(value)
         of_layer = {f"{name}.": version for name, version in metadata.items() if f"{name}.".startswith(start)}
         if of_layer:
             versions = ((name.removeprefix(start).removesuffix("."), version) for name, version in of_layer.items())

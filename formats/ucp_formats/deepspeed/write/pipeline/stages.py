@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from math import inf, prod
 
 from ucp.core.index import Kind
-from ucp.errors import TopologyError, UsageError, listed
+from ucp.errors import TopologyError, UsageError, format_list
 from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, Uses, layer_of, stage_at, tied_key
 from ucp_formats.deepspeed.write.run import RunFacts
 
@@ -82,7 +82,8 @@ def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
         wrong.append("say either stages or partition")
     if wrong:
         raise UsageError(
-            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; got\n{listed(wrong)}"
+            f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; "
+            f"got\n{format_list(wrong)}"
         )
     tied: dict[str, tuple[int, ...]] = {}
     for part in filter(None, texts.get("tied", "").split(",")):
@@ -143,7 +144,7 @@ def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, 
     )
     wrong = list(_find_misfits(pipeline, settings, layers, count))
     if wrong:
-        raise UsageError(f"--set does not fit {facts.index.path}:\n{listed(wrong)}")
+        raise UsageError(f"--set does not fit {facts.index.path}:\n{format_list(wrong)}")
     hidden = [key for key in pipeline.find_unknown_uses(settings.tied) if count > 1 or len(uses) > 1]
     lacking = [_STAGES] if count > 1 and not settings.partitions else []
     lacking += [_TIED.format(key) for key in hidden]

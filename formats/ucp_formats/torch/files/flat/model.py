@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ucp.core.tensor import TensorRef
-from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, UsageError, listed
+from ucp.errors import IdleOptionError, MalformedError, UnsupportedError, UsageError, format_list
 from ucp_formats.torch.files.entries import RankValues, SavedEntries
 from ucp_formats.torch.files.flat.lengths import FlatShards, Shapes, join_parts, proves_parts, split_flat
 from ucp_formats.torch.files.global_tensor import GlobalTensor, join_ranks, tensor_entry
@@ -79,7 +79,7 @@ def _check_buffers(buffers: Mapping[str, RankValues], where: str) -> None:
     if parts:
         raise UnsupportedError(
             f"{where} was saved as FSDP1's LOCAL_STATE_DICT; ranks have parts of these parameters, whose shapes are "
-            f"not known (frozen ones are not in the optimizer):\n{listed(parts)}\n{_PASS_SHAPES}"
+            f"not known (frozen ones are not in the optimizer):\n{format_list(parts)}\n{_PASS_SHAPES}"
         )
 
 
@@ -93,7 +93,7 @@ def _split_unit(
     if absent := [name for name in shapes if name not in parts]:
         raise MalformedError(
             f"{where}: expected each of its parameters under its name too, as use_orig_params saves them; these are "
-            f"not there:\n{listed(absent)}\nThe shapes are those of another model"
+            f"not there:\n{format_list(absent)}\nThe shapes are those of another model"
         )
     shards: dict[str, FlatShards] = {}
     for name, refs in parts.items():
@@ -158,16 +158,16 @@ def _units(flat: Collection[str], shapes: Shapes, full: Collection[str], where: 
     if gathered:
         raise UnsupportedError(
             f"{where} was saved by FSDP1 between a forward pass and its backward pass: the parameters are not "
-            f"sharded, and of the type in which the model computes:\n{listed(gathered)}\nSave after optimizer.step(), "
-            "and evaluate under torch.no_grad()"
+            f"sharded, and of the type in which the model computes:\n{format_list(gathered)}\nSave after "
+            "optimizer.step(), and evaluate under torch.no_grad()"
         )
     if not shapes or empty:
         raise UnsupportedError(
             f"{where} was saved as FSDP1's LOCAL_STATE_DICT, which has neither names nor shapes of parameters; there "
-            f"are none for\n{listed(prefix + FLAT for prefix in empty or units)}\n{_PASS_SHAPES}"
+            f"are none for\n{format_list(prefix + FLAT for prefix in empty or units)}\n{_PASS_SHAPES}"
         )
     if strays:
-        raise UsageError(f"--shapes-from names parameters that {where} does not hold:\n{listed(strays)}")
+        raise UsageError(f"--shapes-from names parameters that {where} does not hold:\n{format_list(strays)}")
     return units
 
 

@@ -35,7 +35,7 @@ def test_sizes_that_the_arguments_contradict(fake, read, tmp_path):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bucket_space_of_which_there_is_no_real_file(fake, read, contents, tmp_path, tp):
-    """The other layouts of the optimizer: tests/golden/megatron/test_megatron_dist.py."""
+    """The other layouts of the optimizer: tests/golden/megatron/test_megatron_read.py."""
     run = filled(fake(tp=tp), "bucket_space")
     index = read(run.save(tmp_path))
     same(contents(index), run)
