@@ -13,10 +13,10 @@ from ucp.errors import MemoryBudgetError, UcpError, UsageError
 from ucp_cli.stopping import Terminated
 
 FAILED = 1
-"""It could not be done, and the message says why and what to do; or `verify` found damage."""
+"""The command failed, and the message says why and what to do; or `verify` found damage."""
 
 USAGE = 2
-"""An argument cannot mean anything, or what it asks for cannot be had of this source or target."""
+"""An argument is invalid, or does not apply to this source or target."""
 
 DIFFERENT = 3
 """Done, and differences were found."""

@@ -24,7 +24,7 @@ _EVERY = 0.1
 """Seconds between two drawings or events of a stage."""
 
 _SURE = 1.0
-"""Seconds of a stage after which its rate tells how long the rest takes."""
+"""Seconds of a stage after which the remaining time is estimated."""
 
 _LINES = 10
 """Lines of a log in a stage, at most, that lasts less than so many times `_PAUSE`."""

@@ -20,7 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from ucp.contract.registry import choose_family, families, family
-from ucp.core.region import Box, find_gaps
+from ucp.core.region import Box
 from ucp.errors import FamilyError
 from ucp.families.family import Family
 from ucp.families.naming import ParsedName
@@ -154,24 +154,6 @@ def test_every_name_has_a_rule_and_leads_back(name):
 
 
 @every_model
-def test_no_tensor_is_missing_in_a_parameter(name):
-    model = MODELS[name]
-    for canonical, names in model.parameters.items():
-        assert len(names) == len(model.named[names[0]].alias.names), canonical
-
-
-@every_model
-def test_the_tensors_make_up_the_parameter(name):
-    model = MODELS[name]
-    for canonical in model.parameters:
-        alias, shapes = model.joined(canonical)
-        pairs = alias.locate_parts(shapes, model.family.values)
-        assert find_gaps(whole_shape(alias, shapes, model.family.values), [pair.global_box for pair in pairs]) == ()
-        for part, shape in enumerate(shapes):
-            assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()
-
-
-@every_model
 def test_weights_are_turned_that_transformers_keeps_the_other_way_round(name):
     """A square one shows it in no shape."""
     model = MODELS[name]
@@ -232,24 +214,6 @@ def as_hugging_face_reads(model: Model, stored: list[np.ndarray]) -> list[np.nda
     heads = model.config.get("n_head") or model.config["num_attention_heads"]
     apart = fused.reshape(heads, 3, -1, *fused.shape[1:])  # modeling_bloom, _gpt_neox: view(..., heads, 3, head_dim)
     return [apart[:, own].reshape(-1, *fused.shape[1:]) for own in range(3)]
-
-
-@every_model
-def test_gate_comes_before_up(name):
-    """megatron-core gates the first half of linear_fc1, transformers what `gate_proj` (Mixtral: `w1`) gives."""
-    model = MODELS[name]
-    for canonical in [own for own in model.parameters if "linear_fc1.weight" in own]:
-        names = model.parameters[canonical]
-        gated = model.family.values["gated"]
-        assert len(names) == 1 + gated
-        if gated:
-            assert names[0].endswith(("gate_proj.weight", "w1.weight"))
-            alias, shapes = model.joined(canonical)
-            half, hidden = shapes[0]
-            boxes = [
-                (pair.tensor, pair.global_box.offsets, pair.global_box.sizes) for pair in alias.locate_parts(shapes, {})
-            ]
-            assert boxes == [(0, (0, 0), (half, hidden)), (1, (half, 0), (half, hidden))]
 
 
 SIZES = {

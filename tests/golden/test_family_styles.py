@@ -146,13 +146,6 @@ def test_the_way_back_gives_the_file(model):
     same(carried_out(translate(model.family, model.shapes, DISK, source=model.style), theirs), disk)
 
 
-@every_model
-def test_a_head_that_is_tied_is_the_embedding(model):
-    if model.is_tied and HEAD in model.tensors:
-        (embedding,) = [name for name in model.tensors if name.endswith(("tok_embeddings.weight", "wte.weight"))]
-        assert model.tensors[HEAD] == model.tensors[embedding]
-
-
 @pytest.mark.parametrize("name", ["llama-2"])
 def test_metas_names_and_pairs_of_rows_are_those_of_torchtitan_0_2(name):
     """torchtitan took both over from Meta's model; its way to DCP from `consolidated.*.pth` renames nothing."""
@@ -163,24 +156,6 @@ def test_metas_names_and_pairs_of_rows_are_those_of_torchtitan_0_2(name):
     )
     made = {style: translate(model.family, on_disk(name), style, source=DISK) for style in ("meta", "torchtitan_0_2")}
     same(*(carried_out(own, counted(name)) for own in made.values()))
-
-
-def test_rows_of_queries_and_keys_go_by_pairs_in_torchtitans_llama():
-    """`Llama3StateDictAdapter._reverse_permute`; heads that are longer or shorter than hidden size by heads, too."""
-
-    def reverse_permute(tensor: np.ndarray, heads: int) -> np.ndarray:
-        rows, columns = tensor.shape
-        return tensor.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-    disk, config = counted("llama-3"), NAMES["llama-3"]["config"]
-    assert config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]
-    found = carried_out(translate(bound("llama-3"), on_disk("llama-3"), "torchtitan", source=DISK), disk)
-    for layer in range(config["num_hidden_layers"]):
-        own = {kind: found[f"layers.{layer}.attention.qkv_linear.w{kind}.weight"] for kind in "qkv"}
-        theirs = {kind: disk[f"model.layers.{layer}.self_attn.{kind}_proj.weight"] for kind in "qkv"}
-        assert (own["q"] == reverse_permute(theirs["q"], config["num_attention_heads"])).all()
-        assert (own["k"] == reverse_permute(theirs["k"], config["num_key_value_heads"])).all()
-        assert (own["v"] == theirs["v"]).all()
 
 
 @pytest.mark.parametrize("style", ["torchtitan", "transformers", "nanogpt"])

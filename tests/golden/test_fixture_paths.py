@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 
 import pytest
 
@@ -62,26 +61,3 @@ def test_torch_saved_to_a_relative_folder(path):
 
     assert recorded is not None or path.parents[1].name < "2.4"  # where torch recorded none
     assert recorded is None or recorded.state["checkpoint_id"].args == ("checkpoint",)
-
-
-@pytest.mark.parametrize("content", ["/home/me/run/iter_1", PurePosixPath("/data/run"), ["x", {"args": "/root/x"}]])
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-@pytest.mark.parametrize("compression", [None, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_path_is_found_wherever_it_is_pickled(content, protocol, compression):
-    pickled = written = pickle.dumps(content, protocol)
-    if compression is not None:
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w", compression) as archive:
-            archive.writestr("archive/data.pkl", pickled)
-        written = stream.getvalue()
-
-    (found,) = paths("a.pt", written)
-
-    assert ("!archive/data.pkl" in found) == (compression == zipfile.ZIP_DEFLATED)
-    assert ("pathlib" in found) == isinstance(content, PurePath)
-
-
-def test_names_inside_a_file_are_no_paths():
-    names = ["archive/data/0", "checkpoint/iter_0000010", "optimizer/state/exp_avg", "/"]
-
-    assert not list(paths("a.pt", pickle.dumps(names)))

@@ -1,1 +1,1 @@
-"""What formats, targets, patterns and engines are held to, and what they share."""
+"""The protocols of formats, targets, patterns and engines, and code that they share."""

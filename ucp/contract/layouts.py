@@ -34,11 +34,11 @@ class Span(NamedTuple):
     start: int
     """The first."""
     numel: int
-    """How many."""
+    """Number of elements."""
 
 
 class FlatLayout(Protocol):
-    """Where parameters lie in the flat tensor of each rank."""
+    """Positions of parameters in the flat tensor of each rank."""
 
     @property
     def ranks(self) -> int:
@@ -51,7 +51,7 @@ class FlatLayout(Protocol):
         """Layout of the row-major order of each parameter that is not empty."""
 
     def spans(self, rank: int) -> Mapping[str, Span]:
-        """Range of each parameter in the flat tensor of `rank`, in that order; without parameters it has none of."""
+        """Range of each parameter in the flat tensor of `rank`, in order; parameters not on this rank are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class FlatBuffer:
         }
 
     def overlapping(self, rank: int) -> range:
-        """Numbers of the parameters that have an element on `rank`."""
+        """Indexes of the parameters that have elements on `rank`."""
         low = bisect_right(self.stops, rank * self.share)
         return range(low, max(low, bisect_left(self.starts, (rank + 1) * self.share)))
 
@@ -134,7 +134,7 @@ class Chunks:
         return dict.fromkeys((name for name, numel in self.numels.items() if numel), chunk_axis(self.ranks))
 
     def spans(self, rank: int) -> Mapping[str, Span]:
-        """One chunk after another, each with its padding; without chunks that are all padding."""
+        """Ranges of the chunks, which are stored one after another with padding; empty ones are left out."""
         lengths = [-(-numel // self.ranks) for numel in self.numels.values()]
         chunks = zip(self.numels.items(), lengths, accumulate(lengths, initial=0), strict=False)
         return {
@@ -240,7 +240,7 @@ def placements_to_axes(
 
 
 def holder_axes(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
-    """Layout along an axis whose ranks `holders` (all if empty) have all of a tensor; nothing for a single rank.
+    """Layout along an axis whose ranks `holders` (empty: all ranks) have the full tensor; nothing for a single rank.
 
     >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in holder_axes("pp", 4, "arguments", holders)]
     ['unique', 'replicate(holders=[0, 3])']

@@ -1,8 +1,8 @@
-"""Which folder holds the checkpoint: a path leads to it in the same few ways in every format.
+"""Finds the checkpoint that a path means, in the same way for every format.
 
-1. The path is the checkpoint.
-2. A pointer, which is a small text file such as `latest`, names one of those in the folder.
-3. Only one lies in the folder. Where there are several, or the pointer names none of them, the user has to choose.
+1. The path is a checkpoint.
+2. A pointer file in the folder, such as `latest`, names a checkpoint in it.
+3. The folder contains one checkpoint. If there are several and no pointer names one, the user has to choose.
 
 A format says what a path itself is (`Look`), and which files point (`Pointer`).
 """
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 class Strength(IntEnum):
-    """How much the names at a path say: of several formats that recognise it, the one with the strongest evidence."""
+    """Strength of evidence: if several formats recognise a path, the one with the strongest evidence reads it."""
 
     SUFFIX = 0
     """Files that only end like those of the format: any script may have put them beside another checkpoint."""
@@ -40,7 +40,7 @@ class Strength(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Why a path is thought to be of a format."""
+    """Why a format recognises a path."""
 
     root: Path
     """The directory or file that the format would read: what `latest`, a tag or a parent folder resolves to."""
@@ -49,7 +49,7 @@ class Evidence:
     is_saved_in: bool = False
     """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
     strength: Strength = Strength.MARKER
-    """How sure it is."""
+    """Strength of the evidence."""
     not_read: tuple[str, ...] = ()
     """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
 
@@ -71,17 +71,17 @@ class Located(Generic[T]):
     root: Path
     """Folder or file of the checkpoint; the path passed, where there are several."""
     content: T
-    """What the format sees there."""
+    """What the format found there."""
     reasons: tuple[str, ...]
-    """What was seen on the way."""
+    """Files and pointers that led to it."""
     choices: tuple[str, ...] = ()
-    """Names in `root` to choose from, where nothing says which; else empty."""
+    """Names in `root` that the user has to choose from; empty if the checkpoint was found."""
     dangling: str = ""
-    """Pointer that is there and names none of the choices; else empty."""
+    """Pointer file that names none of the choices; empty if there is none."""
     saved_in: SaveFolder | None = None
     """Folder that the checkpoint was saved in; None where that is not known."""
     strength: Strength = Strength.MARKER
-    """How sure it is that this is a checkpoint of the format."""
+    """Strength of the evidence."""
     notes: tuple[str, ...] = ()
     """What was assumed on the way."""
 
@@ -92,7 +92,7 @@ class Located(Generic[T]):
 
 
 Look = Callable[[Path], Located[T] | None]
-"""What a path itself is to a format, without what it points to; None where it is nothing."""
+"""Recognises a path by itself, without following pointers; None if it is no checkpoint of the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def look_at(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T
 
 
 def follow_pointers(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> Located[T] | None:
-    """The checkpoint that the first pointer in `path` leads to which leads to one."""
+    """Follow the pointers in `path`, in order, to the first checkpoint."""
     for pointer in pointers:
         name = pointer.read(path)
         located = look(path / name) if name else None

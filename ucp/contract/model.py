@@ -1,12 +1,12 @@
-"""What is known of a model: what its checkpoint records, and what transformers does with one.
+"""Facts about a model: recorded arguments or config.json, order of the parameters, tied weights.
 
-A checkpoint records arguments of the run that wrote it, or a Hugging Face configuration. The order of parameters, and
-which are tied, no file of transformers says.
+A checkpoint records arguments of the run that wrote it, or a Hugging Face configuration. No file of transformers
+records the order of the parameters or which are tied.
 
-Safetensors sorts tensors by name. DeepSpeed's flat buffers hold parameters in the order in which the model registers
-them and record no names, and an optimizer numbers them in it. It is that of `named_parameters()` in transformers 5.23
-(and 4.28 on) for the kinds of models listed here, whose names on disk are those in memory; experts are stacked in
-memory, so no such model is here.
+Safetensors sorts tensors by name. But DeepSpeed's flat buffers and optimizers number parameters in the order in which
+the model registers them. This module knows that order for the model types listed below: it is the order of
+`named_parameters()` in transformers 4.28 to 5.23. Models with experts are left out, as transformers stacks experts in
+memory.
 
 >>> names = ["lm_head.weight", "model.norm.weight", "model.layers.10.mlp.up_proj.weight", "model.embed_tokens.weight",
 ...          "model.layers.2.mlp.up_proj.weight", "model.layers.2.self_attn.k_proj.weight"]
@@ -51,7 +51,7 @@ _MOST_BYTES = 4 << 20
 
 
 def recorded_arguments(index: Index) -> Mapping[str, object]:
-    """Sizes and settings of the model, by the names of whoever recorded them; empty where nobody did.
+    """Recorded sizes and settings of the model, under the names of the framework that recorded them.
 
     Those of config.json, before them those of the model (`model_args` of nanoGPT), and before these those of the run.
     Raises MalformedError for a config.json that is none.

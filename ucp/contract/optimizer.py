@@ -1,7 +1,7 @@
-"""The optimizer of a source as a target needs it: what it counts, which parameters it lacks, and what is cast.
+"""The optimizer of a source for a target: its step counts, missing parameters and casts.
 
-Counts such as `step` are one number for a parameter. A target reads them when it plans, a few bytes each, so that it
-knows whether parameters agree and writes them in the form that its framework counts in.
+A count such as `step` is one number per parameter. A target reads counts when it plans (a few bytes each) to see
+whether parameters agree, and writes them in its framework's form.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OptimizerPlan:
         return self._data[param, state]
 
     def find_common_count(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
-        """The first of `params` with a count on which all that have one agree; None where none has.
+        """The first of `params` that has this count; None if none has. All counts must agree.
 
         `keeper`: what keeps one for all. Raises UnsupportedError where they differ.
         """
@@ -98,7 +98,7 @@ class OptimizerPlan:
 def find_missing_states(
     states: Mapping[str, Collection[str]], expected: Iterable[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Parameters without some of the states that others have or `expected` names, each with those that it lacks.
+    """Parameters that lack states which others have or `expected` names, each with the missing states.
 
     >>> find_missing_states({"a": ["weight", "exp_avg"], "b": ["weight"]})
     {'b': ('exp_avg',)}

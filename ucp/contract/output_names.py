@@ -1,4 +1,4 @@
-"""Files that are named after parameters: which names make no path, told together and before anything is written.
+"""Checks files that are named after parameters: one error lists all names that make no valid path.
 
 >>> check_named([("a/b", "zero/a/b/fp32.pt")], expected="names that can be folders", remedy="rename them")
 >>> check_named([("..", "zero/../fp32.pt")], expected="names that can be folders", remedy="rename them")
@@ -35,7 +35,7 @@ def check_named(
     faults: Iterable[tuple[str, str]] = (),
     error: type[DestinationError] = DestinationError,
 ) -> None:
-    """Raise `error` for names whose path cannot be a file, or meets another's.
+    """Raise `error` for names whose path cannot be a file, or collides with another.
 
     `paths`: name, and a path relative to the destination that is made of it. `taken`: paths of other files. `faults`:
     name, and what else is wrong with it. `expected`, `remedy`: of the message.
@@ -82,7 +82,7 @@ def is_text(name: str) -> bool:
 
 
 def check_text(names: Iterable[str]) -> None:
-    """Raise DestinationError for names that are no text, which headers in JSON cannot keep.
+    """Raise DestinationError for names that are not valid Unicode, which JSON headers cannot store.
 
     JSON could escape a lone surrogate; but readers of safetensors refuse it, and two in a row come back as one.
     """
@@ -95,7 +95,7 @@ def check_text(names: Iterable[str]) -> None:
 
 
 def _fault(path: str) -> str:
-    """What keeps `path` from being that of a file below the destination; empty for nothing."""
+    """Why `path` cannot be a file below the destination; empty if it can."""
     if "\0" in path:
         return "it holds a NUL character, which ends a path"
     if not is_text(path):

@@ -1,4 +1,4 @@
-"""What is installed: this program, and everything that packages register by entry point; built-ins use the same door.
+"""Installed plugins: all that packages register by entry point. The built-in ones are registered in the same way.
 
 Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
 `ucp.families`: a package with a TOML file per model family (see `ucp.families`).
@@ -75,7 +75,7 @@ def names(group: str) -> tuple[str, ...]:
 
 @cache
 def load(group: str, name: str) -> object:
-    """What is registered under a name. Raises UsageError naming those there are."""
+    """Load what is registered under a name. Raises UsageError listing the registered names."""
     points = registered(group)
     if name not in points:
         known = ", ".join(sorted(points)) or "none: is universal-checkpoint installed?"
@@ -90,7 +90,7 @@ def load(group: str, name: str) -> object:
 
 @cache
 def instance(group: str, name: str) -> object:
-    """One object of the class that is registered under a name. Raises UsageError naming those there are."""
+    """An instance of the class registered under a name. Raises UsageError listing the registered names."""
     return cast("Callable[[], object]", load(group, name))()  # a class without needed arguments, by the contract
 
 

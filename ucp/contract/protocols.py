@@ -1,10 +1,10 @@
 """The extension contract, on one page.
 
 A *format* says where the bytes of a checkpoint lie (`detect`, `read`). A *target* says what files a checkpoint
-consists of (`plan`, `seal`). An *engine* carries out tasks. An *observer* is told how far they are. None of them sees
-another's insides, and none reads a tensor but the engine. Formats, targets and engines are found by entry point
-(groups `ucp.formats`, `ucp.targets`, `ucp.engines`). Each derives from its protocol, whose members with a value are
-capabilities: it states those it has, and inherits the rest.
+consists of (`plan`, `seal`). An *engine* carries out tasks. An *observer* receives progress. They are independent of
+one another, and only the engine reads tensors. Formats, targets and engines are found by entry point (groups
+`ucp.formats`, `ucp.targets`, `ucp.engines`). Each derives from its protocol. Members with a default are capabilities:
+a class overrides those that differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ucp.transfer.worker import Done, Step
 
 WAITING = "waiting for"
-"""How the title of a stage begins in which nothing is done until another process is."""
+"""Prefix of the title of a stage that waits for another process."""
 
 
 ParamOrder = tuple[tuple[str, ...], ...]
@@ -41,10 +41,10 @@ ParamOrderLike = str | PathLike[str] | Sequence[str] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What the user says of a source that its files do not, or not clearly."""
+    """Facts about a source that its files do not record, given by the user."""
 
     family: str | None = None
-    """Name of the model family whose rules hold, instead of the one chosen by evidence."""
+    """Name of the model family to use, instead of detecting it."""
     patterns: Path | None = None
     """TOML file with a family of the user's own."""
     shapes_from: Path | None = None
@@ -59,7 +59,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """Under which names to write."""
+    """Names of the tensors to write."""
 
     style: str = ""
     """Naming style of model families to write; empty for the target's, or the source's."""
@@ -91,11 +91,11 @@ class Format(Protocol):
     pickles: Collection[str] = ()
     """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
     takes_shapes: bool = False
-    """Whether it has a use for `SourceOptions.shapes_from`."""
+    """Whether it uses `SourceOptions.shapes_from`."""
     takes_order: bool = False
-    """Whether it has a use for `SourceOptions.param_order`."""
+    """Whether it uses `SourceOptions.param_order`."""
     run: RunExtras = RunExtras()
-    """Which of its extras a run goes on with."""
+    """Which of its extras a run resumes from."""
     names: str = ""
     """Naming style of model families that its checkpoints are in; empty for any."""
 
@@ -173,7 +173,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is told about the progress of a run.
+    """Receives the progress of a run.
 
     Stages follow one another. Within one, `advance` is called from many threads, at the same time too: whoever counts
     takes a lock. Work waits while it runs.
@@ -186,7 +186,7 @@ class Observer(Protocol):
         """
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """`nbytes` more bytes are done."""
 
     def end(self) -> None:
         """The stage is over."""

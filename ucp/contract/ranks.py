@@ -1,4 +1,4 @@
-"""Files of several ranks: what they must agree on, and what each rank saved for itself.
+"""Files of several ranks: values that must agree, and values that each rank saved separately.
 
 Values are compared without reading tensor bytes: tensors by the checksums that their files recorded.
 

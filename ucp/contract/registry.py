@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ucp.live.adapters import LiveAdapter
 
 _MOST_TRIED = 50
-"""Folders looked into for a checkpoint that may have been meant."""
+"""Folders that are searched for a checkpoint to suggest."""
 
 
 def _formats() -> list[Format]:
@@ -47,7 +47,7 @@ def is_owned_by_another(name: str, fmt: str) -> bool:
 
 
 def run_extras(index: Index) -> RunExtras:
-    """Which extras of a checkpoint a run goes on with, as its format says."""
+    """Extras of a checkpoint that a run resumes from, according to its format."""
     return next((fmt.run for fmt in _formats() if fmt.name == (index.origin or index.format)), RunExtras())
 
 

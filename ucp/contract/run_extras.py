@@ -1,7 +1,7 @@
-"""Where frameworks keep what a run goes on with beside its model: schedulers, the scale of the loss, ranks' own things.
+"""Extras that a run resumes from: scheduler, loss scale, and values per rank such as RNG states.
 
-A format states it as data (`Format.run`); what brings a checkpoint into a live run reads it there. Its table of extras
-has their keys in its files: a target finds by it what of any source has a place in them.
+A format declares where its checkpoints keep them (`Format.run`); loading into a live run reads that. A table of extras
+maps each extra to its keys in the framework's files; targets use it to place the extras of any source.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_module_state(name: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerState:
-    """The state of a learning rate scheduler, and where it lies."""
+    """The state of a learning rate scheduler, and its place in the extras."""
 
     extra: str
     """Name of the extra."""
@@ -53,11 +53,11 @@ class SchedulerState:
 
     @property
     def key(self) -> str:
-        """The whole path, as users write it."""
+        """The full path, as users write it."""
         return ".".join((self.extra.replace("/", "."), *map(str, self.path)))
 
     def remove_from(self, extra: Extra) -> Extra | None:
-        """What the extra holds beside this state; None for nothing."""
+        """The extra without this state; None if nothing else is in it."""
         containers = [extra.value]
         for key in self.path[:-1]:
             containers.append(containers[-1][key])  # type: ignore[index]  # the path leads through dicts and lists
@@ -80,7 +80,7 @@ def find_schedulers(index: Index) -> list[SchedulerState]:
 
 
 def find_schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
-    """States of schedulers in the value of the extra `name`. Those that another scheduler is made of are part of it.
+    """States of schedulers in the value of the extra `name`, without those nested in another scheduler's state.
 
     >>> saved = {"epoch": 1, "sched": [{"last_epoch": 3, "base_lrs": [0.1]}]}
     >>> [own.key for own in find_schedulers_in("app", saved)]
@@ -103,7 +103,7 @@ def _is_scheduler(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """A scale of the loss that adapts itself, as `torch.amp.GradScaler` counts it. None: not recorded.
+    """State of a dynamic loss scale, in the terms of `torch.amp.GradScaler`. None: not recorded.
 
     A number may be a reference to a tensor of one element.
     """
@@ -111,7 +111,7 @@ class LossScale:
     found_in: str
     """Name of the extra."""
     scale: object
-    """What losses are multiplied by."""
+    """Loss scale."""
     growth_factor: object = None
     """What the scale is multiplied by when it grows."""
     backoff_factor: object = None
@@ -143,12 +143,12 @@ def parse_torch_scaler(name: str, state: dict[object, object]) -> LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunExtras:
-    """Which extras of a format are what a run goes on with."""
+    """Extras of a format that a run resumes from."""
 
     scheduler: str | None = None
     """Extra in which the framework itself keeps a scheduler's state; None where scripts save it under any key."""
     scale: Callable[[Index], LossScale | None] = find_torch_scale
-    """Finds the scale of the loss."""
+    """Finds the loss scale."""
     places: re.Pattern[str] | None = None
     """NAME/PLACE of what each rank has for itself: groups `name`, and `tp`, `pp`, `dp`, `ep` for the place.
 
@@ -160,10 +160,10 @@ class RunExtras:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraRow:
-    """What a format has of one extra."""
+    """How a format stores one extra."""
 
     keys: tuple[str, ...] = ()
-    """Keys in its files that the value is read from; none where it is made otherwise."""
+    """Keys of the value in its files; empty if it is not read from a key."""
     is_carried: bool = True
     """Whether its target writes the value of the source as it is; else it writes a value of its own, or needs none."""
     rank_stage: int = 0
@@ -211,7 +211,7 @@ class ExtraValues:
                 yield name.removeprefix(prefix), value
 
     def without_place(self) -> list[str]:
-        """Names that the table does not have, sorted."""
+        """Names that are not in the table, sorted."""
         return sorted(name for name in self.names() if self._row(name) is None)
 
     def without_rank(self, stage: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sidecar files: what a training script saves beside a checkpoint and needs to resume (`--companions`).
+"""Sidecar files: files beside a checkpoint that a training script saves and resumes from (`--companions`).
 
 Examples are trainer_state.json, scheduler.pt, the tokenizer, the RNG states of ranks. No format reads them; they are
 copied byte for byte. An index has an extra `companion/NAME` for each, whose value refers to all bytes of the file.

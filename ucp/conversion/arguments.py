@@ -1,4 +1,4 @@
-"""Public functions that take options: their signatures, their help, and what is said of arguments they do not have."""
+"""Signatures, help and errors of the public functions that take options."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ConvertReport(ConversionReport):
     resumed_bytes: int
     """Bytes that an earlier run had already written."""
     believed_bytes: int
-    """How many of these `finalize` did not read back: the part that wrote them had synced them, and ended."""
+    """How many of these `finalize` did not read back: the part that wrote them had synced them and ended."""
     read_back_bytes: int
     """How many of these were read back and compared with their digests."""
     already_complete: bool
@@ -199,7 +199,7 @@ def _list_facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
 def _describe_resumed(report: ConvertReport) -> str:
     if not report.resumed_bytes:
         return ""
-    amounts = {"believed as noted": report.believed_bytes, "read back": report.read_back_bytes}
+    amounts = {"trusted from the journal": report.believed_bytes, "read back": report.read_back_bytes}
     how = ", ".join(f"{nbytes_text(nbytes)} {what}" for what, nbytes in amounts.items() if nbytes)
     return f"{nbytes_text(report.resumed_bytes)} already there{how and f': {how}'}"
 

@@ -1,4 +1,4 @@
-"""The bytes of a conversion: an engine carries the tasks out; what was read is compared with recorded checksums."""
+"""Writes the bytes of a conversion: an engine runs the tasks, and all bytes read are compared with checksums."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Written:
     resumed: int = 0
     """Bytes of tensors that an earlier run had written."""
     trusted: int = 0
-    """How many of these were not read back, as parts vouch for them."""
+    """How many of these were trusted from the journals of parts, without reading them back."""
     read_back: int = 0
     """How many of these were read back."""
     files: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class Written:
     """Bytes of each file that says what the others hold."""
 
     def add(self, done: Done) -> None:
-        """Take in what a task reports."""
+        """Add the report of a task."""
         self.sums.extend(done.sums)
         self.spans.extend(done.spans)
         self.drift.extend(done.drift)
@@ -117,8 +117,8 @@ def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: Resume
 def _check_source(index: Index, written: Written) -> None:
     """Compare what was read with the checksums the source recorded, and report copies that differ.
 
-    What lies between the pieces (padding; of a selection, the rest of the stretch) is read as well, so that every
-    stretch that was read from can be checked.
+    Bytes between the pieces (padding; with a selection, the rest of a record) are read as well, so that every record
+    that was touched can be checked.
     """
     if not written.drift:
         with Reader(1) as reader:
@@ -127,7 +127,7 @@ def _check_source(index: Index, written: Written) -> None:
 
 
 def check_read(index: Index, written: Written) -> None:
-    """Raise ReplicaError for copies that differ, CorruptError for stretches read whole that are not as recorded."""
+    """Raise ReplicaError for copies that differ, CorruptError for records whose bytes do not match their checksum."""
     if written.drift:
         lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
         raise ReplicaError(

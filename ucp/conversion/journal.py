@@ -1,4 +1,4 @@
-"""What an earlier run of the same conversion finished, as far as its bytes are really there."""
+"""The journal of a conversion: which tasks an earlier run finished, checked against the bytes on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion would do, for the person who asks before it is begun.
+"""The report of `ucp plan`: what a conversion would do.
 
 import ucp
 

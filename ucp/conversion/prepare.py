@@ -43,7 +43,7 @@ _THREADS = 2
 
 
 class SilentObserver:
-    """Observer that wants to know nothing."""
+    """Observer that ignores progress."""
 
     def begin(self, *, title: str, nbytes: int) -> None:
         """Nothing."""
@@ -57,7 +57,7 @@ class SilentObserver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A conversion that is decided and not begun."""
+    """A conversion that is planned and not begun."""
 
     job: Job
     """The work."""

@@ -1,16 +1,16 @@
-"""Files of ranks that are copies of one another, where the ranks hold different parts of the model.
+"""Finds files of different ranks that are copies of one another although the ranks hold different shards.
 
-Which rank wrote a file often stands in its name alone. A file that was copied over that of another rank then reads as
-that rank's, and its bytes are sound. What tells are the recorded checksums: two files agree in all of them. So do the
-files of ranks that hold the same (replicas), and those of ranks whose parts have the same values:
+Often only a file's name tells which rank wrote it. A file that was copied over another rank's then passes for that
+rank's, and its bytes are intact. Such a pair agrees in all recorded checksums. But so do the files of replicas, and of
+ranks whose shards have equal values:
 
-* what is constant: moments of zero, norms of one, padding;
-* parameters that begin alike, such as experts made of one dense layer, or layers doubled, until they are trained.
+* constants: moments of zero, norm weights of one, padding;
+* parameters that were initialised equally and not yet trained, such as experts copied from a dense layer.
 
-Two parts of one tensor do not begin alike, and two parameters do not stay alike. So a pair of files is told of where
-some tensor in them is not constant, and is another part of the same tensor, or belongs to another parameter, which was
-trained: its moments are not constant. A file with a single tensor is of no rank, and parameters whose gradients are
-always equal have equal moments: this is told of files with several.
+Shards of one tensor are not initialised equally, and trained parameters do not stay equal. So a pair is reported if it
+has a tensor that is not constant, and that is either another shard of the same tensor, or belongs to another parameter
+whose moments are not constant. Files with a single tensor are never reported: they belong to no rank, and parameters
+with always equal gradients have equal moments.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ucp.source.moments import iter_moments
 from ucp.transfer.probe import Prober
 
 _WINDOW = 64
-"""Elements looked at of a tensor, at its ends and in the middle."""
+"""Elements of a window; three are read per tensor, at both ends and in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredFragment:
-    """A fragment, with what it is a part of."""
+    """A fragment with its parameter and state."""
 
     atom: AtomIndex
     """Parameter."""
@@ -86,7 +86,7 @@ def _find_equal_files(records: Iterable[Record]) -> Iterator[list[str]]:
 
 
 def _list_fragments(index: Index, paths: set[str]) -> dict[str, dict[int, list[_StoredFragment]]]:
-    """What lies in some files: path to offset to the fragments there."""
+    """Fragments in some files: path to offset to fragments."""
     by_path: dict[str, dict[int, list[_StoredFragment]]] = {}
     for atom, name, state in index.states():
         for fragment in state.fragments:
@@ -121,7 +121,7 @@ def _find_contradiction(
 
 
 def _varies(ref: Tensor, prober: Prober) -> bool:
-    """Whether a tensor is seen not to be constant, in a window at each end and one in the middle."""
+    """Whether windows at both ends and in the middle show that a tensor is not constant."""
     first = prober.window(ref, 0, min(1, ref.numel))
     last = max(ref.numel - _WINDOW, 0)
     for start in sorted({0, last // 2, last}):

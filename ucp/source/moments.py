@@ -1,13 +1,13 @@
-"""Moments that are all zero although steps were taken: an optimizer that was lost on the way.
+"""Detects moments that are all zero although the optimizer has stepped: the optimizer state was lost.
 
-A run that loads its weights and not its optimizer starts with moments of zero, and may yet go on counting steps. What
-it saves then looks like any other checkpoint. To resume from it is to resume without the optimizer's memory, and
-nothing says so. A conversion, and a live loader that is given an optimizer, refuse it unless told to keep the zeros:
+A run that loads its weights without its optimizer starts with zero moments, but may continue to count steps. The
+checkpoint that it saves looks like any other, and resuming from it silently resumes without optimizer state. A
+conversion, and `load_into` with an optimizer, refuse it by default:
 
-    error   stop, once every element has been looked at (the default)
-    keep    take them as they are
+    error   stop, after reading every element (the default)
+    keep    keep the zeros
 
-Nearly always the first window of the first moment that is read holds something, and that is all that is read.
+Usually the first window of the first moment is not zero, and nothing more is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ucp.io.elements import viewed
 from ucp.transfer.probe import Prober
 
 _PROBED = 256
-"""Parameters looked at before every element is, at most."""
+"""Most parameters that are sampled before every element is read."""
 _WINDOW = 64
-"""Elements looked at of a piece, at its ends and in the middle."""
+"""Elements of a window; three are read per piece, at both ends and in the middle."""
 _BLOCK = 1 << 20
-"""Elements read at once where all are."""
+"""Elements per read when all are read."""
 
 
 class ZeroMoments(StrEnum):
@@ -109,7 +109,7 @@ def _find_zero_moments(index: Index) -> list[AtomIndex]:
 
 
 def iter_moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
-    """States with a value per element, beside the weight."""
+    """Iterate over states with a value per element, without the weight."""
     for name, state in atom.states.items():
         is_moment = name not in (WEIGHT, STEP) and state.dtype.is_floating and state.numel > 0
         if is_moment and state.global_shape == atom.global_shape:
@@ -163,7 +163,7 @@ def _is_zero(ref: Tensor, prober: Prober, *, read_all: bool) -> bool | None:
 
 
 def _holds_nothing(data: bytes, dtype: DType) -> bool:
-    """Whether every value is zero; of either sign, which bits tell apart and an optimizer does not."""
+    """Whether every value is zero, positive or negative."""
     if data.count(0) == len(data):
         return True
     if not dtype.is_floating or data.translate(None, b"\0\x80"):  # a byte that no zero has

@@ -28,14 +28,14 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenamedSource:
-    """The source as the target is to see it."""
+    """The source under the names that the target needs."""
 
     index: Index
     """Under the names that are wanted."""
     family: str = ""
-    """Family that they were translated by; empty where none was needed."""
+    """Family that translated the names; empty if none was needed."""
     used: frozenset[str] = frozenset()
-    """Settings that were said for the family alone."""
+    """Settings that only the family uses."""
 
 
 def rename_source(

@@ -1,4 +1,4 @@
-"""What lies at a path: the index of a checkpoint, or what can be told without it."""
+"""Reads the index of the checkpoint at a path, or surveys its files if the index cannot be read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ucp.source.selection import NameFilter, select
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What can be told of a checkpoint whose index cannot be read."""
+    """Facts about a checkpoint whose index cannot be read."""
 
     path: str
     """Directory or file that was resolved, absolute."""
@@ -34,7 +34,7 @@ class Survey:
 
 
 def survey(path: Path) -> Survey:
-    """What lies at `path`, from names and sizes alone. Raises UnknownFormatError, IncompleteError."""
+    """Survey `path` by names and sizes alone. Raises UnknownFormatError, IncompleteError."""
     fmt, evidence = recognise(path)
     root = evidence.root.absolute()
     files = []
@@ -52,9 +52,9 @@ def survey(path: Path) -> Survey:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Pause the search for cycles, which walks all containers again and again while an index of millions is built.
+    """Pause the garbage collector, which is slow while an index of millions of objects is built.
 
-    What is not in a cycle is freed as ever.
+    Objects outside of reference cycles are still freed.
 
     >>> with pause_gc():
     ...     gc.isenabled()

@@ -23,7 +23,7 @@ from ucp.errors import ReplicaError, format_count, format_list
 
 
 class Drift(StrEnum):
-    """What to do about copies that differ."""
+    """What to do about copies that differ (`--drift`)."""
 
     ERROR = "error"
     """Stop."""

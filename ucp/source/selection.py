@@ -1,9 +1,9 @@
 """What of a source is taken: parameters and states by --include and --exclude, extras by --set drop; what is frozen.
 
-DeepSpeed and Megatron leave frozen parameters (`requires_grad=False`) out of their optimizers, and fail to load what
-counts them in. torch lists them in groups like any other and records nothing of it. A reader takes those without
-states for frozen where others have theirs; one that is trained and never got a gradient looks the same, so that users
-can say it (`--set frozen=GLOB,...`, or `none`).
+DeepSpeed and Megatron leave frozen parameters (`requires_grad=False`) out of their optimizers, and fail to load
+checkpoints that include them. torch lists them in groups like any other and does not record which are frozen. A reader
+takes parameters without states for frozen if others have states. A trained parameter that never got a gradient looks
+the same, so users can name the frozen ones (`--set frozen=GLOB,...`, or `none`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DROP = "drop"
 """Setting that every target takes: extras to leave out."""
 
 _SELECTION = "left out by --include/--exclude"
-"""Why a selection has no more."""
+"""Reason for what a selection leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

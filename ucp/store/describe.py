@@ -1,4 +1,4 @@
-"""From an index to a manifest: files and axes of layouts are stored once, and referred to by their numbers."""
+"""Makes the manifest of an index. Files and axes of layouts are stored once and referred to by number."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def describe(
 
 
 def is_inline(state: StateIndex) -> bool:
-    """Whether a state stands in the source's index itself, and so in the manifest."""
+    """Whether the value of a state is in the source's index, and so goes into the manifest."""
     return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
 
 
 class _States:
-    """Puts states in terms of a manifest; collects the files and axes that they refer to."""
+    """Converts states to manifest entries, and collects the files and axes that they refer to."""
 
     def __init__(self, written: Mapping[tuple[str, str], Receipt] | None) -> None:
         self.files: dict[str, int] = {}
@@ -156,7 +156,7 @@ class _States:
         )
 
     def _numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Numbers of the axes of a layout; none where one has a pattern that is not registered."""
+        """Numbers of the axes of a layout; none if one of their patterns is not registered."""
         numbers = []
         every = (*((axis, False) for axis in layout.axes), *((axis, True) for axis in layout.flat))
         for axis, is_flat in ((axis, is_flat) for axis, is_flat in every if axis.parts > 1):

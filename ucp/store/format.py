@@ -1,4 +1,4 @@
-"""Format `ucp`: atom stores, told by their manifest; what is in one is for `ucp.store.index` to say."""
+"""Format `ucp`: detects atom stores by their manifest; `ucp.store.index` reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoreFormat(Format):
     name = "ucp"
 
     def detect(self, path: Path) -> Evidence | None:
-        """A folder with a manifest, or the manifest itself; or one that lost it, so that reading says what to copy."""
+        """Detect a folder with a manifest, the manifest itself, or a store that lost it, so that `read` can say so."""
         root = path.parent if path.name == MANIFEST else path
         is_store = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
         return Evidence(root, (MANIFEST,)) if is_store else None

@@ -24,7 +24,7 @@ from ucp.transfer.checksums import combine_crcs
 
 
 def read_store(root: Path) -> Index:
-    """Index of the store in the folder `root`. Raises ChangedError when a file it refers to is another one now."""
+    """Index of the store in the folder `root`. Raises ChangedError when a file that it refers to was changed."""
     path = inside(root, MANIFEST)
     manifest = parse(read_text(path), path)
     files = find_files(manifest, root)
@@ -47,7 +47,7 @@ def read_store(root: Path) -> Index:
 
 
 def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Record, ...]]:
-    """Extras with their values, and the checksums of their tensors. Raises one error for all that are damaged."""
+    """Read extras with their values and the checksums of their tensors. Raises one error for all damaged ones."""
     extras: dict[tuple[str, int | None], Extra] = {}
     records: list[Record] = []
     problems: list[UcpError] = []
@@ -71,7 +71,7 @@ def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...
 
 
 def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
-    """What lies beside the extras and is none."""
+    """A note on files in the folder of extras that are none."""
     known = {extra.file for extra in stored}
     folder = root / EXTRAS
     strays = sorted(f"{EXTRAS}/{name}" for name in (names_of_folder(folder) if folder.is_dir() else ()))
@@ -94,7 +94,7 @@ def _check_unchanged(manifest: Manifest, files: Iterable[SourceFile], root: Path
 
 
 def _difference(stored: StoredFile, file: SourceFile) -> str:
-    """What tells a file from the one that a virtual store was made from; empty where nothing does."""
+    """How a file differs from the one that a virtual store was made from; empty if it does not."""
     if stored.nbytes != file.nbytes:
         return f"{stored.nbytes} bytes then, {file.nbytes} now"
     if stored.mtime_ns != file.mtime_ns:
@@ -103,9 +103,10 @@ def _difference(stored: StoredFile, file: SourceFile) -> str:
 
 
 def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, ...]]:
-    """The value that was stored in the file at `path`, and checksums of what of the file is left to be compared.
+    """Read the value stored in the file at `path`, and the recorded checksums of its tensors.
 
-    Of tensors nothing is read: the file of these has their CRC-32s, and is compared with its own as if they were right.
+    Tensors are not read: the CRC-32 of the file is computed from the rest of it and from the recorded CRC-32s of the
+    tensors.
 
     Raises
     ------
@@ -127,7 +128,7 @@ def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, .
 
 
 def _check(path: str, stored: StoredExtra, *, nbytes: int, crc32: int) -> None:
-    """Raise CorruptError for a file that is not the one that was stored."""
+    """Raise CorruptError if a file was changed since it was stored."""
     if (nbytes, crc32) != (stored.nbytes, stored.crc32):
         raise CorruptError(
             f"expected {stored.nbytes} bytes of CRC-32 {stored.crc32:08x} in {path}; got {nbytes} of {crc32:08x}. It "
@@ -136,7 +137,7 @@ def _check(path: str, stored: StoredExtra, *, nbytes: int, crc32: int) -> None:
 
 
 def _crc_of(file: OpenFile, records: Iterable[Record]) -> int:
-    """CRC-32 of a whole file, if what lies in `records` is as they say: only what lies between them is read."""
+    """CRC-32 of a file, provided that the ranges in `records` are intact: only the bytes between them are read."""
     parts: list[tuple[int, int]] = []
     at = 0
     for record in sorted(records, key=lambda record: record.offset):

@@ -1,7 +1,7 @@
-"""From a manifest to an index: what it says must refer to bytes that are there, and agree with itself.
+"""Makes an index of a manifest, and checks that it is consistent and that the bytes it refers to exist.
 
-Types were checked when it was decoded. A manifest may all the same be forged, or edited: the first thing that does not
-fit is a MalformedError that names it.
+Types were checked when it was decoded. But a manifest may be edited or forged: the first inconsistency raises a
+MalformedError.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _wrong(root: Path, what: object) -> MalformedError:
 
 
 def inside(root: Path, file: str) -> str:
-    """Path of a file of the store at `root`. Raises MalformedError where it lies elsewhere, by name or by a link."""
+    """Path of a file of the store at `root`. Raises MalformedError if its name or a link leads out of the store."""
     parts = PurePosixPath(file).parts
     if not parts or parts[0] == "/" or ".." in parts:
         raise MalformedError(
@@ -159,7 +159,7 @@ def _check_apart(records: Sequence[Record]) -> None:
 
 
 def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
-    """An axis, and whether it is flat; None for a pattern that is not installed here. Raises ValueError."""
+    """An axis, and whether it is flat; None if its pattern is not installed. Raises ValueError."""
     with suppress(UsageError):
         pattern = msgspec.convert(axis.fields, type=pattern_factory(axis.pattern))
         return AxisLayout(axis.axis, axis.parts, pattern, axis.known_from), axis.is_flat
@@ -167,7 +167,7 @@ def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
 
 
 def _layout(numbers: Sequence[int], axes: Sequence[tuple[AxisLayout, bool] | None]) -> Layout:
-    """The layout of these axes; one without an axis where a pattern of it is not known. Raises ValueError."""
+    """The layout of these axes; an empty one if a pattern is not installed. Raises ValueError."""
     if any(number >= len(axes) for number in numbers):
         raise ValueError(f"expected numbers of {len(axes)} axes, got {list(numbers)}")
     every = [axis for number in numbers if (axis := axes[number]) is not None]
@@ -198,7 +198,7 @@ def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[Axi
 
 
 class _States:
-    """Reads states, and collects the checksums that stand beside them. Methods raise ValueError."""
+    """Reads states, and collects the checksums recorded with them. Methods raise ValueError."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
@@ -284,7 +284,7 @@ class _States:
                 yield Fragment(box=box, ref=ref)
 
     def _piece(self, piece: Piece, shape: tuple[int, ...]) -> Fragment:
-        """A piece of somebody else's file, or a tensor that stands here."""
+        """A piece of a source file, or a tensor in the manifest."""
         box = _box(piece.offsets, piece.sizes)
         if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")

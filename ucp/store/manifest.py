@@ -1,8 +1,8 @@
 """`ucp.json`: what an atom store holds and where. Version 1; see docs/reference/atom-store.md.
 
-A packed store and a virtual one differ only in where their states lie: one range of a pack, or pieces of somebody
-else's files. A plain number that the source keeps outside its tensors stands in the manifest itself. The structures
-below are the document; `ucp.store.describe` makes it, `ucp.store.interpret` reads it.
+A state of a packed store is one range of a pack; a state of a virtual store is pieces of the source's files. A plain
+number that the source keeps outside its tensors is in the manifest itself. The structures below are the document;
+`ucp.store.describe` makes it, `ucp.store.interpret` reads it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Checksum(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     crc32: Crc32
     """CRC-32 of them."""
     name: str
-    """What they are, for people."""
+    """Label for messages."""
 
 
 class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -87,9 +87,9 @@ class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_field
     sizes: Shape
     """Elements per dim."""
     replica: int
-    """Number of the copy, 0 for the one to take; below 0 where it was computed from another piece."""
+    """Number of the copy: 0 is read; negative if the piece was computed from another."""
     term: Natural
-    """Which summand of a mean it is."""
+    """Number of the term of a mean."""
     dtype: DType
     """Type as stored."""
     place: Natural | str
@@ -114,7 +114,7 @@ class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     dtype: DType
     """Type as stored."""
     overlap: Overlap | None = None
-    """What several pieces of one element mean."""
+    """How pieces that overlap combine."""
     pieces: tuple[Piece, ...] | None = None
     """Where its pieces lie, of a virtual store and of a plain number."""
     file: Natural | None = None
@@ -132,7 +132,7 @@ class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     blocks: tuple[tuple[Natural, Natural], ...] | None = None
     """File offset and encoded bytes per block."""
     layout: tuple[Natural, ...] | None = None
-    """How it lay over the run that saved it, where otherwise than its parameter: numbers of `Manifest.axes`."""
+    """Its layout in the run that saved it, if it differs from its parameter's: numbers of `Manifest.axes`."""
 
 
 class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,13 +141,13 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     shape: Shape
     """Elements per dim."""
     kind: Kind
-    """What it is to the optimizer."""
+    """Trained, frozen or a buffer."""
     model_dtype: DType | None = None
-    """Type in which the model computes with it, where its weight is a master of higher precision."""
+    """Dtype of the model's weight, if the stored weight is a master of higher precision."""
     layout: tuple[Natural, ...] = ()
-    """How it lay over the run that saved it: numbers of `Manifest.axes`, outermost first."""
+    """Its layout in the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}
-    """Tensors of that run which it was joined, split or turned from, to their layouts."""
+    """Layouts of the stored tensors that it was joined, split or transposed from."""
     states: dict[str, StoredState]
     """State name to where it lies."""
 
@@ -164,9 +164,9 @@ class StoredAxis(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     fields: dict[str, object]
     """Its fields, without those that have their defaults."""
     is_flat: bool
-    """Whether it cuts the row-major order of what axes over dims leave."""
+    """Whether it divides the flattened tensor that remains after the axes that cut dims."""
     known_from: str
-    """Where that is known from."""
+    """Source of this knowledge."""
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,7 +194,7 @@ class StoredExtra(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class StoredLoss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters that lack states which they had."""
+    """Parameters that lost states."""
 
     why: str
     """The reason and what to do."""
@@ -218,7 +218,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step: Natural | None
     """Training step."""
     skipped: Natural = 0
-    """How many of these steps changed nothing."""
+    """Steps that were skipped, for example after an overflow."""
     files: tuple[StoredFile, ...]
     """Files that states refer to."""
     records: tuple[Checksum, ...]
@@ -246,7 +246,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unordered: bool = False
     """Whether nothing says in which order the model registers its parameters."""
     xxh3: str | UnsetType = UNSET
-    """Digest of all before it, which `dump` adds."""
+    """Digest of all bytes before it, added by `dump`."""
 
 
 class _Version(Struct):

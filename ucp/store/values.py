@@ -1,7 +1,7 @@
 """Plain values as JSON, and back, without losing their kind.
 
-JSON has no tuple, no bytes, no infinity and only text keys. Those are written as an object with one key that starts
-with "!"; everything else is itself.
+JSON has no tuples, bytes or infinities, and only text keys. Such values become an object with one key that starts with
+"!"; all others are written as they are.
 
 >>> from_json(to_json({"betas": (0.9, 0.95), 1: None})) == {"betas": (0.9, 0.95), 1: None}
 True
@@ -22,9 +22,9 @@ from ucp.io.pickle.keys import check_keys
 from ucp.io.pickle.values import GlobalName, TorchSize
 
 _DEEPEST = 100
-"""Values in one another that are written."""
+"""Deepest nesting that is written."""
 _DEEPEST_READ = 200
-"""Values in one another that are read."""
+"""Deepest nesting that is read."""
 _MOST_NBYTES = 1 << 20
 """Bytes of JSON, about. JSON says again what a value holds several times: what is more is kept as a pickle, which does
 not."""
@@ -37,7 +37,7 @@ class NotPlainError(ValueError):
 
 
 def to_json(value: object) -> object:
-    """`value` in terms of JSON. Raises NotPlainError."""
+    """Encode `value` for JSON. Raises NotPlainError."""
     return PlainJson(_refuse, _refuse_more).of(value)
 
 
@@ -59,10 +59,10 @@ def _refuse_more(value: object) -> object:
 
 
 class PlainJson:
-    """Puts values in terms of JSON.
+    """Encodes values for JSON.
 
-    `other` says what stands there for a value that is not plain, and may look into it; `cut` for one that lies too
-    deep, or is too much.
+    `other` encodes values that are not plain, and may encode their parts; `cut` those that are nested too deeply or
+    exceed the size limit.
     """
 
     def __init__(self, other: Callable[[object], object], cut: Callable[[object], object]) -> None:

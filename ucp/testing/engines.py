@@ -1,4 +1,4 @@
-"""What every engine does, whatever it runs on."""
+"""Tests that every engine passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format does with checkpoints of its kind, and with folders that are not."""
+"""Tests that every format passes, with checkpoints of its kind and with other folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of stretches of a file, combined from checksums of their parts.
+"""Checksums of ranges of a file, combined from checksums of their parts.
 
 CRC-32 of "ab" follows from those of "a" and "b": parts may be read or written in any order, by any process.
 """
@@ -43,7 +43,7 @@ def crc_of_zeros(nbytes: int) -> int:
 
 
 def find_gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, int, int]]:
-    """What is still to be read (path, offset, bytes) before every record that was read from can be checked."""
+    """Ranges (path, offset, bytes) still to be read so that every partly read record can be checked."""
     missing = []
     for record, inside in _match_spans(records, spans):
         at = record.offset
@@ -56,7 +56,7 @@ def find_gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[st
 
 
 def find_mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Record]:
-    """Records that were read whole and whose bytes are not what was recorded."""
+    """Records that were read completely and whose CRC-32 differs from the recorded one."""
     wrong = []
     for record, inside in _match_spans(records, spans):
         chain = list(_select_chain(record, inside))
@@ -138,7 +138,9 @@ def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterat
     at = field.start
     for offset, nbytes, crc in sums:
         if offset < at or offset + nbytes > field.stop:
-            raise CoverError(f"bytes {offset}:{offset + nbytes} straddle a checksummed stretch at {field.start}")
+            raise CoverError(
+                f"bytes {offset}:{offset + nbytes} lie only partly in the checksummed range at {field.start}"
+            )
         yield crc_of_zeros(offset - at), offset - at
         yield crc, nbytes
         at = offset + nbytes

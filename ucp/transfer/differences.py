@@ -73,7 +73,7 @@ def compare(
 
 
 def pair_states(a: Index, b: Index) -> Iterator[Pair]:
-    """States that both have."""
+    """States that both checkpoints have."""
     for atom, name, state in a.states():
         other = b.atoms.get(atom.name)
         if other is not None and name in other.states:

@@ -1,4 +1,4 @@
-"""Compare copies: whether the replicas of what was taken hold the same, and where they do not."""
+"""Compares copies of a state: whether replicas equal the one that is read, and where they differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CheckedSlice = tuple[Slice, Locator, memoryview]
 
 
 def find_drifts(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> Iterator[tuple[Slice, list[str]]]:
-    """Slices of which copies differ, with the lines of `drift`. All together are at most a block."""
+    """Slices whose copies differ, with the lines of `describe_drift`. All slices together are at most a block."""
     if len(checked) > 1 and _all_agree(checked, gatherer):
         return
     for tensor_slice, locator, part in checked:
@@ -27,7 +27,7 @@ def find_drifts(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> Iterator
 
 
 def _all_agree(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> bool:
-    """Whether all copies hold what was taken, seen at once; False also where that needs a closer look."""
+    """Whether all copies equal what was read, by a fast comparison; False also if that cannot tell."""
     alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
     for tensor_slice, locator, part in checked:
         for piece in chain.from_iterable(
@@ -57,7 +57,7 @@ def _hold_bytes(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied:
 
 
 def describe_drift(tensor_slice: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each stretch of a copy that differs from what was taken, in the copy's own precision.
+    """A line for each piece of a copy that differs from what was read, compared in the copy's dtype.
 
     Where a cast was asked for, only copies of the type that is written are compared. A copy of one term of a mean is
     compared with that term. `part`: bytes of the slice, which is a block at most.
@@ -78,7 +78,7 @@ def describe_drift(tensor_slice: Slice, locator: Locator, part: memoryview, gath
 
 
 def _describe_differences(tensor_slice: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each stretch of a piece that differs from `part`, the bytes it was resolved for."""
+    """A line for each range of a piece that differs from `part`, the bytes it was resolved for."""
     import numpy as np
 
     dtype = tensor_slice.dtype

@@ -27,7 +27,7 @@ from ucp.io.writing import read_back, write_at
 WINDOW = 256 << 10
 """Bytes that are read, summed and written at once."""
 ROUNDS = 3
-"""Times that every way is gone; the median counts."""
+"""Times that each measurement is repeated; the median counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ RUN_OVERHEAD = 128
 
 
 _MAX_SPARSITY = 4
-"""Bytes of a file per byte that is used, above which they are not read as one range."""
+"""Most bytes of a range per byte that is used; sparser pieces are not read as one range."""
 
 
 class Span(NamedTuple):
@@ -263,7 +263,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ucp-read")
 
     def submit(self, work: Callable[[Gatherer], T]) -> Future[T]:
-        """Have a thread do something with its gatherer."""
+        """Run a function on a thread, with the gatherer of that thread."""
         return self._pool.submit(lambda: work(self._gatherer()))
 
     def run_all(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:

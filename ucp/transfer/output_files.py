@@ -1,4 +1,4 @@
-"""Files of a destination at their two ends: made with what is known before, completed with what is known after."""
+"""Creates the files of a destination with their known bytes, and fills in checksums after the tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iter
 
 
 def truncate_files(job: Job, root: Path, sums: Iterable[Sum]) -> None:
-    """Cut off what lies behind the end of files below `root`, as somebody else wrote it: each is as long as planned.
+    """Truncate files below `root` to their planned length, in case another program made them longer.
 
     A pack of encoded blocks, whose length is not planned, ends with its last block.
     """

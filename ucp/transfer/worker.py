@@ -1,4 +1,4 @@
-"""Carry out one task: bring blocks together, compare copies, sum, write in place.
+"""Carries out one task: gathers blocks, compares copies, computes checksums, writes in place.
 
 A task may be run twice and by any worker: it writes the same bytes to the same places.
 """
@@ -54,7 +54,7 @@ MIN_JOINED = 4096
 
 
 class Sum(NamedTuple):
-    """What is known of a section once its bytes are written."""
+    """Checksums of a section that is written."""
 
     placement: int
     """Placement it is a block of."""
@@ -90,7 +90,7 @@ class Done:
 
 
 class Step(NamedTuple):
-    """Report of a task that takes long, on the way."""
+    """Progress of a task that takes long."""
 
     task: int
     """Its number."""
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
 
 class _SliceOutput(NamedTuple):
-    """Where a slice goes that is not written from front to back."""
+    """Output of a slice that is written in tiles."""
 
     section: Section
     """Its first section."""
@@ -126,7 +126,7 @@ class Worker:
         self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
 
     def carry_out_all(self, tasks: Iterable[Task]) -> Iterator[Step | Done]:
-        """Every task in turn. Of stores, what the next one reads is on its way while one is carried out."""
+        """Carry out tasks one after another. What the next one reads from object stores is prefetched."""
         if not self._is_remote:
             yield from chain.from_iterable(map(self.carry_out, tasks))
             return
@@ -140,7 +140,7 @@ class Worker:
             yield from self.carry_out(waiting.popleft())
 
     def carry_out(self, task: Task) -> Iterator[Step | Done]:
-        """Write everything a task writes; the last report is that it is done. Raises UcpError or OSError."""
+        """Carry out a task; the last report says that it is done. Raises UcpError or OSError."""
         if self._is_remote:
             self._announce(task)
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
@@ -161,7 +161,7 @@ class Worker:
         yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(drift_lines))
 
     def _announce(self, task: Task) -> None:
-        """Have what a task reads of stores come, unless it was announced."""
+        """Start to prefetch what a task reads from object stores, unless that was done."""
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
             self._sources.prefetch(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby, islice, zip_longest
 
 from ucp.contract.ranks import Problems
 from ucp.core.tensor import TensorRef
@@ -49,7 +49,7 @@ class ExpertNumbers:
     counts: Mapping[str, int]
     """Name prefix of a layer's experts to how many there are, in the order of the model."""
     missing: tuple[str, ...] = ()
-    """Experts without a parameter, though their layer has higher numbers."""
+    """Experts without a parameter, though their layer has higher numbers; the first thousand of each layer."""
 
     @classmethod
     def of(cls, names: Iterable[str]) -> ExpertNumbers:
@@ -58,8 +58,8 @@ class ExpertNumbers:
         for match in filter(None, map(_EXPERT.fullmatch, names)):
             layers.setdefault(match[1], set()).add(int(match[2]))
         counts = {prefix: max(numbers) + 1 for prefix, numbers in layers.items()}
-        expected = ((prefix, number) for prefix, count in counts.items() for number in range(count))
-        return cls(counts, tuple(f"{prefix}{number}" for prefix, number in expected if number not in layers[prefix]))
+        missing = (f"{prefix}{gap}" for prefix, numbers in layers.items() for gap in _find_gaps(numbers))
+        return cls(counts, tuple(missing))
 
     def owner(self, name: str, ep: int) -> int | None:
         """Expert-parallel rank, of `ep`, that has the expert of a parameter; None for other parameters."""
@@ -84,6 +84,11 @@ class ExpertNumbers:
         for match in filter(None, map(_EXPERT.fullmatch, names)):
             files.setdefault((layers[match[1]], int(match[2])), []).append(match[0])
         return files
+
+
+def _find_gaps(numbers: set[int]) -> Iterable[int]:
+    """Numbers below the largest that are not among them: a thousand at most, as a damaged name may have any number."""
+    return islice((number for number in range(max(numbers)) if number not in numbers), 1000)
 
 
 def global_name(name: str, *, rank: int, experts_per_rank: int) -> str:
@@ -198,8 +203,7 @@ def read_experts(files: Sequence[SavedFile], problems: Problems) -> SavedModule:
         prefix = "" if layer < 0 else f"layer_{layer}_"
         problems.missing += [
             f"{prefix}expert_{number}_mp_rank_{files[0].name.mp:02d}_model_states.pt (an expert)"
-            for number in range(max(numbers))
-            if number not in numbers
+            for number in _find_gaps(numbers)
         ]
     return SavedModule(tensors=tensors, others=others)
 

@@ -61,11 +61,11 @@ _SIZES = frozenset[str]().union(
 _COUNTS = frozenset({"ddp_bucket_size", "ddp_num_buckets", "consumed_train_samples"})
 _CHECKED = (_COUNTS | _SIZES | _FLAGS).union(*_NAMES.values())
 READ_ARGUMENTS = _CHECKED | {"transformer_impl", "moe_grouped_gemm"}
-"""Names of all arguments that are read; the last two say how a target names what it writes."""
+"""Names of all arguments that are read; the last two say which names a target writes."""
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Ranks that a tensor-parallel shard of a weight is cut over once more."""
+"""Degrees of a further cut of each tensor-parallel shard of a weight."""
 _MOST_LAYERS = 999_999
-"""Layers of a model, at most: more digits are not read in names."""
+"""Upper bound of the number of layers: names with more digits are not parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Arguments:
             return Topology(dp=dp, tp=tp, pp=pp, ep=self.ep or 1, cp=cp, vpp=self.vpp or 1, etp=etp)
         except TopologyError as error:
             raise MalformedError(
-                f"the arguments that the checkpoint records are of no run: {error}. They are damaged or were edited: "
+                f"the arguments that the checkpoint records are impossible: {error}. They are damaged or were edited: "
                 "use another copy"
             ) from error
 
@@ -134,10 +134,10 @@ def read_arguments(value: object, where: str) -> Arguments:
     shards = [f"{name}={ranks}" for name in _WEIGHT_SHARDS if isinstance(ranks := raw.get(name), int) and ranks > 1]
     if shards:  # megatron-core 0.20
         raise UnsupportedError(
-            f"{where} is of a run with Generalized Tensor Parallelism ({', '.join(shards)}), which is not read: its "
-            "weights are cut over these ranks too, with rows of padding in every cut, and files of ranks do not hold "
-            "them all. Load it with Megatron in a run without (--tensor-parallel-num-weight-shards as many as "
-            "tensor-parallel ranks, --expert-tensor-parallel-num-weight-shards as many as those of experts), save it "
+            f"{where} is of a run with Generalized Tensor Parallelism ({', '.join(shards)}), which ucp does not read: "
+            "its weights are cut over these ranks too, with rows of padding in every cut, and legacy files do not hold "
+            "all of them. Load it in a Megatron run without this (--tensor-parallel-num-weight-shards equal to the "
+            "number of tensor-parallel ranks, --expert-tensor-parallel-num-weight-shards to that of experts), save it "
             "with --ckpt-format torch_dist, and convert that"
         )
     wrong = []
@@ -196,11 +196,11 @@ def check_recorded(
     lines = compare_sizes(family, arguments, shapes, pads_on_load=pads_on_load)
     if lines:
         raise MalformedError(
-            f"expected the tensors of {where} to have the sizes that its arguments record; put together by the rules "
-            f"of the family {family.name!r} they have not:\n{format_list(lines)}\n"
-            "The arguments were edited or are of another run: use another copy; or rules of your own (--patterns) "
-            "join the wrong rows: mend them. Where the arguments are wrong and the tensors right, say the size under "
-            "[given] in a rules file"
+            f"expected the tensors of {where} to have the sizes that its arguments record; joined by the rules "
+            f"of the family {family.name!r} they have others:\n{format_list(lines)}\n"
+            "Either the arguments were edited or belong to another run: use another copy. Or your own rules "
+            "(--patterns) join the wrong rows: correct them. If the tensors are right and the arguments wrong, give "
+            "the size under [given] in a rules file"
         )
 
 
@@ -226,7 +226,7 @@ def check_gaps(
     if lacking:
         lines = (f"{name}: {', '.join(missing)}" for name, missing in lacking.items())
         raise MalformedError(
-            f"expected of every trained parameter the states that others have; in {where} "
+            f"expected all trained parameters to have the same optimizer states; in {where} "
             f"{format_count(len(lacking), 'parameter lacks', 'parameters lack')} some:\n{format_list(lines)}\n"
             "Part of the optimizer is lost: copy the checkpoint again, or use another one"
         )

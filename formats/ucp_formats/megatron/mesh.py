@@ -1,13 +1,14 @@
-"""The axes that no family speaks of: stages, chunks of stages, owners of experts, and ranks that hold copies.
+"""The mesh axes that family rules do not cover: pipeline stages and their chunks, expert-parallel ranks, replicas.
 
 | axis | a parameter is | because |
 |---|---|---|
-| pp, vpp | on one stage, in one of its chunks | layers are dealt out; a tied embedding is on the first and the last |
-| ep | on one expert-parallel rank | experts are dealt out |
-| dp | on every rank | weights are; states too, unless the distributed optimizer cuts them |
+| pp, vpp | in one chunk of one stage | layers are split over chunks; a tied embedding is on the first and last stage |
+| ep | on one expert-parallel rank | experts are split over ranks |
+| dp | on every rank | weights are replicated; so are states, unless the distributed optimizer shards them |
 
-Layers are dealt out in order, chunk 0 of all stages before chunk 1 of any (transformer_layer.py:
-get_transformer_layer_offset, core_v0.16). Stages are even, but the first and last may be told apart.
+Layers are split in order: chunk 0 of all stages comes before chunk 1 of any (transformer_layer.py:
+get_transformer_layer_offset, core_v0.16). All stages have equally many layers, except that arguments can set the number
+for the first and the last.
 
 >>> split_layers(8, pp=2, vpp=2, arguments={})
 {(0, 0): range(0, 2), (1, 0): range(2, 4), (0, 1): range(4, 6), (1, 1): range(6, 8)}
@@ -26,7 +27,7 @@ from ucp.errors import TopologyError, UnsupportedError
 
 
 def count_replicas(topology: Topology, *, expert: bool) -> int:
-    """Ranks that hold copies of a dense parameter, or of an expert's.
+    """Number of ranks that hold replicas of a shard of a dense parameter, or of an expert's parameter.
 
     >>> mesh = Topology(dp=2, tp=2, ep=2, etp=1)
     >>> count_replicas(mesh, expert=False), count_replicas(mesh, expert=True)
@@ -37,9 +38,9 @@ def count_replicas(topology: Topology, *, expert: bool) -> int:
 
 
 def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_from: str) -> tuple[AxisLayout, ...]:
-    """The axes of a pipeline, for a tensor that is in these chunks, each a stage and the number of its chunk.
+    """The axes `pp` and `vpp` of a tensor in these chunks, each a stage and a chunk number.
 
-    That of the chunks is left out where they differ by stage.
+    Without `vpp` if the chunk number differs between stages.
     """
     stage_axes = holder_axes("pp", pp, known_from, {stage for stage, _ in chunks})
     virtual_chunks = {chunk for _, chunk in chunks}
@@ -47,12 +48,12 @@ def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_
 
 
 def with_source(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
-    """The axes of a layout over dims, with where they are known from."""
+    """The axes of a layout over dims, with this source of the knowledge."""
     return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
 
 
 Chunk = tuple[int, int]
-"""Pipeline stage, and which of its chunks."""
+"""Pipeline stage, and number of the chunk in it."""
 
 _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
@@ -61,15 +62,15 @@ _LOSS = "account_for_loss_in_pipeline_split"
 _LAYOUT = "pipeline_model_parallel_layout"
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _BAR = "|"
-"""Between the chunks of a hybrid model (megatron-core 0.17 and later)."""
+"""Separates the chunks in the pattern of a hybrid model (megatron-core 0.17 and later)."""
 
 
 def split_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
-    """Layers of every chunk, in the order of the layers. Raises TopologyError when they cannot be dealt out."""
+    """Layers of every chunk, in the order of the layers. Raises TopologyError if they cannot be split so."""
     if arguments.get(_LAYOUT):
         raise UnsupportedError(
-            "expected stages of equal length; the arguments have a pipeline_model_parallel_layout of their own, "
-            "which is not written yet. Write torch_dist (--layout torch_dist), which fits any"
+            "expected stages of equal length; the arguments give a pipeline_model_parallel_layout, which ucp cannot "
+            "write. Write torch_dist (--layout torch_dist), which any layout of stages can load"
         )
     problem = stage_problem(layers, pp=pp, vpp=vpp, arguments=arguments)
     if problem is not None:
@@ -99,7 +100,7 @@ def _ranges(counts: Mapping[Chunk, int]) -> dict[Chunk, range]:
 
 
 def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> str | None:
-    """Why the layers cannot be dealt out over these stages; None when they can, or the arguments deal them out."""
+    """Why the layers cannot be split over these stages; None if they can, or if the arguments list the stages."""
     if arguments.get(_LAYOUT):
         return None
     pattern = hybrid_pattern(arguments)
@@ -107,11 +108,11 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
         if (segments := pattern.count(_BAR) + 1) == pp * vpp:
             return None
         return (
-            f"layers: the pattern of the hybrid model deals them out in {segments} stretches, not pp x vpp = "
-            f"{pp * vpp}; give another with --set hybrid_layer_pattern=..."
+            f"layers: the pattern of the hybrid model has {segments} segments, expected pp x vpp = {pp * vpp}; give "
+            "another pattern with --set hybrid_layer_pattern=..."
         )
     if pattern and vpp > 1:
-        return f"layers: vpp={vpp}, and a hybrid model has chunks only where its pattern has {_BAR!r} between them"
+        return f"layers: vpp={vpp}, but the pattern of the hybrid model has no {_BAR!r} between chunks"
     first, last, rest, parts = _shares(layers, pp=pp, vpp=vpp, arguments=arguments)
     uneven = any(count is not None and count % vpp for count in (first, last))
     if not uneven and rest >= 0 and rest % max(parts, 1) == 0 and (parts or not rest):
@@ -121,7 +122,7 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
 
 
 def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
-    """The letters of the layers of a hybrid model, those of multi-token prediction left out."""
+    """The letters of the layers of a hybrid model, without those of multi-token prediction."""
     letters = next((arguments[name] for name in _HYBRID if arguments.get(name)), None)
     return letters.partition("/")[0] if isinstance(letters, str) else None
 
@@ -129,7 +130,7 @@ def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
 def _shares(
     layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]
 ) -> tuple[int | None, int | None, int, int]:
-    """Layers of the first and of the last stage where said, layers of all others, and the chunks that share those."""
+    """Layers of the first and of the last stage if set, layers of all others, and the chunks that share the latter."""
     first, last = _number(arguments, _FIRST), _number(arguments, _LAST)
     middle = pp - (first is not None) - (last is not None)
     pseudo = bool(arguments.get(_EMBEDDING)) + bool(arguments.get(_LOSS))

@@ -1,8 +1,8 @@
 """Which modules a run builds its layers of: megatron-core's own (`transformer_impl` "local") or Transformer Engine's.
 
-Keys depend on it, so that what is written for the one kind is not always found by a run of the other. Readers bring
-keys to canonical names, and keep what they show of modules as an extra. A target goes by what the user asks for, then
-by that extra, then by the recorded arguments; where none of them tells, by Megatron's default.
+Keys depend on the modules, so a run with one kind does not find every key that was written for the other. Readers
+translate keys to canonical names, and record in an extra which modules the keys show. A target uses the modules that
+the user asks for, else those in the extra, else those in the recorded arguments, else Megatron's default.
 
 | norm before | in | megatron-core's own | Transformer Engine's |
 |---|---|---|---|
@@ -30,7 +30,7 @@ _GROUPED = "moe_grouped_gemm"
 _SEEN = "seen_in"
 _LOCAL, _ENGINE = "local", "transformer_engine"
 _VALUES = (_LOCAL, _ENGINE, "inference_optimized")
-"""What Megatron takes for `transformer_impl`; the last has the keys of Transformer Engine's modules."""
+"""Values of `transformer_impl` in Megatron; the last one has the keys of Transformer Engine's modules."""
 _NORM = re.compile(r"norm\.(weight|bias)$")
 _NUMBER = re.compile(r"\blayers\.\d+\.")
 _GROUPED_KEY = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias)\d+$")
@@ -39,41 +39,41 @@ _GROUPED_KEY = re.compile(r"\.experts\.linear_fc[12]\.(weight|bias)\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleChoice:
-    """The modules that a checkpoint is written for."""
+    """The modules for which a checkpoint is written."""
 
     settings: Mapping[str, object]
-    """Arguments of Megatron that say so."""
+    """Arguments of Megatron that select them."""
     known_from: str
-    """What tells, for people; empty where nothing does."""
+    """Why they were chosen, for the note; empty for the default."""
 
     def note(self, *, same_keys: bool) -> str:
-        """Which they are, and why. `same_keys`: whether runs with the other kind find the same keys."""
+        """The choice and the reason for it. `same_keys`: whether the keys of the other kind are the same."""
         local = self.settings[_ARGUMENT] == _LOCAL
         which = "megatron-core's own" if local else "Transformer Engine's"
         keys = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
         if self.known_from:
             return f"{keys}, as {self.known_from}"
         if same_keys:
-            return f"the source does not say by which modules its layers were built ({_ARGUMENT}): the keys fit both"
+            return f"the source does not say which modules its layers were built of ({_ARGUMENT}): the keys fit both"
         return (
-            f"{keys}, Megatron's default, because the source does not say by which its layers were built. A run with "
-            f"megatron-core's own does not find them all: for it add --set {_ARGUMENT}={_LOCAL}"
+            f"{keys}, Megatron's default, because the source does not say which its layers were built of. A run with "
+            f"megatron-core's own modules does not find all of these keys: for it, add --set {_ARGUMENT}={_LOCAL}"
         )
 
 
 def find_modules(family: Family, keys: Mapping[str, str], *, renamed: bool) -> dict[str, object]:
-    """What keys tell of modules, as arguments of Megatron, and `seen_in`, a key that shows it.
+    """The modules that the keys show, as arguments of Megatron, and in `seen_in` a key that shows them.
 
-    Empty where all fit both kinds, or some show the one and some the other.
+    Empty if all keys fit both kinds, or if keys of both kinds occur.
 
     Parameters
     ----------
     family
         Rules of the model.
     keys
-        Stored key to canonical name, which has `{layer}` where the key has no number of a layer.
+        Stored key to canonical name, with `{layer}` if the key has no layer number.
     renamed
-        Whether they are keys of torch_dist, where the specs of GPT layers rename norms.
+        Whether these are keys of torch_dist, in which the specs of GPT layers rename norms.
     """
     names = {key: name.replace("{layer}", "0") for key, name in keys.items()}
     with_experts = {name.partition(".mlp.")[0] for name in names.values() if ".mlp.experts." in name}
@@ -86,7 +86,7 @@ def find_modules(family: Family, keys: Mapping[str, str], *, renamed: bool) -> d
         before, norm, _ = name.partition(".pre_mlp_layernorm.")
         local = {family.to_style(name, "torch_dist") if specs else name}
         engine = {name}
-        if not norm or before not in with_experts:  # the one that is written, and others that are read
+        if not norm or before not in with_experts:  # the name that is written, and others that are read
             written, *others = [names[0] for _, names in family.find_spellings(name, "te")]
             engine = {written, *others} - ({name} if written != name else set())
         outline = _NUMBER.sub("layers.", key, count=1)
@@ -104,10 +104,10 @@ def find_modules(family: Family, keys: Mapping[str, str], *, renamed: bool) -> d
 
 
 def find_modules_by_state(empty: Collection[str]) -> dict[str, object]:
-    """The same of keys that modules keep a state of their own under, though `empty`: names without `/shard_...`.
+    """The modules that empty `_extra_state` entries show; `empty`: their names, without `/shard_...`.
 
-    Linear layers of both kinds ask for one, attention of Transformer Engine's alone. `ucp` writes all of them, so this
-    tells only where the recorded arguments do not.
+    Linear layers of both kinds have one; of the attention modules, only Transformer Engine's has. `ucp` always writes
+    both, so the recorded arguments take precedence over this.
     """
     attention = next((name for name in empty if name.endswith(".core_attention._extra_state")), None)
     linear = next((name for name in empty if name.endswith(".linear_proj._extra_state")), None)
@@ -117,21 +117,21 @@ def find_modules_by_state(empty: Collection[str]) -> dict[str, object]:
 
 
 def is_recorded(arguments: Mapping[str, object]) -> bool:
-    """Whether arguments say by which modules the layers were built."""
+    """Whether the arguments say which modules the layers were built of."""
     return arguments.get(_ARGUMENT) in _VALUES
 
 
 def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -> Mapping[str, object]:
-    """`arguments` with the modules that keys `shown`, where they were saved and do not say."""
+    """`arguments` completed by the modules in `shown`, if arguments were saved and do not name any."""
     if not arguments or is_recorded(arguments) or _ARGUMENT not in shown:
         return arguments
     return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
 
 
 def choose_modules(index: Index, recorded: Mapping[str, object], requested: Mapping[str, object]) -> ModuleChoice:
-    """The modules to write for. `recorded`: arguments of the source; `requested`: those that the user gave.
+    """The modules to write for. `recorded`: arguments of the source; `requested`: arguments that the user gave.
 
-    Raises UsageError for modules that Megatron does not have.
+    Raises UsageError if Megatron has no such modules.
     """
     if requested.get(_ARGUMENT, _ENGINE) not in _VALUES:
         raise UsageError(f"expected {_ARGUMENT} to be one of {', '.join(_VALUES)}; got {requested[_ARGUMENT]!r}")

@@ -1,18 +1,18 @@
-"""The grammar of names in a checkpoint folder of Megatron (megatron/training/checkpointing.py, core_v0.19).
+"""Names of files and folders in a checkpoint of Megatron (megatron/training/checkpointing.py, core_v0.19).
 
 | where | what | example |
 |---|---|---|
 | save folder | tracker: the iteration, or "release" | latest_checkpointed_iteration.txt |
 | save folder | iteration | iter_0001234, release |
 | iteration, `torch` | a rank of the model-parallel grid | mp_rank_03, mp_rank_03_001, mp_rank_03_001_007 |
-| rank | model, optimizer, random states | model_optim_rng.pt |
+| rank | model, optimizer, RNG states | model_optim_rng.pt |
 | rank | distributed optimizer (since 2023-05) | distrib_optim.pt |
 | rank | Muon: optimizer of a data-parallel rank | layer_wise_optimizer_3.pt |
-| rank | where a data loader stands | train_dataloader_dprank007.pt |
+| rank | position of a data loader | train_dataloader_dprank007.pt |
 | iteration, others | how it was saved | metadata.json, .metadata, common.pt, __3_0.distcp |
 
-`mp_rank_TT_NNN` is ambiguous: NNN is the pipeline stage, or the expert rank where there is one stage only. The names
-do not tell; the arguments in the file do (`RankFolder.place`).
+`mp_rank_TT_NNN` is ambiguous: NNN is the pipeline stage, or the expert rank if there is only one stage. Only the
+arguments in the file tell which (`RankFolder.place`).
 
 >>> folder = parse_rank_folder("mp_rank_03_001")
 >>> folder.place(pipelined=True), folder.place(pipelined=False)
@@ -28,9 +28,9 @@ from enum import StrEnum
 TRACKER = "latest_checkpointed_iteration.txt"
 """Text file beside the iteration folders: the iteration to load, or "release"."""
 RELEASE = "release"
-"""Folder of a checkpoint made for publication; counts as iteration 0."""
+"""Folder of a checkpoint for publication; counts as iteration 0."""
 MODEL = "model_optim_rng.pt"
-"""Model, optimizer, scheduler, random states and arguments of one rank."""
+"""Model, optimizer, scheduler, RNG states and arguments of one rank."""
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 """The masters and moments of one rank's data-parallel group, gathered."""
 METADATA = "metadata.json"
@@ -38,10 +38,10 @@ METADATA = "metadata.json"
 DCP_METADATA = ".metadata"
 """Index of a checkpoint of torch.distributed.checkpoint."""
 COMMON = "common.pt"
-"""What all ranks have in common, in files of torch_dist up to 0.18."""
+"""Values common to all ranks, in torch_dist up to 0.18."""
 
 MODULES = "modules"
-"""Name of the extra that says which modules layers are built of."""
+"""Name of the extra that says which modules the layers are built of."""
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -65,7 +65,7 @@ class SavedAs(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class GridPlace:
-    """A rank of the model-parallel grid: those that differ in nothing else hold the same, or parts of one buffer."""
+    """A position in the model-parallel grid. All data-parallel ranks at one position hold the same weights."""
 
     tp: int
     """Tensor-parallel rank."""
@@ -81,7 +81,7 @@ class GridPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFolder:
-    """A name `mp_rank_...`, understood."""
+    """A folder name `mp_rank_...`, parsed."""
 
     name: str
     """The name."""
@@ -91,7 +91,7 @@ class RankFolder:
     """Further numbers: none, one or two."""
 
     def place(self, *, pipelined: bool) -> GridPlace:
-        """Where it is in the grid. `pipelined`: whether the run had more than one pipeline stage."""
+        """Its position in the grid. `pipelined`: whether the run had more than one pipeline stage."""
         pp, ep = (*self.numbers, 0, 0)[:2] if pipelined or len(self.numbers) == 2 else (0, (*self.numbers, 0)[0])
         return GridPlace(tp=self.tp, pp=pp, ep=ep)
 
@@ -108,7 +108,7 @@ def rank_folder_name(place: GridPlace, *, pipelined: bool, experts: bool) -> str
 
 
 def parse_rank_folder(name: str) -> RankFolder | None:
-    """The name understood, or None when it is not a rank's folder."""
+    """The parsed name; None if it is not the folder of a rank."""
     match = _RANK_FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -117,7 +117,7 @@ def parse_rank_folder(name: str) -> RankFolder | None:
 
 
 def parse_iteration(name: str) -> int | None:
-    """The iteration that a folder name says; None when it is no such name.
+    """The iteration in a folder name; None if the name has none.
 
     >>> parse_iteration("iter_0001234"), parse_iteration("release"), parse_iteration("iter_x")
     (1234, 0, None)
@@ -129,7 +129,7 @@ def parse_iteration(name: str) -> int | None:
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a file in a rank's folder is known, and none of the model's or the distributed optimizer's.
+    """Whether a rank's folder has this known file besides those of the model and the distributed optimizer.
 
     >>> is_side_file("layer_wise_optimizer_3.pt"), is_side_file("train_dataloader_dprank007.pt")
     (True, True)

@@ -1,18 +1,18 @@
-"""Checkpoints of Megatron-LM and of what is built on megatron-core, whichever way they were saved.
+"""Format `megatron`: checkpoints of Megatron-LM, and of frameworks built on megatron-core.
 
-Which folder holds the checkpoint, and how it was saved, names tell, the tracker and metadata.json alone; the readers
-are imported by what needs them. A user may pass the save folder (with its tracker), an iteration folder, or the folder
-of one rank. What an iteration folder is, is decided in Megatron's own order (checkpointing.py: _get_checkpoint_format):
+A user may pass the save folder (with its tracker), an iteration folder, or the folder of one rank. File names, the
+tracker and metadata.json suffice to find the checkpoint and to see how it was saved; only then the reader is imported.
+The kind of an iteration folder is decided in Megatron's order (checkpointing.py: _get_checkpoint_format):
 metadata.json, then folders of ranks, then the .metadata of torch.distributed.checkpoint.
 
-metadata.json says what backend of megatron-core wrote an iteration folder (core/dist_checkpointing/core.py):
+metadata.json names the backend of megatron-core that wrote an iteration folder (core/dist_checkpointing/core.py):
 
 | written by | text |
 |---|---|
 | core 0.3 to 0.18 | {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", ...} |
 | core 0.19 on | {"sharded_backend": "torch_dist", "sharded_backend_version": 1} |
 
-Without it Megatron takes the folder for one of torch.distributed.checkpoint (torch_dcp), which has a .metadata too.
+Without it Megatron assumes torch.distributed.checkpoint (torch_dcp), which also has a .metadata.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from ucp_formats.megatron.names import (
 )
 
 _INNER = ("", "weights", "model_weights")
-"""Folders of an iteration that may hold it: libraries built on megatron-core nest it."""
+"""Folders in an iteration folder that may hold the checkpoint: libraries built on megatron-core nest it."""
 _MOST_BYTES = 1 << 20
 _VERSION = 1
-"""The only version there is, of any backend; megatron-core up to 0.18 refuses others (strategies/base.py)."""
+"""The only version of any backend so far; megatron-core up to 0.18 refuses others (strategies/base.py)."""
 _COMMON_STATE = "common_state/"
 _SHOWN = 40
 
@@ -69,10 +69,10 @@ def locate(path: Path) -> Located[SavedAs] | None:
     if _TRACKER.read(path) is not None or not exists(path / TRACKER):
         return located
     text = read_short_text(path / TRACKER, most_bytes=_MOST_BYTES)
-    shown = "what is no short text" if text is None else f"{text!r}" if text else "nothing"
+    shown = "no short text" if text is None else f"{text!r}" if text else "nothing"
     note = (
         f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, the only one there. Megatron "
-        "stops at such a file. Whether it is the last one that was saved is not known"
+        "fails on such a file. There may have been a later iteration"
     )
     return replace(located, notes=(note,))
 
@@ -80,8 +80,8 @@ def locate(path: Path) -> Located[SavedAs] | None:
 def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
     """The iteration folder found.
 
-    Raises UnknownFormatError when there is none, MalformedError when the tracker names one that is not there, and
-    UsageError when there are several.
+    Raises UnknownFormatError if there is none, MalformedError if the tracker names one that does not exist, and
+    UsageError if there are several.
     """
     example = (
         f"a folder with {TRACKER}, or an iteration folder such as iter_0001000 with {METADATA} or folders like "
@@ -91,12 +91,12 @@ def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[Save
 
 
 def is_of_the_format(path: Path) -> bool:
-    """Whether an entry of a save folder is an iteration, or names one."""
+    """Whether an entry of a save folder is an iteration or the tracker."""
     return path.name == TRACKER or parse_iteration(path.name) is not None
 
 
 def _look(path: Path) -> Located[SavedAs] | None:
-    """The iteration folder that `path` is, that it has within, or that it is the folder of one rank of."""
+    """The iteration folder: `path` itself, a folder in it, or its parent if `path` is the folder of one rank."""
     if parse_rank_folder(path.name) is not None and (path / MODEL).is_file():
         return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it",))
     return next(filter(None, (_look_at_iteration(path / name if name else path) for name in _INNER)), None)
@@ -120,7 +120,7 @@ def _look_at_iteration(path: Path) -> Located[SavedAs] | None:
 
 
 def _read_backend(folder: Path) -> Mapping[str, object]:
-    """What the file in `folder` says of the backend; nothing when there is none, or it is damaged."""
+    """Contents of metadata.json in `folder`; empty if there is none, if it is damaged, or if it names no backend."""
     try:
         values = json.loads(read_short_text(folder / METADATA, most_bytes=_MOST_BYTES) or "")
     except (ValueError, RecursionError):
@@ -129,23 +129,23 @@ def _read_backend(folder: Path) -> Mapping[str, object]:
 
 
 def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
-    """Why a folder is not read: another version of torch_dist, or one of torch_dist that lost its METADATA."""
+    """Why a folder is refused: another version of torch_dist, or a torch_dist folder without its METADATA."""
     file, backend = folder / METADATA, _read_backend(folder)
     if saved_as is SavedAs.TORCH_DIST:
         version = backend.get("sharded_backend_version", _VERSION)
         if version == _VERSION:
             return None
         return UnsupportedError(
-            f"expected version {_VERSION} of {saved_as} in {file}, which all megatron-core up to 0.19 "
-            f"writes; got {str(version)[:_SHOWN]!r}. Where the file is damaged, copy it again; where a later "
-            "megatron-core wrote it, save with one that is known"
+            f"expected version {_VERSION} of {saved_as} in {file}, which megatron-core up to 0.19 writes; "
+            f"got {str(version)[:_SHOWN]!r}. If the file is damaged, copy it again; if a later megatron-core wrote it, "
+            "save the checkpoint with 0.19 or earlier"
         )
-    remedy = "Copy it again from where it was saved; it is the same in all checkpoints of a run"
+    remedy = "Copy the file again, or from another checkpoint of the run: it is the same in all of them"
     wanted = f'expected the backend that wrote the folder, as in {{"sharded_backend": "torch_dist"}}, in {file}'
     if backend:
         shown = str(backend["sharded_backend"])[:_SHOWN]
-        return UnsupportedError(f"{wanted}; got {shown!r}, which is not known here. {remedy}")
-    if exists(file):  # the folders of torch_dcp never have it, and neither a common state
+        return UnsupportedError(f"{wanted}; got {shown!r}, which ucp does not know. {remedy}")
+    if exists(file):  # folders of torch_dcp have neither this file nor a common state
         text = read_short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
         shown = "no short text" if text is None else repr(text[:_SHOWN]) if text else "nothing"
         return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
@@ -157,7 +157,9 @@ def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
             objects = read_metadata(str(folder / DCP_METADATA)).objects
             is_torch_dist = any(key.startswith(_COMMON_STATE) for key in objects)
     if is_torch_dist:
-        return MissingFileError(f"{wanted}; there is none, though the rest of a torch_dist checkpoint is. {remedy}")
+        return MissingFileError(
+            f"{wanted}; the file is missing, the rest of a torch_dist checkpoint is there. {remedy}"
+        )
     return None
 
 
@@ -174,7 +176,7 @@ _REMEDIES = {
 
 
 def read_loss_scale(index: Index) -> LossScale | None:
-    """The dynamic loss scale, as DynamicGradScaler keeps it (core/optimizer/grad_scaler.py); None for a fixed one."""
+    """The dynamic loss scale of DynamicGradScaler (core/optimizer/grad_scaler.py); None for a fixed one."""
     state = find_grad_scaler(index)
     if not isinstance(state, dict) or not {"scale", "growth_tracker"} <= state.keys():
         return None
@@ -182,7 +184,7 @@ def read_loss_scale(index: Index) -> LossScale | None:
 
 
 def find_grad_scaler(index: Index) -> object:
-    """State of the gradient scaler that fp16 needs; None if the source has none."""
+    """State of the gradient scaler of fp16; None if the source has none."""
     for extra in index.extras:
         if extra.name.startswith("optimizer/") and "grad_scaler" in extra.name.split("/"):
             return extra.value
@@ -231,7 +233,7 @@ class MegatronFormat(Format):
         return None if located is None else located.evidence
 
     def owns(self, name: str) -> bool:
-        """Whether it is a file of a rank, or says how an iteration was saved."""
+        """Whether this is the name of a file of one rank, or metadata.json."""
         return name in (MODEL, DISTRIBUTED_OPTIMIZER, METADATA)
 
     def read(self, path: Path) -> Index:
@@ -254,4 +256,4 @@ class MegatronFormat(Format):
 
             return read_legacy(located, self.name, self._options)
         what, remedy = _REMEDIES[located.content]
-        raise UnsupportedError(f"{located.root} is {what}, which is not read here. {remedy}")
+        raise UnsupportedError(f"{located.root} is {what}, which ucp does not read. {remedy}")

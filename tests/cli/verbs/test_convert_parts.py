@@ -145,7 +145,7 @@ def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
     ucp("convert", mixed, dst, "--part", "1/2")
     said = ucp("convert", mixed, dst, "--finalize").stdout
     assert "already there: " in said
-    assert " believed as noted\n" in said
+    assert " trusted from the journal\n" in said
     assert tree(dst) == wanted
 
 

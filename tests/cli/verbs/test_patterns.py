@@ -97,14 +97,6 @@ def test_check_explains_every_parameter(ucp: Run, llama: Path) -> None:
     assert "linear_qkv.weight (part 2): queries, key and value" in row
 
 
-def test_check_of_every_name_as_json(ucp: Run, llama: Path) -> None:
-    document = json.loads(ucp("patterns", "check", llama, "--json").stdout)
-    assert (document["schema"], document["ok"], document["family"]) == ("ucp.patterns-check/1", True, "llama")
-    assert set(document["parameters"]) == set(LLAMA)
-    own = document["parameters"]["model.layers.1.mlp.up_proj.weight"]
-    assert (own["canonical"], own["part"], own["style"]) == ("decoder.layers.1.mlp.linear_fc1.weight", 1, "huggingface")
-
-
 def test_a_name_of_several_rules_is_told_with_what_would_decide(ucp: Run, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "norms", {"backbone.layers.0.norm.weight": (4,), "backbone.norm_f.weight": (4,)})
     page = ucp("patterns", "check", source, "--family", "mcore-hybrid", code=3).stdout

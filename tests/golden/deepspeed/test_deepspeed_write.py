@@ -73,16 +73,6 @@ def test_counts_but_step_are_not_written_universally(tmp_path: Path) -> None:
     ucp.convert(src, tmp_path / "dst", to="deepspeed-universal", exclude=["*/calls"], workers=1)
 
 
-@pytest.mark.parametrize("name", ["z1-dp4-fp32", "z3-dp4-subgroups", "z2-dp2-client-state", "z2-dp2-exclude-frozen"])
-def test_a_chain_of_all_targets_ends_where_it_began(name: str, tmp_path: Path) -> None:
-    last = src = _checkpoint(name)
-    for number, topology in enumerate((*TARGETS, ucp.Topology(dp=5, zero=2), None)):
-        _write(last, tmp_path / str(number), topology)
-        last = tmp_path / str(number)
-    assert ucp.diff(src, last).equal
-    assert _settings(ucp.inspect(last)) == _settings(ucp.inspect(src))
-
-
 @pytest.mark.parametrize("virtual", [False, True])
 def test_atoms_in_between_change_nothing(virtual: bool, tmp_path: Path) -> None:
     src = _checkpoint("z3-dp4-fp32")

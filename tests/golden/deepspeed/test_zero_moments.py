@@ -112,24 +112,12 @@ def test_it_is_refused_and_shown(lost, tmp_path):
     assert any("zero wherever they were sampled" in note for note in ucp.inspect(lost).notes)
 
 
-def test_it_goes_on_without_moments(lost, tmp_path):
-    ucp.convert(lost, tmp_path / "out", exclude=["*/exp_avg", "*/exp_avg_sq"], workers=1)
-    atoms = ucp.open(tmp_path / "out").atoms
-    assert all("exp_avg" not in atom.states for atom in atoms.values())
-
-
 def test_and_with_zeros_when_asked(lost, tmp_path):
     ucp.convert(lost, tmp_path / "out", zero_moments="keep", workers=1)
     found = ucp.open(tmp_path / "out")
     names = [name for name, atom in found.atoms.items() if "exp_avg" in atom.states]
     assert names
     assert not any(found.read(name, state).any() for name in names for state in MOMENTS)
-
-
-def test_atoms_are_looked_at_like_any_source(lost, tmp_path):
-    ucp.convert(lost, tmp_path / "atoms", zero_moments="keep", compress=True, workers=1)
-    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
-        ucp.convert(tmp_path / "atoms", tmp_path / "out", workers=1)
 
 
 def test_experts_that_saw_no_token_are_no_lost_optimizer(tmp_path):
@@ -163,3 +151,15 @@ def test_a_live_optimizer_does_not_take_them(tmp_path):
             ucp.load_into(model, **fine, **options)
     with pytest.raises(ucp.errors.LoadError):
         ucp.load_into(model, checkpoint=tmp_path / "lost", strict=False)
+
+
+def test_it_goes_on_without_moments(lost, tmp_path):
+    ucp.convert(lost, tmp_path / "out", exclude=["*/exp_avg", "*/exp_avg_sq"], workers=1)
+    atoms = ucp.open(tmp_path / "out").atoms
+    assert all("exp_avg" not in atom.states for atom in atoms.values())
+
+
+def test_atoms_are_looked_at_like_any_source(lost, tmp_path):
+    ucp.convert(lost, tmp_path / "atoms", zero_moments="keep", compress=True, workers=1)
+    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
+        ucp.convert(tmp_path / "atoms", tmp_path / "out", workers=1)

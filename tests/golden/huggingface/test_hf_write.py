@@ -152,13 +152,6 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_config_with_a_lone_surrogate_is_written(tmp_path: Path) -> None:
-    source = saved({"w": torch.ones(2)}, tmp_path / "src")
-    config = model_folder(tmp_path / "model", note="\ud800", dtype="bfloat16")
-    ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(config)})
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
-
-
 def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:
     blob = tmp_path / "blob"
     blob.write_text('{"a": 1}')
@@ -171,12 +164,6 @@ def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "tokenizer.model"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_a_config_that_says_what_is_written_is_copied_as_it_is(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", torch_dtype="float32", unknown=[1, None])
-    ucp.convert(FSDP, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
-    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -272,14 +259,6 @@ def test_a_config_is_asked_for_before_sizes(tmp_path: Path) -> None:
         ucp.plan(tmp_path / "a.pt", to="huggingface", settings=ALONE)
 
 
-@pytest.mark.parametrize("options", [{"to": "huggingface", "settings": ALONE}, {"to": "dcp", "names": "huggingface"}])
-def test_names_that_stay_need_no_sizes(options: dict[str, Any], tmp_path: Path) -> None:
-    tensors = load_file(ROOT / "huggingface" / "llama" / "model" / "model.safetensors")
-    torch.save(tensors, tmp_path / "nano.pt")
-    ucp.convert(tmp_path / "nano.pt", tmp_path / "out", workers=1, **options)
-    assert ucp.open(tmp_path / "out").index.atoms.keys() == tensors.keys()
-
-
 def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:
     """Counts before that of the run; one that is larger than the embedding is of another model."""
     source = MEGATRON / "mixtral-ep4-dp4-full" / "checkpoint"
@@ -311,22 +290,6 @@ def test_a_config_that_disagrees(changed: dict[str, Any], match: str, tmp_path: 
     folder = model_folder(tmp_path / "model", **{**config, **changed})
     with pytest.raises(MisfitError, match=match):
         ucp.plan(source, to="huggingface", settings={"config": str(folder)})
-
-
-def test_names_of_a_megatron_model_of_no_known_family(tmp_path: Path) -> None:
-    with pytest.raises(MisfitError, match=r"mcore-hybrid|no name in"):
-        ucp.plan(MEGATRON / "mamba-tp2-dp2-full" / "checkpoint", to="huggingface")
-
-
-def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
-    """Both are compared while one is written."""
-    folder = model_folder(tmp_path / "model", tie_word_embeddings=True)
-    embedding = torch.arange(12.0).reshape(4, 3)
-    tensors = {"own.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1, "own.other.weight": embedding}
-    source = saved(tensors, tmp_path / "src")
-    with pytest.raises(UcpError, match="cop"):
-        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
-    assert not (tmp_path / "out").exists()
 
 
 GPT2 = ROOT / "huggingface" / "gpt2" / "model"
@@ -421,3 +384,28 @@ def test_names_stay_where_the_source_has_those_of_transformers_already(tmp_path:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors.keys()
     assert all(same(written[name], own) for name, own in tensors.items())
+
+
+def test_a_config_that_says_what_is_written_is_copied_as_it_is(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", torch_dtype="float32", unknown=[1, None])
+    ucp.convert(FSDP, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("options", [{"to": "huggingface", "settings": ALONE}, {"to": "dcp", "names": "huggingface"}])
+def test_names_that_stay_need_no_sizes(options: dict[str, Any], tmp_path: Path) -> None:
+    tensors = load_file(ROOT / "huggingface" / "llama" / "model" / "model.safetensors")
+    torch.save(tensors, tmp_path / "nano.pt")
+    ucp.convert(tmp_path / "nano.pt", tmp_path / "out", workers=1, **options)
+    assert ucp.open(tmp_path / "out").index.atoms.keys() == tensors.keys()
+
+
+def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
+    """Both are compared while one is written."""
+    folder = model_folder(tmp_path / "model", tie_word_embeddings=True)
+    embedding = torch.arange(12.0).reshape(4, 3)
+    tensors = {"own.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1, "own.other.weight": embedding}
+    source = saved(tensors, tmp_path / "src")
+    with pytest.raises(UcpError, match="cop"):
+        ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
+    assert not (tmp_path / "out").exists()

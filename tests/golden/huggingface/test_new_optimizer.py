@@ -66,11 +66,6 @@ def test_settings_that_are_none(said: dict[str, str | int | float], tmp_path: Pa
         ucp.convert(LLAMA, tmp_path / "out", to="dcp", optimizer="zero", settings=said)
 
 
-def test_without_the_option_its_settings_mean_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such setting"):
-        ucp.convert(LLAMA, tmp_path / "out", to="dcp", settings={"lr": 1e-4})
-
-
 def test_a_source_with_an_optimizer_is_refused(tmp_path: Path) -> None:
     source = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
     with pytest.raises(UsageError, match=r"without optimizer states .*; .* has .*exp_avg.*: drop --optimizer"):

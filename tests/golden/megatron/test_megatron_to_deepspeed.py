@@ -64,12 +64,6 @@ def test_they_are_zeros_where_that_is_asked_for(tmp_path: Path, to: str) -> None
     assert not ucp.open(tmp_path / "to").read("embedding.word_embeddings.weight", "exp_avg").any()
 
 
-def test_megatron_refuses_them_with_the_reason_too(tmp_path: Path) -> None:
-    with pytest.raises(MissingStateError, match=r"(?s)embedding.word_embeddings.weight: exp_avg.*shifted") as caught:
-        ucp.convert(SHIFTED, tmp_path / "to", to="megatron", topology="tp=1", workers=1)
-    assert "never stepped" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("names", "topology", "settings"),
     [

@@ -105,12 +105,6 @@ def test_a_file_may_be_passed_itself() -> None:
     assert ucp.inspect(folder / "ckpt.pt").atoms.keys() == ucp.inspect(folder).atoms.keys()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_conversion_to_deepspeed_is_equal(case: str, tmp_path: Path) -> None:
-    ucp.convert(ROOT / case / "checkpoint", tmp_path / "z3", to="deepspeed", topology="dp=2,zero=3")
-    assert ucp.diff(ROOT / case / "checkpoint", tmp_path / "z3").equal
-
-
 MODEL, OPTIM = "model_world_size_4_rank_{}.pt", "optim_world_size_4_rank_{}.pt"
 
 

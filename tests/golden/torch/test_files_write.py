@@ -39,12 +39,6 @@ def test_the_file_holds_the_truth(case: str, tmp_path: Path) -> None:
     assert ucp.diff(ROOT / case / "checkpoint", tmp_path / "out").equal
 
 
-def test_tied_names_share_one_storage(tmp_path: Path) -> None:
-    model = written(ROOT / "torch" / "hsdp-dp2x2" / "checkpoint", tmp_path / "out")["model"]
-    assert model["emb.weight"].untyped_storage().data_ptr() == model["head.weight"].untyped_storage().data_ptr()
-    assert ucp.inspect(tmp_path / "out").aliases == {"head.weight": "emb.weight"}
-
-
 def test_torch_has_the_same_entries_itself(tmp_path: Path) -> None:
     source = ROOT / "torch" / "ddp-dp2-nanogpt" / "checkpoint"
     state, own = written(source, tmp_path / "out"), torch.load(source / "ckpt.pt", weights_only=True)
@@ -105,3 +99,9 @@ def test_weights_alone_and_in_another_type(tmp_path: Path) -> None:
 def test_what_a_file_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=match):
         ucp.convert(ROOT / "torch" / "ddp-dp2" / "checkpoint", tmp_path / "out", to="torch", **options)
+
+
+def test_tied_names_share_one_storage(tmp_path: Path) -> None:
+    model = written(ROOT / "torch" / "hsdp-dp2x2" / "checkpoint", tmp_path / "out")["model"]
+    assert model["emb.weight"].untyped_storage().data_ptr() == model["head.weight"].untyped_storage().data_ptr()
+    assert ucp.inspect(tmp_path / "out").aliases == {"head.weight": "emb.weight"}

@@ -17,7 +17,7 @@ from ucp.core.region import find_gaps
 from ucp.families.expression import Expression
 from ucp.families.family import Family
 from ucp.families.match import Match
-from ucp.families.rule import Alias, Rule
+from ucp.families.rule import Rule
 from ucp.families.toml.family import read_family
 
 NUMBERS = {"layer": 3, "expert": 2, "mtp": 1}
@@ -170,26 +170,3 @@ def held(layout: Layout, whole: np.ndarray, rank: dict[str, int]) -> np.ndarray:
                 tuple(o + i for o, i in zip(own.box.offsets, at, strict=True))
             ]
     return stored
-
-
-ALIASES: list[Alias] = [
-    alias
-    for _, rule in ALL
-    for ways in rule.aliases.values()
-    for alias in ways
-    if len(alias.names) > 1 and not alias.blocks
-]
-
-
-@given(st.sampled_from(ALIASES), st.data())
-def test_what_joins_makes_up_the_whole_once(alias, data):
-    """Every element of every stored tensor has one place in the joined one, and every place is taken."""
-    groups = data.draw(st.integers(1, 4))
-    rest = data.draw(st.lists(st.integers(1, 3), max_size=2))
-    shapes = [(*rest[: alias.dim], groups * data.draw(st.integers(0, 3)), *rest[alias.dim :]) for _ in alias.names]
-    assume(alias.dim <= len(rest))
-    pairs = alias.locate_parts(shapes, {"groups": groups, "heads": groups})
-    whole = (*rest[: alias.dim], sum(shape[alias.dim] for shape in shapes), *rest[alias.dim :])
-    assert find_gaps(whole, [pair.global_box for pair in pairs]) == ()
-    for part, shape in enumerate(shapes):
-        assert find_gaps(shape, [pair.local for pair in pairs if pair.tensor == part]) == ()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import zlib
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ucp
+from tests.fuzz.contents import edit_json
 from ucp.core.index import Extra, Fragment, ParamGroup, StateIndex
 from ucp.core.region import Box
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, UcpError
+from ucp.store.format import StoreFormat
 from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
 
 KINDS = ("packed", "compressed", "virtual")
@@ -79,56 +81,19 @@ def test_a_cut_is_always_found(stores, kind, data):
         read(stores[kind], text[: data.draw(st.integers(0, len(text) - 3))])
 
 
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 100),
-    st.sampled_from(
-        [2**31, 2**63, 2**70, -1, 0.5, float("inf"), float("nan"), "", "weight", "../x", "/etc/passwd", "\x00"]
-    ),
-    st.sampled_from(
-        [[], {}, [[]], [0], [1, 2], ["a"], {"a": 1}, {"!tuple": 3}, [[0, 0], [1, 1], 0, 0, "float32", "00"]]
-    ),
-    st.text(max_size=4),
-)
-
-
-def places(document: object, path: tuple = ()) -> list[tuple]:
-    """Where every value of a document stands."""
-    inner = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
-
-
-@given(st.sampled_from(KINDS), st.data())
-def test_any_edit_is_an_index_or_an_expected_error(stores, kind, data):
-    document = json.loads((stores[kind] / "ucp.json").read_bytes())
-    del document["xxh3"]
-    for _ in range(data.draw(st.integers(1, 3))):
-        document = edited(document, data)
+@given(st.sampled_from(KINDS), st.integers(0, 1 << 30))
+def test_any_edit_is_an_index_or_an_expected_error(stores, kind, seed):
+    """Values edited as the fuzz does it, the digest of the manifest taken away."""
+    path, rng = stores[kind] / "ucp.json", Random(seed)
+    whole = path.read_bytes()
+    try:
+        for _ in range(rng.randint(1, 3)):
+            edit_json(path, rng)
+        text = path.read_bytes()
+    finally:
+        path.write_bytes(whole)
     with contextlib.suppress(UcpError):
-        read(stores[kind], json.dumps(document).encode())
-
-
-def edited(document: object, data: st.DataObject) -> object:
-    path = data.draw(st.sampled_from(places(document)))
-    if not path:
-        return data.draw(ODD)
-    document = copy.deepcopy(document)
-    holder = document
-    for key in path[:-1]:
-        holder = holder[key]
-    match data.draw(st.sampled_from(("replace", "remove", "double", "swap"))):
-        case "remove":
-            del holder[path[-1]]
-        case "double" if isinstance(holder, list):
-            holder.insert(path[-1], copy.deepcopy(holder[path[-1]]))
-        case "swap" if isinstance(holder, list):
-            holder.reverse()
-        case _:
-            holder[path[-1]] = data.draw(ODD)
-    return document
+        read(stores[kind], text)
 
 
 @pytest.mark.parametrize("file", ["/etc/hostname", "../../x.json", "extra/../../x.json", "extra/missing.json", 3, None])
@@ -159,3 +124,7 @@ def test_reading_an_index_does_not_believe_a_number_of_blocks(stores):
     document["atoms"]["w"]["states"]["weight"]["blocks"].append([0, 10])
     with pytest.raises(MalformedError, match="2 blocks"):
         read(stores["compressed"], json.dumps(document).encode())
+
+
+def test_format_reads_the_manifest_by_its_own_path(stores):
+    assert StoreFormat().read(stores["packed"] / "ucp.json").path == str(stores["packed"])

@@ -366,27 +366,6 @@ def test_a_record_of_which_little_is_wanted_is_not_read_for_its_checksum(tmp_pat
     assert report.nbytes_total == 4 * 700_000
 
 
-def test_a_file_that_one_rank_cannot_read_stops_all_of_them(tmp_path):
-    """One node lacks a file: every rank says so, and none waits."""
-    own = Saved(tmp_path / "whole")
-
-    def load(ranks):
-        if ranks.rank != 1:
-            return load_into(Net(), checkpoint=own.path, process_group=ranks, memory=256, exchange="always")
-        return load_into(Net(), checkpoint=tmp_path / "nowhere", process_group=ranks, memory=256, exchange="always")
-
-    found = run(3, load)
-    assert len({(type(error), str(error)) for error in found}) == 1
-    assert "rank 1 of 3" in str(found[0])
-
-
-def test_each_rank_loads_what_its_own_model_has(saved):
-    nets = [Net(torch.float32), Net(torch.float64)]
-    run(2, lambda ranks: load_into(nets[ranks.rank], checkpoint=saved.path, process_group=ranks))
-    for net in nets:
-        saved.check(net)
-
-
 def test_ranks_that_are_called_otherwise_are_told_apart(saved):
     found = run(2, lambda ranks: load_into(Net(), checkpoint=saved.path, process_group=ranks, strict=bool(ranks.rank)))
     assert {str(error) for error in found} == {
@@ -442,3 +421,24 @@ def test_the_report_says_what_was_verified(saved):
     report = load_into(Net(), checkpoint=saved.path, verify=True)
     assert report.is_verified
     assert "\nverified      read again and equal" in str(report)
+
+
+class Deaf:
+    """An observer that fails at once."""
+
+    def begin(self, *, title, nbytes):
+        raise OSError(f"no terminal for {title} of {nbytes}")
+
+    def advance(self, nbytes): ...
+    def end(self): ...
+
+
+@pytest.mark.parametrize("exchange", ["always", "never"])
+def test_an_observer_that_fails_on_one_rank_stops_all(saved, exchange):
+    def load(ranks):
+        progress = Deaf() if ranks.rank else False
+        return load_into(Net(), checkpoint=saved.path, process_group=ranks, progress=progress, exchange=exchange)
+
+    found = run(2, load)
+    assert {type(error) for error in found} == {LoadError}
+    assert all("rank 1 of 2: OSError: no terminal for load" in str(error) for error in found)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ucp.errors import DestinationError, OverlapError, format_count, format_list
-from ucp.io.folder import MARK, files_below, path_of, url_scheme
+from ucp.io.folder import MARK, PARTIAL, files_below, path_of, url_scheme
 from ucp.io.provenance import read_mark
 
 
@@ -48,6 +48,11 @@ def check_destination(src: Path, dst: Path) -> None:
     resolved = dst.resolve()
     if os.path.ismount(resolved):
         raise DestinationError(f"{dst} is a mount point: it cannot be put in place by a rename. Name a folder in it")
+    if resolved.name.endswith(PARTIAL):
+        raise DestinationError(
+            f"{dst} has the name of the unfinished folder of {resolved.name.removesuffix(PARTIAL)!r}, which "
+            f"--overwrite would discard; choose a name that does not end in {PARTIAL}"
+        )
     if dst.exists() and not dst.is_dir():
         raise DestinationError(f"expected a folder, or nothing, at {dst}; a file is there")
     try:

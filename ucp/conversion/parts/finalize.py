@@ -1,18 +1,16 @@
-"""The end of a conversion in parts: what their journals say is there, and what is missing.
+"""Finishes a conversion in parts: finds the tasks that the parts' journals report, and those that are missing.
 
-Which notes of parts are taken without a look at the bytes: those that are as good as a plain run's own knowledge.
+A conversion without parts does not read back what it wrote: no system call failed, and all files were synced before the
+rename. A part that synced its files and then ended is as reliable. So a task is trusted from a part's journal, without
+reading its bytes, if
 
-A plain run does not read back what it wrote: no call of the system failed, and all was synced before the rename. A part
-that has come to its end, and synced its files before it said so, knows as much of what it wrote, and of what it read
-back because another had noted it. Its note of a task is believed if
+1. the journal is sealed: its last line has the digest of all lines above;
+2. the folder is the one that the part wrote to, and only parts worked there since (`Staging.identity`);
+3. every other run that may have written the same bytes is sealed, or had ended before this part began;
+4. the files have their full length, and no run reported a file as lost, made again, or not synced;
+5. all trusted reports of the task agree.
 
-1. its journal is sealed: the last line says so, and its digest is that of all lines above;
-2. the folder is the one that it wrote to, and nobody but parts was at work there since (`Staging.identity`);
-3. every other run that may have touched the bytes is sealed, too, or was over before this one began and looked;
-4. the files are there in full length, and no run found that one was lost and made it again, or could not sync one;
-5. all that is believed of a task says the same.
-
-Whatever is noted otherwise is read back.
+All other reported tasks are read back and compared.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MOST_NAMED = 20
 
 
 def check_started(job: Job, staging: Staging) -> None:
-    """Raise UnfinishedError where there is work, and no part of it was ever run."""
+    """Raise UnfinishedError if there is work and no part was ever run."""
     if job.tasks and not staging.folder.exists():
         raise UnfinishedError(
             f"nothing of the conversion to {staging.dst} is there to finalize: first run its parts, the same command "
@@ -93,7 +91,7 @@ def _explain_missing(share: Share, runs: Sequence[PartRun]) -> str:
 
 
 def find_trusted(job: Job, staging: Staging) -> dict[int, Done]:
-    """What is believed of the tasks of a job of all tasks, by number."""
+    """Reports of the tasks that are trusted from the parts' journals, by task number."""
     identity, runs = staging.identity(), list(list_runs(staging))
     lost = {path for run in runs for path in run.lost}
     paths = {file.path for file in job.target.files if file.path not in lost and has_full_length(staging.data, file)}

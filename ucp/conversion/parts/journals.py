@@ -1,4 +1,4 @@
-"""What each part has done: a journal for every run of a part, which nobody else writes to.
+"""Journals of parts: every run of a part writes its own file.
 
 DST.ucp-partial/parts/K-of-N-<token>.jsonl
     head    which part, on which machine, which process; what the folder was when it began; which runs were over then
@@ -104,7 +104,7 @@ class PartJournal:
         sync(self._path.parent)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the journal and release its lock."""
         self._file.close()
 
 

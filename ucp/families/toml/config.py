@@ -11,8 +11,9 @@
     flags = { tie_word_embeddings = "tied" }
     must = ["activation_function"]                    # keys that one of the parts with a condition has to give
 
-Values are sizes of the model and recorded arguments, or expressions over them, several in the order of preference. A
-key with a dot is one of an object. Later parts win. Nothing is guessed: what is not recorded is told.
+Values are sizes of the model and recorded arguments, or expressions over them; of several, the first that can be
+computed is used. A key with a dot names an entry of a nested object. Later parts override earlier ones. Nothing is
+guessed: values that are not recorded are reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the TOML text of a model family into values; every mistake is named with its place.
 
-A family starts from those it `extends`, in order; what it says itself comes on top: a rule with a template that is
-there already replaces all rules of that template.
+A family starts from those that it `extends`, in order. Its own entries override theirs: a rule replaces all inherited
+rules with the same template.
 """
 
 from __future__ import annotations

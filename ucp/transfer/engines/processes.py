@@ -1,9 +1,8 @@
-"""Tasks shared out over processes of this machine, and over threads within each so that I/O overlaps.
+"""Runs tasks in processes of this machine, with threads in each so that I/O overlaps.
 
-Whoever is free takes the next task: tasks are about equal in bytes (`ucp.transfer.plan.tasks.TASK`), so the last to
-finish is at most one task behind the first. Workers end when the parent is gone, whatever they are at and however it
-went. They are forked before any thread of ours is started (comparing threads of an earlier stage have been joined),
-and are deaf to the signals that end the parent.
+Free workers take the next task. Tasks are about equal in bytes (`ucp.transfer.plan.tasks.TASK`), so all workers finish
+at about the same time. Workers end when the parent is gone, for whatever reason. They are forked before this process
+starts threads (those of an earlier stage have been joined), and ignore the signals that end the parent.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ProcessEngine(Engine):
 
 @contextlib.contextmanager
 def undisturbed() -> Generator[None, None, None]:
-    """Keep signals that end a run waiting: every worker is known here, and deaf to them, before they are heard."""
+    """Defer signals that end a run until every worker is registered here and ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield
@@ -99,7 +98,7 @@ def _stop(pool: dict[Any, Any]) -> None:
 
 
 def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
-    """Nothing once, then what workers report; closing it, even before a report was taken, ends them."""
+    """Yield None once, then the workers' reports. Closing the generator ends the workers at any time."""
     from multiprocess import connection
 
     live, missing = dict(pool), expected
@@ -136,7 +135,7 @@ def _check_end(process: Any) -> None:
 
 
 def as_worker(parent: int) -> None:
-    """Make this process one that ends with its parent, and is deaf to the signals that end a run."""
+    """Make this process end with its parent, and ignore the signals that end a run."""
     if sys.platform == "linux":  # elsewhere it ends after its task
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went before that was asked for

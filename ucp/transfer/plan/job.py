@@ -17,7 +17,7 @@ from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import needs_tiles
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
-"""Element ranges that are spoken for, in increasing order, by the regions of the local tensor they are ranges of."""
+"""Claimed element ranges, in increasing order, by the regions of the local tensor that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def choose_checking(placements: Sequence[Placement]) -> frozenset[int]:
 
 
 def _claim(claims: _Claims, tensor_slice: Slice) -> bool:
-    """Whether nothing of a slice was spoken for before; from now on it is."""
+    """Claim a slice; False if a part of it was claimed before."""
     ranges = claims.get(tensor_slice.pairs)
     if ranges is None:
         if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in tensor_slice.pairs):

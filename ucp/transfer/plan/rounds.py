@@ -1,12 +1,11 @@
-"""Which files grow at once, where there is room for few of them at a time.
+"""Splits the work into rounds, for a disk that has room for only some of the files at a time.
 
-1. the files of a plan, in order, are dealt into rounds of some bytes;
-2. tasks are cut where they write files of several rounds, and ordered by round;
-3. a round's tasks are carried out together: when the last that writes a file is done, the file may be taken away.
+1. The files of a plan, in order, are grouped into rounds of limited size.
+2. A task that writes files of several rounds is cut into one task per round; tasks are ordered by round.
+3. A round's tasks run together: after the last task that writes a file, the file may be uploaded and removed.
 
-A state that is spread over the source is read once for all files that take of it (`ucp.transfer.plan.tiles`): where
-these are of several rounds, it is read once for each. So rounds are as small as they may be without that, if there is
-room.
+A state that is spread over the source is read once for all files of a round that need it
+(`ucp.transfer.plan.tiles`), and again in the next round. So rounds are larger where there are such states and room.
 """
 
 from __future__ import annotations

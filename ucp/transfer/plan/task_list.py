@@ -1,4 +1,4 @@
-"""The tasks of a plan as a list of which only where each begins is kept: some 24 bytes a task.
+"""The tasks of a plan as a lazy list: only the beginning of each is stored, about 24 bytes a task.
 
 1. `list_tasks` goes through the placements in the order of the files and counts: blocks, fills, bundles. A plan has
    millions of blocks, and none of them is made.
@@ -21,7 +21,7 @@ from ucp.transfer.plan.tasks import Fill, Section, Share, Task
 
 
 class LazyTasks(Sequence[Task]):
-    """Tasks, each made when it is asked for; a slice of them makes none."""
+    """A sequence that makes each task when it is accessed; slicing makes none."""
 
     __slots__ = ()
 

@@ -41,7 +41,7 @@ MIN_TILED = 1 << 20
 """Bytes of a state below which it may as well be read several times."""
 
 CALL_BYTES = 32 << 10
-"""Bytes that could be read in the time that a read of its own for a short run costs."""
+"""Bytes that could be read in the time that one separate read call costs."""
 
 
 def needs_tiles(
@@ -93,7 +93,7 @@ def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float
 
 
 def _is_plain(state: StateIndex, cache: dict[object, bool] | None) -> bool:
-    """Whether all pieces are stretches of the row-major order, as nearly all are; asked for by every slice of it."""
+    """Whether all pieces are ranges of the row-major order, as nearly all are. Cached: every slice asks for it."""
     is_plain = None if cache is None else cache.get(id(state))
     if is_plain is None:
         is_plain = all(

@@ -149,4 +149,4 @@ def _reason(run: TargetRun, states: Iterable[str]) -> str:
             "the source records no parameter groups, and without them Megatron loads no optimizer: none is written "
             "(start the run with --no-load-optim)"
         )
-    return "no parameter has a moment, and without Megatron loads no optimizer: none is written"
+    return "no parameter has a moment, and Megatron loads no optimizer without moments: none is written"

@@ -3,8 +3,8 @@
     DST/latest_checkpointed_iteration.txt      the iteration; written last
     DST/iter_0001000/...                       torch_dist (the default), or one folder per rank (`--layout torch`)
 
-A source of another framework comes the same way: by names, which a model family translates, and by regions. What its
-checkpoint does not say and Megatron needs is derived where it is certain, and asked for where it is not.
+Sources of other frameworks take the same path: a model family translates their names. Arguments that Megatron needs and
+the source does not record are derived from shapes where they are certain; the user is asked for the others.
 """
 
 from __future__ import annotations
@@ -55,24 +55,22 @@ from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style,
 
 _LAYOUTS = ("torch_dist", "torch")
 _GROUPS_UNSAID = (
-    "Files of torch_dist, or of the distributed optimizer, record no parameters of groups: write those "
-    "(--set use_distributed_optimizer=true)"
+    "torch_dist, and legacy files with the distributed optimizer, do not record the parameters of groups: write one of "
+    "these (--set use_distributed_optimizer=true)"
 )
 _EXPERTS_ALONG = (
-    "With more than one expert-parallel rank experts have an optimizer of their own: write for ep=1, or take a "
-    "checkpoint that records the groups"
+    "With more than one expert-parallel rank, experts have a separate optimizer: write for ep=1, or use a checkpoint "
+    "that records the groups"
 )
-_NEVER_STEPPED = (
-    "Megatron has no place for a parameter that was never stepped; train one step more, or write weights only"
-)
+_NEVER_STEPPED = "Megatron cannot store a parameter that was never stepped. Train one step more, or write weights only"
 _TWO_OPTIMIZERS = (
-    "The run trains matrices with {name}, and the rest with another optimizer that keeps other states; for Megatron "
-    "ucp writes one optimizer. Write the weights only (--include '*/weight') and start it anew, or keep all states "
-    "with --to ucp"
+    "The run trains matrices with {name}, and the other parameters with an optimizer that keeps other states. For "
+    "Megatron ucp writes only one optimizer. Write the weights only (--include '*/weight') and start the optimizer "
+    "anew, or keep all states with --to ucp"
 )
 _ANEW = (
-    "no parameter has a moment, and without Megatron does not load an optimizer: none is written. Start the run with "
-    "--no-load-optim: it starts the optimizer anew, with masters made of the weights in the type it computes in"
+    "no parameter has a moment, and Megatron loads no optimizer without moments: none is written. Start the run with "
+    "--no-load-optim: it starts the optimizer anew, with masters made from the weights in the dtype it computes in"
 )
 
 
@@ -87,40 +85,39 @@ class MegatronTarget(Target):
     names = CANONICAL
 
     def takes_family(self, topology: Topology | None) -> bool:
-        """Always: its rules say how parameters lie."""
+        """Always true: the rules of the family say how parameters are sharded."""
         return True
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
-        """Those of a run of Megatron, with the modules that its layers are built of."""
-        native, asked = run_arguments(index), parse_values(settings)
-        check_settings(asked, native)
-        modules = choose_modules(index, native, asked)
-        return {**recorded_arguments(index), **modules.settings, **asked}
+        """The arguments of a run of Megatron, with the modules that its layers are built of."""
+        native, requested = run_arguments(index), parse_values(settings)
+        check_settings(requested, native)
+        modules = choose_modules(index, native, requested)
+        return {**recorded_arguments(index), **modules.settings, **requested}
 
     def source_settings(self, index: Index) -> Collection[str]:
         """The arguments that the source records."""
         return run_arguments(index)
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """Files for a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
+        """Files for a run of `topology`, by default that of the source. Raises UsageError, MissingStateError."""
         if options.compress:
             raise UsageError("Megatron's files are not compressed; drop --compress")
         if STEP in options.dtypes:
-            raise UsageError(f"Megatron keeps {STEP} as a number of its groups; drop --dtype {STEP}=...")
+            raise UsageError(f"Megatron stores {STEP} as a number per param group; drop --dtype {STEP}=...")
         layout = options.layout or _LAYOUTS[0]
         if options.tag:
             raise UsageError(
-                f"Megatron finds a checkpoint by its iteration: it lies in {_folder(index)}, whatever it was called; "
-                "drop --tag"
+                f"Megatron finds a checkpoint by its iteration: it is written to {_folder_name(index)}; drop --tag"
             )
         with Prober() as prober:
             optimizer = OptimizerPlan(index, prober)
-        run, notes = _run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
+        run, notes = _build_run(index, topology or replace(index.topology, zero=None), layout, options, optimizer)
         check_division(run)
-        asked = parse_values(options.settings)
-        check_consistency(asked, run.model, recorded=run_arguments(index), written=run.arguments)
+        requested = parse_values(options.settings)
+        check_consistency(requested, run.model, recorded=run_arguments(index), written=run.arguments)
         write = plan_legacy if layout == "torch" else plan_dist
-        drafted = write(run, _folder(index))
+        drafted = write(run, _folder_name(index))
         notes = (*notes, *extra_notes(run))
         mesh = run.topology
         plan = make_target_plan(
@@ -137,35 +134,35 @@ class MegatronTarget(Target):
         return add_sidecars(index, plan, reserved=(TRACKER,))
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """The tracker, which makes the iteration the one to load."""
+        """The tracker, from which Megatron knows which iteration to load."""
         data = (RELEASE if index.step is None else str(index.step)).encode()
         return (OutputFile(path=TRACKER, nbytes=len(data), literals=(Literal(0, data),), is_pointer=True),)
 
 
-def _run(
+def _build_run(
     index: Index, topology: Topology, layout: str, options: TargetOptions, optimizer: OptimizerPlan
 ) -> tuple[TargetRun, tuple[str, ...]]:
-    """Everything that is to be written, and what was assumed."""
+    """Everything that is to be written, and notes on what was assumed."""
     check_topology(topology)
     check_weights(index)
-    native, asked = run_arguments(index), parse_values(options.settings)
-    modules = choose_modules(index, native, asked)
-    said = {**modules.settings, **asked}
+    native, requested = run_arguments(index), parse_values(options.settings)
+    modules = choose_modules(index, native, requested)
+    overrides = {**modules.settings, **requested}
     weights = DType(options.dtypes[WEIGHT]) if WEIGHT in options.dtypes else None
-    model = build_model(index, target_family(index, options, {**native, **said})[0], weights=weights)
-    arguments, told = ({**native, **said}, ()) if native else _made_arguments(index, model, said)
+    model = build_model(index, target_family(index, options, {**native, **overrides})[0], weights=weights)
+    arguments, derivation_notes = ({**native, **overrides}, ()) if native else _make_arguments(index, model, overrides)
     check_layers(model, alike=key_style(arguments).stacked)
     chain, notes = make_chain(index, model.expert_params, optimizer, split=has_expert_optimizer(model, topology))
-    trained = [own for own in model.tensors if own.kind is Kind.PARAMETER]
-    has_moments = any(own.states.keys() - {WEIGHT} for own in trained)
+    trained = [tensor for tensor in model.tensors if tensor.kind is Kind.PARAMETER]
+    has_moments = any(tensor.states.keys() - {WEIGHT} for tensor in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
         chain, notes = (), (_ANEW,)
     if chain:
         _check_states(index, model, arguments)
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
-        optimizer.check_grouped(_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
+        optimizer.check_grouped(_find_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
     elif len(chain) > 1:
-        optimizer.check_grouped(_stepped(index, model.expert_params), remedy=_EXPERTS_ALONG)
+        optimizer.check_grouped(_find_stepped(index, model.expert_params), remedy=_EXPERTS_ALONG)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
@@ -191,39 +188,41 @@ def _run(
     style = key_style(arguments)
     other = key_style({**arguments, "transformer_impl": "local" if style.norms is Norms.FUSED else ""})
     same = layout == _LAYOUTS[0] and not modules.known_from  # whether modules of both kinds have the same keys
-    same = same and all(stored_parts(own, model, style) == stored_parts(own, model, other) for own in model.tensors)
-    return run, (*told, *notes, modules.note(same_keys=same))
+    same = same and all(
+        stored_parts(param, model, style) == stored_parts(param, model, other) for param in model.tensors
+    )
+    return run, (*derivation_notes, *notes, modules.note(same_keys=same))
 
 
-def _made_arguments(
-    index: Index, model: TargetModel, said: Mapping[str, object]
+def _make_arguments(
+    index: Index, model: TargetModel, overrides: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Arguments for a model that no run of Megatron trained, and what a user may not expect of them."""
+    """Arguments for a model of another framework, and notes on those that may surprise a user."""
     recorded = recorded_arguments(index)
     stated = parse_config(recorded)
     dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is Kind.PARAMETER}
-    arguments = derive_arguments(model.shapes, dtypes, settings={**stated, **said}, source=index.path)
-    others = {name: own for name, own in stated.items() if name in said and said[name] != own}
-    notes = [f"--set {name}={said[name]}, where config.json says {own}" for name, own in others.items()]
+    arguments = derive_arguments(model.shapes, dtypes, settings={**stated, **overrides}, source=index.path)
+    others = {name: value for name, value in stated.items() if name in overrides and overrides[name] != value}
+    notes = [f"--set {name}={overrides[name]}, where config.json says {value}" for name, value in others.items()]
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
 
 
-def _folder(index: Index) -> str:
+def _folder_name(index: Index) -> str:
     return RELEASE if index.step is None else f"iter_{index.step:07d}"
 
 
-def _stepped(index: Index, names: Iterable[str]) -> list[str]:
-    """Those with states of an optimizer, which they would lose outside its groups."""
+def _find_stepped(index: Index, names: Iterable[str]) -> list[str]:
+    """The parameters with optimizer states, which they would lose outside the param groups."""
     return [name for name in names if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}]
 
 
 def _check_states(index: Index, model: TargetModel, arguments: Mapping[str, object]) -> None:
-    """Prove that trained parameters have all states that some have; `arguments`: of the run."""
-    lacking = find_missing_states({own.name: own.states for own in model.tensors if own.kind is Kind.PARAMETER})
+    """Check that all trained parameters have the same states; `arguments`: of the run."""
+    lacking = find_missing_states({param.name: param.states for param in model.tensors if param.kind is Kind.PARAMETER})
     if lacking:
         lines = format_list(f"{name}: {', '.join(states)}" for name, states in lacking.items())
         reasons = index.loss_reasons(lacking)
-        two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices by another one than the rest
+        two = is_by_named_optimizer(arguments, "", (1, 1))  # matrices have a separate optimizer
         why = _TWO_OPTIMIZERS.format(name=arguments["optimizer"]) if two else _NEVER_STEPPED
         raise MissingStateError(
             f"expected the same optimizer states of all trained parameters; {index.path} lacks\n{lines}\n"

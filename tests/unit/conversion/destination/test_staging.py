@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from importlib import import_module
 
 import numpy as np
@@ -65,18 +64,6 @@ def test_what_was_begun_otherwise_says_how(staging):
     assert "source:" not in said
     with pytest.raises(DestinationError, match="files of the source: not those"):
         begun(staging, fingerprint="g", resume=True, source="/a", target="ucp")
-
-
-def test_only_one_at_a_time(staging, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_PATIENCE", 0.1)
-    begun(staging)
-    for asked in ({"resume": True}, {"overwrite": True}):
-        with pytest.raises(BusyError, match=rf"is running: process {os.getpid()} on {socket.gethostname()}"):
-            begun(Staging(tmp_path / "out"), **asked)
-    staging.release()
-    other = Staging(tmp_path / "out")
-    begun(other, resume=True)
-    other.release()
 
 
 def test_a_conversion_that_runs_is_not_called_unfinished(staging, tmp_path, monkeypatch):

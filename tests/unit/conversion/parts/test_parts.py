@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ucp
-from tests.unit.conftest import partial, shrink, tree
+from tests.unit.conftest import partial, tree
 from tests.unit.conversion.test_crash import OPTIONS, run_until
 from ucp.conversion.destination.existing import ConversionId
 from ucp.conversion.destination.staging import Staging
@@ -61,23 +61,6 @@ def test_parts_are_one_run(source, tmp_path, dst, small_blocks, parts, name):
     assert tree(dst) == tree(tmp_path / "whole")
     assert (report.nbytes_written, report.part) == (0, "")
     assert not partial(dst).exists()
-
-
-@pytest.mark.parametrize(
-    ("kept", "options"),
-    [
-        ("deepspeed/z3-dp4-fp32", {}),
-        ("deepspeed/z1-pp2-tp2-dp2-bf16", {"to": "deepspeed-universal"}),
-        ("megatron/llama-tp2-dp2-dp", {"to": "megatron", "topology": "tp=4,dp=1"}),
-        ("megatron/gpt-tp2-pp2-torch", {"to": "dcp", "topology": "dp_shard=4"}),
-    ],
-)
-def test_checkpoints_of_frameworks_and_what_is_made_of_atoms(tmp_path, dst, monkeypatch, kept, options):
-    shrink(monkeypatch, block=2048, task=4096)
-    src = FIXTURES / kept / "checkpoint"
-    ucp.convert(src, tmp_path / "whole", workers=1, **options)
-    in_parts(src, dst, 3, **options)
-    assert tree(dst) == tree(tmp_path / "whole")
 
 
 def test_a_part_again_has_nothing_to_write(source, dst, small_blocks):

@@ -114,7 +114,7 @@ def test_what_was_not_synced_is_read(source, dst, wanted, read):
     own = [part(source, dst, number, fsync=number != 2) for number in (1, 2, 3)]
     report = finalize(source, dst)
     assert (read(), report.believed_bytes, report.resumed_bytes) == (own[1], own[0] + own[2], sum(own))
-    assert f"{nbytes_text(own[0] + own[2])} believed as noted, {nbytes_text(own[1])} read back" in str(report)
+    assert f"{nbytes_text(own[0] + own[2])} trusted from the journal, {nbytes_text(own[1])} read back" in str(report)
     assert tree(dst) == wanted
 
 

@@ -24,12 +24,6 @@ def universal(path: Path) -> Path:
     return path
 
 
-def test_a_tag_folder_is_itself(tmp_path: Path) -> None:
-    tag = native(tmp_path / "global_step5")
-    assert locate_native(tag).root == tag
-    assert locate_universal(tag) is None
-
-
 def test_latest_is_followed(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     native(tmp_path / "global_step6")
@@ -57,11 +51,6 @@ def test_a_pointer_that_is_no_text_says_so(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MalformedError, match="got what cannot be read as text"):
         require_folder(locate_native(tmp_path), tmp_path)
-
-
-def test_the_only_tag_needs_no_latest(tmp_path: Path) -> None:
-    native(tmp_path / "global_step5")
-    assert locate_native(tmp_path).root == tmp_path / "global_step5"
 
 
 def test_several_tags_without_latest_are_listed(tmp_path: Path) -> None:
@@ -119,12 +108,6 @@ def test_universal_comes_first_where_only_its_pointer_is_there(tmp_path: Path) -
     (tmp_path / "latest_universal").write_text("global_step5_universal")
     assert locate_native(tmp_path) is None
     assert locate_universal(tmp_path).root.name == "global_step5_universal"
-
-
-def test_no_path_is_claimed_by_both(tmp_path: Path) -> None:
-    native(tmp_path / "global_step5")
-    universal(tmp_path / "global_step5_universal")
-    assert (locate_native(tmp_path) is None) != (locate_universal(tmp_path) is None)
 
 
 def test_parts_of_a_split_file_count_once_and_ranks_are_numbers(tmp_path: Path) -> None:

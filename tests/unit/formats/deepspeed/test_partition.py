@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from ucp_formats.deepspeed.partition import alignment_paddings, chunk, round_robin, share, shared_buffers, sub_groups
+from ucp_formats.deepspeed.partition import alignment_paddings, chunk, shared_buffers, sub_groups
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(
     lambda numels: [(f"p{number}", numel) for number, numel in enumerate(numels)]
 )
 RANKS = st.integers(1, 9)
-
-
-@given(st.integers(0, 400), RANKS)
-def test_shares_are_the_shortest_even_ones_that_hold_the_buffer(used: int, ranks: int) -> None:
-    length = share(used, ranks=ranks)
-    assert length % 2 == 0
-    assert (length - 2) * ranks < used <= length * ranks or used == length == 0
 
 
 @given(SIZES, st.sampled_from([2, 4]))
@@ -37,12 +30,3 @@ def test_sub_groups_keep_all_parameters_in_order_and_close_at_the_limit(
     for names in groups[:-1]:
         assert sum(weight[name] for name in names) >= limit
         assert sum(weight[name] for name in names[:-1]) < limit or len(names) == 1
-
-
-@given(SIZES, RANKS)
-def test_round_robin_is_a_permutation_dealt_by_rank(sizes: list[tuple[str, int]], ranks: int) -> None:
-    names = [name for name, _ in sizes]
-    dealt = round_robin(names, ranks=ranks)
-    assert sorted(dealt) == sorted(names)
-    hands = [[name for position, name in enumerate(names) if position % ranks == rank] for rank in range(ranks)]
-    assert list(dealt) == [name for hand in hands for name in hand]

@@ -23,15 +23,6 @@ def test_states_on_nvme(tmp_path: Path, fake_run) -> None:
     assert "offload_optimizer device cpu" in refusal(path)
 
 
-def test_all_reasons_together(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.models[0]["autoep_layers"] = [{}]
-    run.optimizers[0]["optimizer_state_dict"]["base_optimizer_state"] = [{}]
-    message = refusal(run.save(tmp_path))
-    assert "AutoEP" in message
-    assert "elastic_checkpoint" in message
-
-
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
@@ -48,13 +39,6 @@ def test_by_what_the_model_states_say(tmp_path: Path, fake_run, key: str, value:
     assert why in refusal(run.save(tmp_path))
 
 
-def test_degrees_of_one_are_no_parallelism(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.models[0]["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 1}
-    run.models[0]["ds_config"]["zero_optimization"] |= {"mics_shard_size": -1, "offload_optimizer": {"device": "cpu"}}
-    assert DeepSpeedFormat().read(run.save(tmp_path)).topology.dp == 2
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -68,13 +52,6 @@ def test_by_what_the_optimizer_says(tmp_path: Path, fake_run, change, why: str) 
     for root in run.optimizers:
         change(root["optimizer_state_dict"])
     assert why in refusal(run.save(tmp_path))
-
-
-def test_a_reason_is_given_once_however_many_files_show_it(tmp_path: Path, fake_run) -> None:
-    run = fake_run(3, 8)
-    for root in run.models:
-        root["autoep_layers"] = [{}]
-    assert refusal(run.save(tmp_path)).count("AutoEP") == 1
 
 
 def test_a_buffer_laid_out_in_an_unknown_way(tmp_path: Path, fake_run) -> None:

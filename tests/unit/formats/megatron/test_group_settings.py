@@ -67,11 +67,6 @@ def test_keys_show_the_modules_where_arguments_do_not():
     assert with_modules({}, {"transformer_impl": "local"}) == {}
 
 
-def test_and_do_not_where_it_did_not():
-    for arguments in (RATES, {**RATES, "apply_wd_to_qk_layernorm": False}):
-        assert dealt([new(1.0), new(0.0)], arguments) == ([MATRICES, (NORM, Q, K)], [])
-
-
 def test_embeddings_do_not_decay_with_a_deviation_of_their_own_before_0_16():
     # 0.15.3 core/optimizer/__init__.py, _get_param_groups: default_skip_embedding_weight_decay and "embedding" in name;
     # core_v0.15.3 megatron/training/training.py: embedding_init_method_std is not None
@@ -134,10 +129,6 @@ def test_a_decoupled_rate_beside_the_width_is_told_by_its_bound():
     ]
     found, left = dealt(groups, {**MUP, "decoupled_lr": 5e-4})
     assert (found, left) == ([(POSITIONS,), (QKV,), (EMBEDDING, OUTPUT), (NORM, Q, K)], [])
-
-
-def test_a_width_that_is_that_of_the_base_changes_nothing():
-    assert dealt([new(1.0), new(0.0)], {**MUP, "mup_base_hidden_size": None}) == ([MATRICES, (NORM, Q, K)], [])
 
 
 def test_muon_leaves_vectors_and_ends_to_another_optimizer():

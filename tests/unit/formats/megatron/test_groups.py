@@ -4,7 +4,6 @@ import pytest
 from ucp_formats.megatron.groups import SavedGroup, assign_params
 
 DECAYED, PLAIN = {"wd_mult": 1.0}, {"wd_mult": 0.0}
-EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}
 E = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
 SHAPES = {
     "embedding.word_embeddings.weight": (8, 4),
@@ -21,20 +20,6 @@ def members(*hyper, shapes=SHAPES, chains=None):
     groups = [SavedGroup(chain=None, hyper=own) for own in hyper]
     found, left = assign_params(groups, shapes, chains or {})
     return [group.params for group in found], left
-
-
-def test_biases_and_vectors_do_not_decay():
-    assert members(DECAYED, PLAIN) == ([MATRICES, VECTORS], [])
-    assert members(PLAIN, DECAYED) == ([VECTORS, MATRICES], [])
-
-
-def test_experts_apart():
-    dense = tuple(name for name in MATRICES if name != E)
-    assert members(DECAYED, PLAIN, EXPERT) == ([dense, VECTORS, (E,)], [])
-
-
-def test_one_group_holds_all():
-    assert members({"lr": 1}) == ([tuple(SHAPES)], [])
 
 
 def test_a_decoupled_learning_rate():

@@ -53,11 +53,6 @@ def test_an_iteration_and_a_rank_lead_there_too(tmp_path: Path) -> None:
     assert found.reasons[0] == "mp_rank_01, a rank of it"
 
 
-def test_the_only_iteration_needs_no_tracker(tmp_path: Path) -> None:
-    legacy(tmp_path / "iter_0000005")
-    assert locate(tmp_path).root == tmp_path / "iter_0000005"
-
-
 def test_of_several_one_must_be_named(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     legacy(tmp_path / "iter_0000010")

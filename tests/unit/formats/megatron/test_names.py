@@ -41,11 +41,6 @@ def test_one_number_is_a_stage_or_an_expert_rank() -> None:
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_two_numbers_are_both(pipelined: bool) -> None:
-    assert parse_rank_folder("mp_rank_01_002_003").place(pipelined=pipelined) == GridPlace(tp=1, pp=2, ep=3)
-
-
-@pytest.mark.parametrize("pipelined", [True, False])
 @pytest.mark.parametrize("experts", [True, False])
 def test_a_name_is_read_back(pipelined: bool, experts: bool) -> None:
     place = GridPlace(tp=12, pp=3 if pipelined else 0, ep=4 if experts else 0)

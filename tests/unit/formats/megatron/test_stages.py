@@ -67,7 +67,7 @@ def test_the_pattern_of_a_hybrid_model_deals_its_layers_out(name):
 
 @pytest.mark.parametrize(
     ("pattern", "pp", "vpp", "message"),
-    [("M*|M-", 4, 1, "2 stretches, not pp x vpp = 4"), ("M*M-", 2, 2, "chunks only where its pattern has '|'")],
+    [("M*|M-", 4, 1, "2 segments, expected pp x vpp = 4"), ("M*M-", 2, 2, "no '|' between chunks")],
 )
 def test_patterns_that_do_not_fit(pattern, pp, vpp, message):
     found = stage_problem(4, pp=pp, vpp=vpp, arguments={"hybrid_override_pattern": pattern})

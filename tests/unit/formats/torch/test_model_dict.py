@@ -61,17 +61,6 @@ def test_an_average_is_an_extra(save: Save, *, named: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("save", [_torch, _dcp])
-def test_an_average_is_an_extra_without_an_optimizer(save: Save, tmp_path: Path) -> None:
-    model = _net(4, 8)
-    average = AveragedModel(deepcopy(model))
-    _stepped(model)
-
-    read = ucp.open(save({"ema": average.state_dict(), "model": model.state_dict()}, tmp_path))
-
-    assert torch.equal(read.read("0.weight", "weight"), model.state_dict()["0.weight"])
-
-
-@pytest.mark.parametrize("save", [_torch, _dcp])
 def test_equal_dicts_are_refused_by_name(save: Save, tmp_path: Path) -> None:
     model = _net(4, 8)
     saved = {"averaged": deepcopy(model).state_dict(), "live": model.state_dict()}

@@ -118,16 +118,6 @@ def test_a_note_names_parameters_whose_moments_may_be_exchanged(
     assert "all shapes fit" not in note
 
 
-def test_shapes_that_differ_leave_one_order(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    (note,) = [note for note in ucp.inspect(tmp_path / "run.pt").notes if "numbers its parameters" in note]
-    assert note == "the optimizer numbers its parameters: they are named in the only order that shapes allow"
-
-
 @pytest.mark.parametrize("way", ["torch", "dcp"])
 def test_states_without_names_are_one_problem_and_weights_are_read(way: str, tmp_path: Path) -> None:
     folder, _ = saved(by_layer, tmp_path / "run", way=way)
@@ -149,16 +139,6 @@ def test_states_without_names_are_one_problem_and_weights_are_read(way: str, tmp
     ucp.convert(
         folder, tmp_path / "export", to="huggingface", settings={"config": "none"}, names=same_names, verify=True
     )
-
-
-def test_the_page_and_the_verdict_name_the_problem(tmp_path: Path) -> None:
-    folder, _ = saved(by_layer, tmp_path / "run")
-    page = CliRunner().invoke(command, ["inspect", str(folder)])
-    assert (page.exit_code, page.output.count("numbers its parameters")) == (0, 1)
-    document = CliRunner().invoke(command, ["inspect", str(folder), "--json"])
-    assert "numbers its parameters" in json.loads(document.output)["missing"][0]
-    verdict = CliRunner().invoke(command, ["verify", str(folder)])
-    assert (verdict.exit_code, "undamaged, but" in verdict.output) == (1, True)
 
 
 def test_a_load_needs_the_states_only_with_an_optimizer(tmp_path: Path) -> None:

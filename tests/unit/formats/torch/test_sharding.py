@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from ucp_formats.torch.sharding import TargetSharding
 
 from ucp.contract.plugins import pattern
-from ucp.core.index import Index, Kind
+from ucp.core.index import Index
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.target import TargetOptions
 from ucp.core.topology import Topology
@@ -93,14 +92,6 @@ def test_a_recorded_layout_goes_before_a_family(tmp_path):
     assert not cuts.notes
 
 
-def test_replicas_take_turns(tmp_path):
-    index = index_of(tmp_path, {f"w{number}": (8,) for number in range(8)})
-    cuts = TargetSharding(index, Topology.parse("dp_replicate=2,dp_shard=4"), TargetOptions())
-    found = [own for name in index.atoms for own in boxes(cuts, index, name)]
-    assert Counter(rank for _, rank in found) == dict.fromkeys(range(8), 4)
-    assert {(box, rank % 4) for box, rank in found} == {(f"[{2 * at}:{2 * at + 2}]", at) for at in range(4)}
-
-
 def test_a_stage_has_its_layers(tmp_path):
     index = index_of(tmp_path, LLAMA)
     cuts = TargetSharding(index, Topology.parse("dp=2,pp=2"), TargetOptions())
@@ -109,9 +100,3 @@ def test_a_stage_has_its_layers(tmp_path):
     assert stages["model.embed_tokens.weight"] == stages["model.layers.0.mlp.down_proj.weight"] == {0}
     assert stages["lm_head.weight"] == {1}
     assert list(stages.values()) == sorted(stages.values(), key=min)
-
-
-def test_a_buffer_is_whole(tmp_path):
-    index = index_of(tmp_path, {"w": (8,)})
-    index = replace(index, atoms={"w": replace(index.atoms["w"], kind=Kind.BUFFER)})
-    assert len(boxes(TargetSharding(index, Topology(dp=4), TargetOptions()), index, "w")) == 1

@@ -41,10 +41,6 @@ def test_a_step_of_older_torch_is_a_state(step: float, dtype: DType, tmp_path: P
     assert checkpoint.read("weight", "step").item() == step
 
 
-def test_a_state_that_is_none_is_none(tmp_path: Path) -> None:
-    assert "momentum_buffer" not in ucp.inspect(_saved(tmp_path, momentum_buffer=None)).atoms["weight"].states
-
-
 @pytest.mark.parametrize(
     "value", [[torch.ones(2)], torch.eye(2).to_sparse(), torch.ones(2, 3).as_subclass(Subclass), "text"]
 )

@@ -161,11 +161,6 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
         read_dcp(str(folder))
 
 
-def test_files_that_are_not_referred_to_are_not_touched(folder: Path) -> None:
-    (folder / "__9_0.distcp").mkdir()
-    assert list(read_dcp(str(folder)).files) == ["__0_0.distcp"]
-
-
 def test_no_metadata(folder: Path) -> None:
     (folder / ".metadata").unlink()
     with pytest.raises(MissingFileError, match=r"\.metadata"):

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from zlib_ng import zlib_ng
 
 from ucp.core.tensor import DType, TensorRef
 from ucp.errors import CorruptError, MalformedError, UcpError, UnsupportedError
-from ucp.io.files import open_source
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
-from ucp.io.torch_file.archive import Archive, read_archive, read_embedded
+from ucp.io.torch_file.archive import Archive, read_archive
 from ucp.io.torch_file.storage import StorageRef
 
 ZIPPED = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -188,16 +186,6 @@ def test_every_pickle_protocol(zipped: bool, protocol: int, tmp_path: Path) -> N
     assert_same(root[0], tensor.data)
 
 
-def test_records_are_the_checksums_of_the_storages(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    archive = saved({"a": torch.randn(100), "b": torch.randn(7), "c": torch.zeros(0)}, path)
-    data = path.read_bytes()
-    assert [record.name for record in archive.records] == ["x/data/0", "x/data/1", "x/data/2"]
-    for record in archive.records:
-        assert record.path == str(path)
-        assert zlib_ng.crc32(data[record.offset : record.offset + record.nbytes]) == record.crc32
-
-
 def test_no_records_where_torch_computed_none(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
@@ -220,39 +208,6 @@ def test_an_archive_in_a_larger_file(zipped: bool, tmp_path: Path) -> None:
     assert_same(archive.root["a"], torch.arange(5.0))
     with pytest.raises(MalformedError, match="at byte 77"):
         read_archive(str(path), start=77)
-
-
-@pytest.mark.parametrize("numel", [1, 500, 5000])
-def test_many_archives_in_one_open_file(numel: int, tmp_path: Path) -> None:
-    path = tmp_path / "x.distcp"
-    spans = []
-    with path.open("wb") as file:
-        for index in range(3):
-            buffer = io.BytesIO()
-            torch.save(torch.full((numel,), index), buffer)
-            spans.append((file.tell(), len(buffer.getvalue())))
-            file.write(buffer.getvalue())
-    with open_source(str(path)) as source:
-        for index, (start, nbytes) in enumerate(spans):
-            archive = read_embedded(source, start=start, nbytes=nbytes)
-            assert archive.path == str(path)
-            assert_same(archive.root, torch.full((numel,), index))
-
-
-def test_an_archive_in_parts(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save({"a": torch.arange(500.0)}, buffer, _use_new_zipfile_serialization=False)
-    data = buffer.getvalue()
-    for index in range(4):
-        cut = slice(index * len(data) // 4, (index + 1) * len(data) // 4)
-        (tmp_path / f"x.pt-{index}.4").write_bytes(data[cut])
-    archive = read_archive(str(tmp_path / "x.pt"))
-    assert isinstance(archive.root, dict)
-    ref = archive.root["a"]
-    assert (ref.path, data[ref.offset : ref.offset + 2000]) == (
-        str(tmp_path / "x.pt"),
-        torch.arange(500.0).numpy().tobytes(),
-    )
 
 
 def test_a_script_module(tmp_path: Path) -> None:

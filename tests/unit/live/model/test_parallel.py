@@ -11,14 +11,17 @@ from torch import nn, optim
 
 from tests.unit.live.cluster import module
 from tests.unit.live.threads import ThreadRanks, run
+from ucp.contract.plugins import pattern
 from ucp.contract.protocols import SourceOptions
+from ucp.core.layout import AxisLayout, Layout
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
 from ucp.errors import LoadError, UsageError
 from ucp.live.adapters import LiveModel, LiveRun
 from ucp.live.load import load_into
+from ucp.live.match.groups import LiveGroup
 from ucp.live.model.parallel.place import place_run
-from ucp.live.parts import LivePart, LiveTensor
+from ucp.live.parts import LiveParam, LivePart, LiveTensor
 from ucp.live.report import LoadReport
 from ucp.live.run.mesh import RunMesh
 from ucp.source.read import index_of
@@ -411,6 +414,56 @@ def test_what_is_no_module_is_refused(tmp_path):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
     with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer\), or none; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
+
+
+class Stretches:
+    """A hand-written ZeRO-1: each data-parallel rank keeps half of the row-major order of every local tensor."""
+
+    def __init__(self, own: nn.Module, dp: int) -> None:
+        self.memory = {
+            (name, state): torch.full((param.numel() // 2,), torch.nan)
+            for name, param in own.named_parameters()
+            for state in ("weight", "exp_avg", "exp_avg_sq")
+        }
+        self.shapes = {name: tuple(param.shape) for name, param in own.named_parameters()}
+        self.dp = dp
+
+    def groups(self) -> list[LiveGroup]:
+        return [LiveGroup(params=tuple(self.shapes), hyper={})]
+
+    def params(self, hyper: object) -> list[LiveParam]:
+        flat = Layout(flat=(AxisLayout("dp", 2, pattern("chunk", dim=0)),))
+        keeps = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), DType.FLOAT32)
+        return [
+            LiveParam(name=name, keeps=keeps, part=LivePart(local_shape=shape, layout=flat, coords={"dp": self.dp}))
+            for name, shape in self.shapes.items()
+        ]
+
+    def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
+        return self.memory[name, state]
+
+    def put(self, states: object, counts: object) -> None:
+        """Everything is in place already."""
+
+    def put_hyper(self, hyper: object) -> None:
+        """It has none."""
+
+
+def test_an_optimizer_of_ones_own_that_cuts_local_tensors_in_stretches(tmp_path):
+    """Tensor-parallel parts, halved over data-parallel ranks: stretches of parts of the whole."""
+    saved = Saved(tmp_path, {"up": (8, 3), "down": (3, 8)}, states=("weight", "exp_avg", "exp_avg_sq"))
+
+    def one(ranks: ThreadRanks) -> None:
+        dp, tp = divmod(ranks.rank, 2)
+        own = module({"up": (4, 3), "down": (3, 4)})
+        marked(up=(0, 1), down=(1, 1))(own)
+        optimizer = Stretches(own, dp)
+        load_into(own, "dp=2,tp=2", saved.path, optimizer=optimizer, process_group=ranks)
+        for (name, state), held in optimizer.memory.items():
+            part = split(saved.arrays[name, state], 2, tp, 1 if name == "down" else 0)
+            assert torch.equal(held, torch.from_numpy(part.reshape(-1)[dp * 6 : dp * 6 + 6].copy())), (name, state)
+
+    assert run(4, one) == [None] * 4
 
 
 def test_ranks_whose_models_lie_in_other_ways_wait_for_one_another(tmp_path):

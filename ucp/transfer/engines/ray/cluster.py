@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, and letting go of it."""
+"""Connects to a Ray cluster, and disconnects."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _check_joins(address: str) -> None:
 
 
 class _StdoutSplitter:
-    """stdout, but to Ray's threads stderr: what workers and nodes log is told there, and not among results."""
+    """stdout for all threads but Ray's, which get stderr: logs of workers and nodes must not mix with results."""
 
     def __init__(self, stdout: object) -> None:
         self._stdout = stdout

@@ -1,4 +1,4 @@
-"""Which nodes of the cluster can do the work, and whether they see what they need: asked before it begins."""
+"""Checks, before the work begins, which nodes of the cluster can do it and see the source and the destination."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Answer: TypeAlias = tuple[str, str, list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a batch takes of its node while it runs."""
+    """Resources of its node that a batch takes while it runs."""
 
     cpus: float
     """CPUs, as Ray counts them."""

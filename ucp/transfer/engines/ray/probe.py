@@ -1,4 +1,4 @@
-"""What a node says of itself before it is given work: standard library only, as it runs where ucp may not be installed.
+"""Probes a node before it gets work. Uses only the standard library, as ucp may not be installed there.
 
 Ray sends this module's functions by value.
 """

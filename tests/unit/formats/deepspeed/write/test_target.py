@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ucp_formats.deepspeed.write.target import DeepSpeedTarget
 
 from ucp.core.index import Extra, Fragment, Index, LostStates, StateIndex
 from ucp.core.region import Box
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import DType, InlineTensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
 from ucp.errors import MissingStateError, UnsupportedError, UsageError
 from ucp.io.pickle.values import GlobalName, Stub
-from ucp.io.torch_file.archive import read_archive
 
 TAG = "global_step7"
 TARGET = DeepSpeedTarget()
@@ -39,27 +36,6 @@ def flat(source: Any, names: list[str], state: str) -> list[float]:
     return [float(x) for name in names for x in source.arrays[f"{name}/{state}"].reshape(-1)]
 
 
-def test_round_robin_deals_to_the_ranks_of_the_target(source: Make, write: Make) -> None:
-    made = source(extras=config(zero_optimization={"round_robin_gradients": True}))
-    written = write(made, TARGET, Topology(dp=2, zero=1))
-    shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
-    assert [list(group) for group in shapes] == [["emb", "w"], ["gate", "bias", "scalar"]]
-
-
-def test_parameter_alignment_pads_and_says_so(source: Make, write: Make) -> None:
-    made = source(extras=config(zero_optimization={"parameter_alignment": True}))
-    file = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
-    assert file["param_alignment_paddings"] == [[1, 0], [1, 3, 0]]
-    zero = [0.0]
-    assert file["single_partition_of_fp32_groups"][1].tolist() == [
-        *flat(made, ["gate"], "weight"),
-        *zero,
-        *flat(made, ["scalar"], "weight"),
-        *zero * 3,
-        *flat(made, ["bias"], "weight"),
-    ]
-
-
 def test_bf16_optimizer_of_stage_1_knows_no_reordering(source: Make, write: Make) -> None:
     sections = {
         "zero_optimization": {"round_robin_gradients": True, "parameter_alignment": True},
@@ -71,28 +47,6 @@ def test_bf16_optimizer_of_stage_1_knows_no_reordering(source: Make, write: Make
     assert written.load(optim(0, "bf16_"))["optimizer_state_dict"]["param_alignment_paddings"] == [[0, 0], [0, 0, 0]]
     shapes = written.load(f"{TAG}/mp_rank_00_model_states.pt")["param_shapes"]
     assert list(shapes[1]) == ["gate", "scalar", "bias"]
-
-
-def test_stage_3_model_files_hold_placeholders_buffers_and_chunks_of_what_is_frozen(source: Make, write: Make) -> None:
-    made = source(aliases={"head": "emb"})
-    written = write(made, TARGET, Topology(dp=2, zero=3))
-    models = [written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt") for rank in range(2)]
-    for model in models:
-        assert {name: value.shape for name, value in model["module"].items() if name != "mean"} == {
-            name: (0,) for name in [*made.shapes, "head"] if name != "mean"
-        }
-        assert model["module"]["mean"].tolist() == flat(made, ["mean"], "weight")
-        assert model["frozen_param_shapes"] == {"frozen": (3, 3), "void": (0, 4)}
-    chunks = [model["frozen_param_fragments"]["frozen"] for model in models]
-    assert [chunk.size for chunk in chunks] == [5, 5]
-    assert np.concatenate(chunks)[:9].tolist() == flat(made, ["frozen"], "weight")
-    assert [model["shared_params"] for model in models] == [{"head": "emb"}, {}]
-
-
-def test_stage_1_has_no_frozen_fragments(source: Make, write: Make) -> None:
-    model = write(source(), TARGET, Topology(dp=2, zero=1)).load(f"{TAG}/mp_rank_00_model_states.pt")
-    assert model["frozen_param_shapes"] is None
-    assert model["frozen_param_fragments"] is None
 
 
 def test_without_frozen_parameters_fragments_are_none_as_the_loader_skips_them_then(source: Make, write: Make) -> None:
@@ -107,16 +61,6 @@ def test_an_empty_parameter_that_could_be_in_several_groups_is_refused_at_stage_
     made = source(groups=[["emb", "gate"], ["w", "scalar", "bias"]])
     with pytest.raises(UnsupportedError, match=r"void \[0, 4\]"):
         write(made, TARGET, Topology(dp=1, zero=0))
-
-
-def test_stage_0_bf16_is_unfused_with_a_master_per_parameter(source: Make, write: Make) -> None:
-    made = source(model_dtype=DType.BFLOAT16)
-    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
-    assert [len(masters) for masters in optimizer["fp32_groups"]] == [2, 3]
-    assert np.array_equal(optimizer["fp32_groups"][1][2], made.arrays["bias/weight"])
-    assert optimizer["optimizer_state_dict"]["param_groups"][1]["params"] == [2, 3, 4]
-    assert optimizer["dynamic_loss_scale"] is False
-    assert optimizer["cur_scale"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -166,18 +110,6 @@ def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Ma
         TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions())
     plan = TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions(keeps_zeros=True))
     assert plan.zeros == {"w": {"exp_avg", "exp_avg_sq"}}
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_states_that_the_reader_left_out_are_refused_with_its_reason(source: Make, stage: int) -> None:
-    made = source()
-    del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
-    others = {f"other.{n}": LostStates(reason="written shifted: save again", detail="by 8 elements") for n in range(30)}
-    lost = {**others, "w": LostStates(reason="written shifted: save again", detail="by 64 elements")}
-    index = replace(made.index(), lost=lost)
-    del index.atoms["w"].states["step"]
-    with pytest.raises(MissingStateError, match=r"written shifted: save again:\n  w: by 64 elements\nAdam"):
-        TARGET.plan(index, Topology(dp=1, zero=stage), TargetOptions())
 
 
 FUSED = {"model_dtype": DType.BFLOAT16, "extras": [Extra(name="ds_config", value={"optimizer": {"type": "AdamW"}})]}
@@ -283,25 +215,6 @@ def test_stage_0_names_its_parameters_in_param_shapes_not_in_the_groups(source: 
         assert [sorted(group) for group in groups] == [["eps", "lr", "params", "weight_decay"]] * 2
 
 
-def test_names_that_the_source_s_own_groups_have_stay_there(source: Make, write: Make) -> None:
-    made = source(hypers=[{"param_names": ["emb", "w", "void"]}, {"param_names": ["gate", "scalar", "bias"]}])
-    optimizer = write(made, TARGET, Topology(dp=1, zero=0)).load(f"{TAG}/mp_rank_00_model_states.pt")["optimizer"]
-    assert [group["param_names"][0] for group in optimizer["param_groups"]] == ["emb", "gate"]
-
-
-def test_torch_adds_a_group_to_an_optimizer_that_loaded_a_stage_0_file(source: Make, write: Make) -> None:
-    """`add_param_group` refuses a group without names beside groups that have some."""
-    made = source(hypers=[{"lr": 0.1}, {"lr": 0.2}])
-    written = write(made, TARGET, Topology(dp=1, zero=0))
-    saved = torch.load(written.root / TAG / "mp_rank_00_model_states.pt", weights_only=True)
-    shapes = [[saved["module"][name].shape for name in group] for group in saved["param_shapes"]]
-    params = [[torch.nn.Parameter(torch.zeros(shape)) for shape in own] for own in shapes]
-    optimizer = torch.optim.AdamW([{"params": own} for own in params])
-    optimizer.load_state_dict(saved["optimizer"])
-    assert np.array_equal(optimizer.state[params[0][1]]["exp_avg"].numpy(), made.arrays["w/exp_avg"])
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-
-
 def test_stage_3_keeps_the_shape_of_an_empty_parameter_that_nothing_frozen_stands_beside(
     source: Make, write: Make
 ) -> None:
@@ -314,9 +227,6 @@ def test_stage_3_keeps_the_shape_of_an_empty_parameter_that_nothing_frozen_stand
         assert model["empty_param_shapes"] == {"void": (0, 4)}
         assert model["module"]["void"].shape == (0,), "stage 3 loads placeholders"
         assert "empty_param_shapes" not in write(source(), TARGET, Topology(dp=2, zero=3)).load(path)
-
-
-ADAM = {"betas": (0.9, 0.99), "eps": 1e-8}
 
 
 def test_one_group_without_states_is_named(source: Make, write: Make) -> None:
@@ -339,48 +249,6 @@ def test_topologies_it_cannot_write_are_refused(source: Make, write: Make, topol
 def test_compression_is_refused(source: Make, write: Make) -> None:
     with pytest.raises(UsageError, match="drop --compress"):
         write(source(), TARGET, Topology(dp=1, zero=1), TargetOptions(compress=True))
-
-
-def test_the_source_topology_is_the_default(source: Make, write: Make) -> None:
-    written = write(source(topology=Topology(dp=3, zero=3)), TARGET)
-    assert len([name for name in written.names() if name.endswith("optim_states.pt")]) == 3
-
-
-def test_extras_are_where_the_engine_reads_them(source: Make, write: Make) -> None:
-    made = source()
-    ref = made.index().atoms["gate"].states["weight"].fragments[0].ref
-    extras = [
-        Extra(name="engine", value={"skipped_steps": 2, "global_steps": 9, "global_samples": 72}),
-        Extra(name="lr_scheduler", value={"last_batch_iteration": 8}),
-        Extra(name="optimizer", value={"clip_grad": 0.5, "overflow": True}),
-        Extra(name="client_state", value={"epoch": 4, "ema": [ref]}),
-        Extra(name="ds_config", value={"zero_optimization": {"stage": 1, "overlap_comm": True}}),
-        Extra(name="torchrun_log", value=1),
-    ]
-    made = source(extras=extras)
-    written = write(made, TARGET, Topology(dp=2, zero=3))
-    for rank in range(2):
-        model = written.load(f"{TAG}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        assert (model["skipped_steps"], model["global_steps"], model["global_samples"]) == (2, 9, 72)
-        assert model["lr_scheduler"] == {"last_batch_iteration": 8}
-        assert model["epoch"] == 4
-        assert model["ema"][0].tolist() == flat(made, ["gate"], "weight")
-        assert model["ds_config"]["zero_optimization"] == {"stage": 3, "overlap_comm": True}
-    assert written.load(optim(0))["optimizer_state_dict"]["overflow"] is True
-    assert any("torchrun_log" in line for line in written.plan.dropped)
-
-
-def test_values_of_single_ranks_come_back_when_the_ranks_are_as_many(source: Make, write: Make) -> None:
-    extras = [
-        Extra(name="client_state", value={"epoch": 4}),
-        *(Extra(name="client_state", value={"seed": rank}, rank=rank) for rank in range(2)),
-    ]
-    same = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=2, zero=3))
-    path = f"{TAG}/zero_pp_rank_1_mp_rank_00_model_states.pt"
-    assert (same.load(path)["epoch"], same.load(path)["seed"]) == (4, 1)
-    other = write(source(extras=extras, topology=Topology(dp=2, zero=3)), TARGET, Topology(dp=3, zero=3))
-    assert "seed" not in other.load(path)
-    assert any("values of single ranks" in line and "client_state" in line for line in other.plan.dropped)
 
 
 def test_without_a_known_gradient_clipping_the_engine_keeps_its_own(source: Make, write: Make) -> None:
@@ -436,16 +304,6 @@ def test_a_loss_scaler_goes_from_numbers_to_an_object(source: Make, write: Make)
 MUON = [{"use_muon": True, "momentum": 0.95}, {"use_muon": False}]
 
 
-def test_muon_keeps_its_momentum_whole_for_every_parameter_that_a_share_touches(source: Make, write: Make) -> None:
-    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], hypers=MUON, steps=[None, 3])
-    written = write(made, TARGET, Topology(dp=3, zero=2))
-    touched = [["emb"], ["emb", "w"], ["w"]]
-    for rank, names in enumerate(touched):
-        state = written.load(optim(rank))["optimizer_state_dict"]["base_optimizer_state"]["state"]
-        assert state[0]["momentum_buffer"].tolist() == flat(made, names, "momentum_buffer")
-        assert state[1]["exp_avg"].size == 4
-
-
 @pytest.mark.parametrize(
     "sections",
     [
@@ -476,34 +334,6 @@ def test_buffers_of_single_ranks_go_to_the_files_of_those_ranks(source: Make, wr
     assert any("buffer/mean" in line for line in narrowed.plan.dropped)
 
 
-def test_what_a_module_keeps_beside_tensors_is_in_the_module_again(source: Make, write: Make) -> None:
-    versions = OrderedDict({"": {"version": 1}})
-    extras = [Extra(name="module/norm._extra_state", value={"calls": 3}), Extra(name="module_metadata", value=versions)]
-    written = write(source(extras=extras), TARGET, Topology(dp=1, zero=1))
-    root = read_archive(str(written.root / TAG / "mp_rank_00_model_states.pt")).root
-    assert isinstance(root, dict)
-    assert root["module"]["norm._extra_state"] == {"calls": 3}
-    assert root["module"]._metadata == versions
-
-
-def test_steps_that_are_tensors_are_compared_by_their_values(source: Make, write: Make) -> None:
-    made = source()
-    index = made.index()
-    counts = made.root / "counts.bin"
-    counts.write_bytes(struct.pack("<5f", 3, 3, 4, 4, 4))
-
-    def step_at(offset: int) -> StateIndex:
-        ref = TensorRef(path=str(counts), offset=offset, dtype=DType.FLOAT32, shape=(), strides=())
-        return StateIndex(dtype=DType.FLOAT32, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
-
-    for number, name in enumerate(("emb", "w", "gate", "scalar", "bias")):
-        index.atoms[name].states["step"] = step_at(4 * number)
-    TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
-    index.atoms["w"].states["step"] = step_at(8)
-    with pytest.raises(UnsupportedError, match=r"emb: 3\n  w: 4"):
-        TARGET.plan(index, Topology(dp=1, zero=2), TargetOptions())
-
-
 def test_a_static_loss_scale_stays_static(source: Make, write: Make) -> None:
     made = source(model_dtype=DType.FLOAT16, extras=config(fp16={"enabled": True, "loss_scale": 128}))
     file = write(made, TARGET, Topology(dp=1, zero=2)).load(optim(0))["optimizer_state_dict"]
@@ -516,26 +346,6 @@ def test_a_state_of_another_shape_cannot_lie_in_a_flat_buffer(source: Make, writ
     made.arrays["emb/exp_avg"] = made.arrays["emb/exp_avg"][:, 0].copy()
     with pytest.raises(UnsupportedError, match=r"emb/exp_avg: \[5\]"):
         write(made, TARGET, Topology(dp=1, zero=1))
-
-
-def test_dtypes_asked_for_reach_masters_and_moments(source: Make, write: Make) -> None:
-    options = TargetOptions(dtypes={"exp_avg": "bfloat16"})
-    written = write(source(), TARGET, Topology(dp=1, zero=1), options)
-    state = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (np.dtype("<u2"), np.dtype("<f4"))
-    assert written.plan.casts == ("exp_avg: float32 -> bfloat16 in 5 parameters",)
-
-
-def test_a_step_that_was_a_python_float_is_a_whole_number(source: Make, write: Make) -> None:
-    made = source()
-    index = made.index()
-    ref = InlineTensor(data=struct.pack("<d", 3.0), dtype=DType.FLOAT64)
-    step = StateIndex(dtype=DType.FLOAT64, global_shape=(), fragments=(Fragment(box=Box((), ()), ref=ref),))
-    for name in ("emb", "w", "gate", "scalar", "bias"):
-        index.atoms[name].states["step"] = step
-    made.index = lambda: index
-    state = write(made, TARGET, Topology(dp=1, zero=1)).load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]
-    assert type(state["state"][0]["step"]) is int
 
 
 def test_a_tensor_beside_it_stays_one(source: Make, write: Make) -> None:

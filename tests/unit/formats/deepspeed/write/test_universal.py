@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,31 +15,13 @@ from ucp_formats.deepspeed.write.universal import DeepSpeedUniversalTarget
 from ucp.core.gaps import check_cover
 from ucp.core.index import Extra, StateIndex
 from ucp.core.target import TargetOptions
-from ucp.core.tensor import DType, InlineTensor, Tensor, TensorRef
+from ucp.core.tensor import DType, InlineTensor, Tensor
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, MissingStateError, TopologyError, UnsupportedError, UsageError
-from ucp.transfer.plan.job import check_target
 
 TAG = "global_step7"
 TARGET = DeepSpeedUniversalTarget()
 Make = Callable[..., Any]
-
-
-def test_every_trained_parameter_has_a_folder_with_its_states_and_nothing_else(source: Make, write: Make) -> None:
-    made = source()
-    names = write(made, TARGET).names()
-    folders = {name.split("/")[2] for name in names if name.startswith(f"{TAG}/zero/") and name.count("/") == 3}
-    assert folders == {"emb", "w", "gate", "scalar", "bias"}
-    assert {name for name in names if "/emb/" in name} == {
-        f"{TAG}/zero/emb/{state}.pt" for state in ("fp32", "exp_avg", "exp_avg_sq", "step")
-    }
-    assert names - {name for name in names if name.count("/") == 3} == {
-        "latest",
-        "latest_universal",
-        f"{TAG}/mp_rank_00_model_states.pt",
-        f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt",
-        f"{TAG}/zero/optimizer_state.pt",
-    }
 
 
 NESTED = {"shapes": {"a": (2, 3), "a/b": (4,), "x/y/z.w": (5,)}, "groups": [["a"], ["a/b", "x/y/z.w"]], "frozen": []}
@@ -77,14 +58,6 @@ def test_a_0d_parameter_has_one_dim_as_the_loader_cannot_chunk_it_otherwise(sour
     assert write(source(), TARGET).load(f"{TAG}/zero/scalar/fp32.pt")["param"].shape == (1,)
 
 
-def test_steps_of_an_engine_stay_numbers(source: Make, write: Make) -> None:
-    made = source(steps=[3, 3])
-    made.extras = (*made.extras, Extra(name="engine", value={}))
-    written = write(made, TARGET)
-    assert type(written.load(f"{TAG}/zero/gate/step.pt")) is int
-    assert written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["state"][0] == {"step": 3}
-
-
 @pytest.mark.parametrize(
     ("settings", "dtype", "told"),
     [
@@ -103,44 +76,9 @@ def test_steps_from_elsewhere_take_the_form_that_is_asked_for(
     assert any("shares one step tensor" in note for note in written.plan.notes) is bool(told)
 
 
-def test_steps_that_are_tensors_become_numbers_where_they_are_asked_for(source: Make, write: Make) -> None:
-    written = write(source(), TARGET, options=TargetOptions(settings={"optimizer": "deepspeed"}))
-    step = written.load(f"{TAG}/zero/gate/step.pt")
-    assert (type(step), step) == (int, 3)
-    assert written.plan.casts == ("step: float32 -> int64 in 5 parameters",)
-
-
 def test_another_optimizer_is_refused(source: Make) -> None:
     with pytest.raises(UsageError, match="expected --set optimizer=torch or optimizer=deepspeed; got 'adam'"):
         TARGET.plan(source().index(), None, TargetOptions(settings={"optimizer": "adam"}))
-
-
-def test_global_state_serves_both_loaders(source: Make, write: Make) -> None:
-    state = write(source(), TARGET).load(f"{TAG}/zero/optimizer_state.pt")
-    assert [entry["lr"] for entry in state["param_groups"]] == [0.1, 0.2]
-    assert state["ds_version"] == "0.19.8"
-    assert "loss_scaler" not in state
-    assert state["optimizer_state_dict"]["param_groups"] == [{"eps": 1e-8, "params": [0]}]
-
-
-def test_hyperparameters_on_which_groups_agree_reach_stage_3(source: Make, write: Make) -> None:
-    made = source(hypers=[{"lr": 0.5, "betas": (0.9, 0.999)}] * 2)
-    written = write(made, TARGET)
-    entry = written.load(f"{TAG}/zero/optimizer_state.pt")["optimizer_state_dict"]["param_groups"][0]
-    assert entry == {"lr": 0.5, "betas": (0.9, 0.999), "params": [0]}
-    assert not any("differ between" in note for note in written.plan.notes)
-
-
-def test_model_files_hold_what_lies_nowhere_else_and_no_weights(source: Make, write: Make) -> None:
-    made = source()
-    written = write(made, TARGET)
-    module = written.load(f"{TAG}/mp_rank_00_model_states.pt")["module"]
-    assert sorted(module) == ["frozen", "mean", "void"]
-    assert np.array_equal(module["frozen"], made.arrays["frozen/weight"])
-    stage3 = written.load(f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt")
-    assert stage3["module"] == {}
-    for key in ("dp_world_size", "mp_world_size", "lr_scheduler", "global_steps", "global_samples", "skipped_steps"):
-        assert key in stage3 or key == "global_samples"
 
 
 @pytest.mark.parametrize(
@@ -158,14 +96,6 @@ def test_model_files_hold_what_lies_nowhere_else_and_no_weights(source: Make, wr
 )
 def test_limits_of_deepspeed_are_told(source: Make, write: Make, changes: dict[str, object], words: str) -> None:
     assert any(words in note for note in write(source(**changes), TARGET).plan.notes)
-
-
-def test_cuts_that_are_not_recorded_are_told_where_the_source_had_some(source: Make, write: Make) -> None:
-    told = [
-        any("how tensor-parallel ranks cut parameters is not in the files" in note for note in plan.notes)
-        for plan in (write(source(topology=Topology(dp=2, tp=tp)), TARGET).plan for tp in (1, 2))
-    ]
-    assert told == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -220,16 +150,6 @@ def test_steps_that_float32_rounds_are_refused_and_written_as_numbers(
         TARGET.plan(made.index(), None, TargetOptions())
     written = write(made, TARGET, options=TargetOptions(settings={"optimizer": "deepspeed"}))
     assert written.load(f"{TAG}/zero/gate/step.pt") == 2**24 + 1
-
-
-@pytest.mark.parametrize(("dtype", "code"), [(DType.INT32, "i"), (DType.UINT8, "B"), (DType.INT64, "q")])
-def test_steps_in_tensors_of_whole_numbers_are_cast(source: Make, tmp_path: Path, dtype: DType, code: str) -> None:
-    (tmp_path / "step.bin").write_bytes(struct.pack(f"<{code}", 7))
-    step = TensorRef(path=str(tmp_path / "step.bin"), offset=0, dtype=dtype, shape=(), strides=())
-    index = with_step(source(), step).index()
-    plan = TARGET.plan(index, None, TargetOptions())
-    check_target(index, plan)
-    assert plan.casts == (f"step: {dtype} -> float32 in 5 parameters",)
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "deepspeed"}])

@@ -14,26 +14,10 @@ def namespace(module: str = "argparse", qualname: str = "Namespace", **values: o
     return Stub(GlobalName(module, qualname), state=values, has_state=True)
 
 
-@pytest.mark.parametrize("value", [namespace(num_layers=3), namespace("types", "SimpleNamespace", num_layers=3)])
-def test_a_namespace_is_read(value: Stub) -> None:
-    found = read_arguments(value, "a.pt")
-    assert found.num_layers == 3
-    assert found.raw == {"num_layers": 3}
-
-
-def test_a_dict_does_as_well() -> None:
-    assert read_arguments({"bf16": True, "untie_embeddings_and_output_weights": True}, "a.pt").has_output_weight is True
-
-
 def test_none_says_nothing() -> None:
     found = read_arguments(None, "a.pt")
     assert found == Arguments(raw={})
     assert found.topology() == Topology()
-
-
-def test_what_is_absent_or_none_is_none() -> None:
-    found = read_arguments({"virtual_pipeline_model_parallel_size": None}, "a.pt")
-    assert (found.vpp, found.tp, found.has_output_weight) == (None,) * 3
 
 
 def test_old_names_are_understood_and_new_ones_win() -> None:
@@ -63,18 +47,3 @@ def test_values_of_another_kind_are_refused(values: dict[str, object], expected:
 def test_what_is_no_namespace_is_refused(value: object) -> None:
     with pytest.raises(MalformedError, match="namespace"):
         read_arguments(value, "a.pt")
-
-
-def test_the_topology() -> None:
-    values = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 4,
-        "virtual_pipeline_model_parallel_size": 3,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "context_parallel_size": 2,
-        "num_experts": 8,
-        "world_size": 64,
-    }
-    found = read_arguments(values, "a.pt").topology()
-    assert found == Topology(dp=4, tp=2, pp=4, ep=2, cp=2, vpp=3, etp=1)

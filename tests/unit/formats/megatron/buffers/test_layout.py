@@ -4,50 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ucp_formats.megatron.buffers.layout import BufferPosition, bucket_multiple, simulate, walk
+from ucp_formats.megatron.buffers.layout import BufferPosition, simulate, walk
 
 Fitting = Callable[[BufferPosition], Sequence[int]]
-
-
-def known(starts: tuple[int, ...]) -> Fitting:
-    """A buffer whose every parameter is recognised, and nothing else."""
-    return where(len(starts), lambda number, place: place == BufferPosition(0, starts[number]))
 
 
 def where(count: int, holds: Callable[[int, BufferPosition], bool]) -> Fitting:
     """Parameters of `count` that a place holds."""
     return lambda place: [number for number in range(count) if holds(number, place)]
-
-
-def test_parameters_are_laid_out_backwards_and_aligned() -> None:
-    found = simulate([10, 20, 64])
-    assert found.starts == (128, 64, 0)
-    assert found.numel == 138
-
-
-def test_before_alignment_they_were_end_to_end() -> None:
-    assert simulate([10, 20, 64], alignment=1).starts == (84, 64, 0)
-
-
-def test_a_full_bucket_is_closed_without_its_padding() -> None:
-    found = simulate([10, 20, 30], bucket_numel=25)
-    assert found.starts == (94, 30, 0)  # the first bucket ends at 30; in the second, 20 elements, then aligned
-
-
-def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    found = simulate([10, 70, 20], separate=frozenset({1}))
-    assert found.starts == (134, 64, 0)  # what was before it ends where it would have started
-
-
-def test_multiples() -> None:
-    assert (bucket_multiple(1), bucket_multiple(3), bucket_multiple(3, for_busbw=True)) == (128, 384, 196608)
-
-
-def test_a_walk_finds_what_was_simulated() -> None:
-    numels = [10, 20, 30, 64]
-    found = simulate(numels, bucket_numel=25)
-    places = walk(numels, [found.numel], known(found.starts))
-    assert places == tuple(BufferPosition(0, start) for start in found.starts)
 
 
 def test_a_walk_leaves_out_what_is_not_there() -> None:

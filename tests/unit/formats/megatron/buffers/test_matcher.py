@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from ucp_formats.megatron.buffers.matcher import Fingerprints, FlatBufferMatcher
-from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange, cut_fragments
+from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer, StoredRange
 
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import DType, TensorRef
@@ -79,36 +79,6 @@ def test_walk_from_end_to_end(rank, alignment, buckets):
     assert (found.gaps, found.ties) == ([], [])
 
 
-def test_any_order_is_found(rank):
-    buffer, starts, _ = rank.buffer("bdac")
-    with Prober() as prober:
-        assert matcher(rank.candidates, prober).place(buffer).starts == starts
-
-
-def test_known_starts_and_cuts_between_ranks(rank):
-    buffer, starts, _ = rank.buffer("dcba")
-    with Prober() as prober:
-        finder = matcher(rank.candidates, prober)
-        ends = [start + rank.masters[name].size for name, start in starts.items()]
-        edges = [*starts.values(), *ends[:-1], 150]
-        assert finder.place(buffer, starts=edges).starts == starts
-
-
-def test_fragments_hold_the_masters(rank):
-    buffer, starts, flat = rank.buffer("dcba", cuts=(10, 390, 400))
-    (held,) = (own for own in rank.candidates if own.name == "a")
-    whole = np.full((3, 50), np.nan, np.float32)
-    with open(rank.path, "rb") as file:
-        data = file.read()
-    for piece in cut_fragments(held, buffer, starts["a"]):
-        view = np.ndarray(
-            piece.ref.shape, np.float32, data, piece.ref.offset, tuple(4 * step for step in piece.ref.strides)
-        )
-        whole[tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))] = view
-    assert np.array_equal(whole, rank.masters["a"])
-    assert np.array_equal(whole.ravel(), flat[starts["a"] : starts["a"] + 150])
-
-
 def test_equal_parameters_follow_their_neighbours(tmp_path):
     ones = np.ones(64)
     own = Rank(tmp_path, {"n0": ones, "w0": noise(64), "n1": ones, "w1": noise(64, seed=1), "last": ones})
@@ -133,13 +103,6 @@ def test_stages_tell_each_other_which_of_equal_parameters_they_hold(tmp_path):
         finder = matcher(own.candidates, prober)
         found = finder.resolve([finder.find(buffer) for buffer, _, _ in stages])
     assert [placement.starts for placement in found] == [starts for _, starts, _ in stages]
-
-
-def test_a_stage_alone_does_not_tell_whether_its_first_layer_is_frozen(tmp_path):
-    own = layers(tmp_path)
-    buffer, _, _ = own.buffer(["w2", "n2", "w1", "n1"])
-    with Prober() as prober, pytest.raises(MalformedError, match=r"(?s)1 parameter has.*b, element 192: n0, n1, n2"):
-        matcher(own.candidates, prober).place(buffer)
 
 
 @pytest.mark.parametrize("trained", ["q", "k"])
@@ -224,12 +187,6 @@ def test_a_master_that_differs_late_is_not_taken(tmp_path):
     assert found.gaps == [(0, 500)]
 
 
-def test_an_empty_list_of_candidates(rank):
-    buffer, _, _ = rank.buffer("ab")
-    with Prober() as prober:
-        assert matcher([], prober).place(buffer).gaps == [(0, buffer.numel)]
-
-
 def test_the_known_places_choose_among_orders(tmp_path):
     """The same buffer, with the norm registered before the projection, or (Transformer Engine) after it."""
     ones = np.ones(64)
@@ -252,15 +209,6 @@ def test_two_orders_that_both_fit_are_an_error(tmp_path):
     buffer, _, _ = own.buffer(["w", "b", "a"])
     with Prober() as prober:
         finder = FlatBufferMatcher([Fingerprints(own.candidates, prober)], orders=[["a", "b", "w"], ["b", "a", "w"]])
-        with pytest.raises(MalformedError, match="2 parameters have the same contents"):
-            finder.place(buffer)
-
-
-def test_without_an_order_ties_are_an_error(tmp_path):
-    own = Rank(tmp_path, {"a": np.ones(64), "b": np.ones(64), "w": noise(64)})
-    buffer, _, _ = own.buffer(["w", "b", "a"])
-    with Prober() as prober:
-        finder = FlatBufferMatcher([Fingerprints(own.candidates, prober)], orders=[])
         with pytest.raises(MalformedError, match="2 parameters have the same contents"):
             finder.place(buffer)
 

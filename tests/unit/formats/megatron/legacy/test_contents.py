@@ -20,18 +20,6 @@ def names(index: Index) -> list[str]:
     return [extra.name for extra in index.extras]
 
 
-def test_random_states_are_kept_per_rank(fake_legacy, tmp_path: Path) -> None:
-    index = read(fake_legacy(kind="llama", tp=2, pp=2, optimizer="none").save(tmp_path))
-    assert names(index) == [
-        "args",
-        "checkpoint_version",
-        "iteration",
-        *(f"rng_state/pp{pp}.tp{tp}" for pp in (0, 1) for tp in (0, 1)),
-        "modules",
-    ]
-    assert index.dropped == ()
-
-
 def test_what_ranks_differ_in_is_kept_for_each(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="mixtral", ep=2, optimizer="none")
     for number, root in enumerate(run.roots.values()):

@@ -12,38 +12,12 @@ def names(count: int, stack: str = "decoder") -> list[str]:
     return [f"{stack}.layers.{number}.norm.weight" for number in range(count)]
 
 
-def test_chunks_interleave() -> None:
-    first_layers = count_layers({(pp, vp): names(1) for pp in (0, 1) for vp in (0, 1)}, num_layers=4)
-    found = {
-        chunk: to_global_name(names(1)[0], chunk, first_layers, first_expert=0)
-        for chunk in ((0, 0), (1, 0), (0, 1), (1, 1))
-    }
-    assert list(found.values()) == names(4)
-
-
-def test_stages_may_be_uneven_or_empty() -> None:
-    first_layers = count_layers(
-        {(0, 0): names(1), (1, 0): names(3), (2, 0): ["output_layer.weight"], (3, 0): names(2)}, num_layers=6
-    )
-    assert (
-        to_global_name("decoder.layers.1.norm.weight", (3, 0), first_layers, first_expert=0)
-        == "decoder.layers.5.norm.weight"
-    )
-    assert to_global_name("output_layer.weight", (2, 0), first_layers, first_expert=0) == "output_layer.weight"
-
-
 def test_encoder_and_decoder_are_counted_apart() -> None:
     first_layers = count_layers({(0, 0): names(2, "encoder"), (1, 0): names(3)}, num_layers=2)
     assert (
         to_global_name("decoder.layers.0.norm.weight", (1, 0), first_layers, first_expert=0)
         == "decoder.layers.0.norm.weight"
     )
-
-
-def test_experts_are_shifted() -> None:
-    first_layers = count_layers({(0, 0): names(1)}, num_layers=None)
-    name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
-    assert ".local_experts.5." in to_global_name(name, (0, 0), first_layers, first_expert=4)
 
 
 def test_a_wrong_count_is_told_by_chunk() -> None:

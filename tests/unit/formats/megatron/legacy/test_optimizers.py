@@ -47,31 +47,6 @@ def test_what_is_not_trained_has_no_states(fake_legacy, tmp_path: Path, optimize
     assert not set(frozen) & {name for group in index.groups for name in group.params}
 
 
-def test_parameters_kept_in_fp32_have_a_buffer_of_their_own(fake_legacy, tmp_path: Path) -> None:
-    run = fake_legacy(kind="llama", optimizer="L3a")
-    model = run.roots["mp_rank_00"]["model"]
-    own = run.buffers["mp_rank_00"][0][torch.bfloat16, torch.float32]
-    norms = [name for name in model if name.endswith("layernorm.weight")]
-    apart, rest, values = {}, {}, {"param": run.masters, **run.moments}
-    for key, tensors in values.items():
-        for chosen, into in ((norms, apart), ([n for n in tensors if n not in norms], rest)):
-            parts = []
-            for name in reversed(chosen):
-                flat = tensors[name].flatten()
-                gap = -sum(len(part) for part in parts) % 64
-                parts += [torch.zeros(gap), flat]
-            into[key] = torch.cat(parts)
-    assert own["param"].numel() >= rest["param"].numel()
-    file = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): rest}, 1: {(torch.float32,) * 2: apart}}
-    run.buffers["mp_rank_00"] = file
-    for name in norms:
-        model[name] = run.masters[name].clone()
-    index = MegatronFormat().read(run.save(tmp_path))
-    check_cover(index)
-    assert {name for name, atom in index.atoms.items() if atom.model_dtype is None} == set(norms)
-    assert all(atom.kind is Kind.PARAMETER for atom in index.atoms.values())
-
-
 def test_masters_of_some_parameters_only(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", optimizer="whole")
     root = run.roots["mp_rank_00"]
@@ -142,22 +117,4 @@ def test_a_frozen_norm_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None
     """Groups are listed apart from weights, so that norms between weights are not between them there."""
     run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True, frozen=(NORM.format(0, "input"),))
     with pytest.raises(MalformedError, match="8 parameters have the same contents"):
-        MegatronFormat().read(run.save(tmp_path))
-
-
-def test_contents_tell_frozen_norms_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
-    frozen = (NORM.format(0, "input"), "embedding.word_embeddings.weight")
-    run = fake_legacy(kind="llama", tp=2, optimizer="whole", frozen=frozen)
-    index = MegatronFormat().read(run.save(tmp_path))
-    check_cover(index)
-    assert {name for name, atom in index.atoms.items() if atom.kind is Kind.FROZEN} == set(frozen)
-    assert not [note for note in index.notes if "usual order" in note]
-
-
-def test_equal_norms_in_an_unusual_order_are_refused(fake_legacy, tmp_path: Path) -> None:
-    run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True)
-    root = run.roots["mp_rank_00"]
-    rows = root["optimizer"]["fp32_from_fp16_params"]
-    rows[0].reverse()
-    with pytest.raises(MalformedError, match="order does not tell them apart"):
         MegatronFormat().read(run.save(tmp_path))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ucp_formats.megatron.arguments import Arguments
 from ucp_formats.megatron.legacy.files import Grid, find_misplaced, rank_placing
-from ucp_formats.megatron.names import GridPlace, parse_rank_folder
+from ucp_formats.megatron.names import parse_rank_folder
 from ucp_formats.megatron.source import MegatronFormat
 
 from ucp.errors import MalformedError
@@ -69,17 +69,6 @@ def test_records_that_prove_nothing(ranks: list[object]) -> None:
     folders = tuple(parse_rank_folder(name) for name in ("mp_rank_00", "mp_rank_01"))
     named = {folder.name: rank for folder, rank in zip(folders, ranks, strict=True)}
     assert not list(find_misplaced(Grid(tp=2, pp=1, ep=1, etp=2), folders, Arguments(raw={}, world=2), named))
-
-
-def test_the_place_that_files_belong_to_is_told() -> None:
-    folders = tuple(parse_rank_folder(f"mp_rank_{tp:02d}_{pp:03d}") for tp in range(2) for pp in range(2))
-    saved = {"mp_rank_00_000": 0, "mp_rank_00_001": 5, "mp_rank_01_000": 3, "mp_rank_01_001": 4}
-    lines = list(find_misplaced(Grid(tp=2, pp=2, ep=1, etp=2), folders, Arguments(raw={}, world=8, dp=2), saved))
-    assert [line.split()[0] for line in lines] == ["mp_rank_00_001:", "mp_rank_01_001:"]
-    assert lines[0].endswith("rank 5 of 8 saved, tp rank 1, stage 1, expert rank 0: they belong in mp_rank_01_001")
-    numbering = rank_placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))
-    assert numbering is not None
-    assert numbering(3) == GridPlace(tp=1, pp=0, ep=0)
 
 
 SWAPPED = [

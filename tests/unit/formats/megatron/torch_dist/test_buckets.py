@@ -76,24 +76,6 @@ def test_norms_at_the_edges_of_stages_are_told_by_the_other_stages(tmp_path: Pat
         assert starts(found, name) == [buckets[stage].states[MASTER].ranges[at].ref.offset]
 
 
-def test_chunks_of_an_interleaved_pipeline(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    layers = {(0, 0): "0", (1, 0): "1", (0, 1): "2", (1, 1): "3"}
-    buckets = {own: run.bucket(own[0], [f"n{own_}", f"w{own_}"], buffer=own[1]) for own, own_ in layers.items()}
-    found = run.place(*buckets.values())
-    for own, layer in layers.items():
-        assert starts(found, f"n{layer}") == [buckets[own].states[MASTER].ranges[1].ref.offset]
-
-
-def test_buckets_of_one_buffer(tmp_path: Path) -> None:
-    """The first bucket is of the last layers; norms at the edge of a bucket are between weights of both."""
-    run = Run(tmp_path)
-    first, second = run.bucket(0, list(NAMES[4:])), run.bucket(0, list(NAMES[:4]), number=1)
-    found = run.place(first, second)
-    assert starts(found, "n2") == [first.states[MASTER].ranges[3].ref.offset]
-    assert starts(found, "n0") == [second.states[MASTER].ranges[3].ref.offset]
-
-
 def test_a_frozen_norm_that_leaves_a_choice_is_refused(tmp_path: Path) -> None:
     """Of layer 1 only the norm is trained, or, as well, that of layer 2 is and all of layer 1 is frozen."""
     run = Run(tmp_path)

@@ -60,14 +60,6 @@ def test_what_groups_saved_is_kept_once_where_it_is_the_same():
     }
 
 
-def test_what_optimizers_say_beside_groups():
-    own = {"optimizer": {"param_groups": [], "state": {}, "fused": 1}, "grad_scaler": {"scale": 2}, "nothing": None}
-    (extra,) = collect_extras(common(optimizer=own), SavedObjects())
-    assert (extra.name, extra.value) == ("optimizer", {"grad_scaler": {"scale": 2}, "fused": 1})
-    (extra,) = collect_extras(common(optimizer={0: own, 1: {}}), SavedObjects())
-    assert extra.value == {"0": {"grad_scaler": {"scale": 2}, "fused": 1}}
-
-
 def test_objects_by_their_place():
     objects = SavedObjects(
         others={ObjectKey("rng_state", (1, 0), (2, 2)): [1], ObjectKey("a._extra_state", (3,), (4,)): b"x"},

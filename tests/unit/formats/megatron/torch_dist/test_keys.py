@@ -2,13 +2,10 @@
 
 import pytest
 from ucp_formats.megatron.torch_dist.keys import (
-    PARTS,
     BucketKey,
-    GroupObjectKey,
     ObjectKey,
     StateKey,
     parse_bucket_key,
-    parse_group_object,
     parse_model_key,
     parse_object_key,
     parse_state_key,
@@ -108,17 +105,3 @@ def test_keys_of_buckets(key, found):
 )
 def test_keys_of_objects(key, found):
     assert parse_object_key(key) == found
-
-
-def test_names_of_objects_of_groups():
-    assert parse_group_object("optimizer.distributed.dp_group_idx_5.param_state") == GroupObjectKey(
-        None, 5, "param_state"
-    )
-    assert parse_group_object("chained_0.optimizer.distributed.dp_group_idx_1.optimizer") == GroupObjectKey(
-        0, 1, "optimizer"
-    )
-    assert parse_group_object("rng_state") is None
-
-
-def test_rows_of_parts_differ():
-    assert len({frozenset(row) for row in PARTS}) == len(PARTS)

@@ -26,16 +26,6 @@ def names_of(shapes, arguments, **options):
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}
 
 
-def test_keys_of_all_styles_have_one_name():
-    names = names_of(KEYS, LLAMA)
-    template = "decoder.layers.{layer}.input_layernorm.weight"
-    assert names.template("decoder.layers.self_attention.linear_qkv.layer_norm_weight") == template
-    for layer in (0, 7, 123):
-        for key in ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"):
-            assert names.template(f"decoder.layers.{layer}.{key}") == template.replace("{layer}", str(layer))
-    assert names.template("decoder.layers.4.unheard.of") == "decoder.layers.4.unheard.of"
-
-
 def test_a_model_of_no_family_keeps_its_names():
     names = names_of({"blocks.weight": (3,)}, {})
     assert names.family is None
@@ -57,12 +47,6 @@ def test_fused_norms_are_registered_with_the_module_that_follows():
     assert [name.split(".", 3)[3] for name in attention[:4]] == [
         f"{own}.weight" for own in (layer[1], layer[0], layer[2], layer[3])
     ]
-
-
-def test_understood_keys_are_kept():
-    names = names_of(KEYS, LLAMA)
-    assert names.parse("output_layer.weight") is names.parse("output_layer.weight")
-    assert names.parse("decoder.layers.3.mlp.linear_fc1.weight_v").part == "_v"
 
 
 def test_names_without_a_rule_keep_their_keys_unless_the_user_names_the_family():

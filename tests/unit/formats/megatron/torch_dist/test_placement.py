@@ -30,14 +30,6 @@ def saved(run, tmp_path, **arguments):
     return run.save(tmp_path)
 
 
-def test_stages_and_copies(fake, read, tmp_path):
-    run = fake()
-    degrees = {"pipeline_model_parallel_size": 2, "data_parallel_size": 3}
-    index = read(saved(run, tmp_path, **degrees))
-    assert laid(index, EMBEDDING) == {"pp": "unique0", "dp": "replicate"}
-    assert laid(index, NORM) == laid(index, QKV) == {"pp": "unique1", "dp": "replicate"}
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -45,10 +45,3 @@ def test_every_shifted_parameter_is_named_with_its_reason(tmp_path: Path) -> Non
     assert checked.atoms["sound"] is atoms["sound"]
     (line,) = checked.dropped
     assert "(+10 more)" in line
-
-
-def test_another_layout_is_not_taken_for_shifted(tmp_path: Path) -> None:
-    atoms = {"w": atom(Shards(tmp_path), "w", shift=SHIFT)}
-    checked = check_masters(atoms, layout="dp_reshardable", tied=False)
-    assert (checked.lost, checked.dropped) == ({}, ())
-    assert checked.atoms == atoms

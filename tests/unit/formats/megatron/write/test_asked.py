@@ -45,13 +45,6 @@ def test_the_type_of_steps_is_not_for_the_user_to_choose(tmp_path: Path) -> None
         plan(LLAMA, to="megatron", dtypes={"step": "bfloat16"})
 
 
-def test_all_of_them_are_told_together(tmp_path: Path) -> None:
-    given = {"swiglu": "false", "num_layers": "5", "bf16": "false", "data_parallel_size": "4"}
-    with pytest.raises(UsageError) as caught:
-        convert(LLAMA, tmp_path / "b", to="megatron", topology="tp=2", settings=given, workers=1)
-    assert all(f"{name} = " in str(caught.value) for name in given)
-
-
 def test_what_holds_may_be_said(tmp_path: Path) -> None:
     given = {"swiglu": "true", "num_layers": "4", "hidden_size": "20", "bf16": "true", "lr": "1"}
     given |= {"tensor_model_parallel_size": "2", "padded_vocab_size": "128", "num_experts": "none"}

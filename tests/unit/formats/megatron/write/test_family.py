@@ -11,7 +11,7 @@ from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fused, 
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert
 from ucp.core.index import ParamGroup
-from ucp.errors import FamilyError, MisfitError, UcpError
+from ucp.errors import MisfitError, UcpError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 OTHER = (("model.", "net."), ("self_attn.", "att."), ("embed_tokens", "emb"), ("layernorm", "scale"))
@@ -73,13 +73,6 @@ def test_a_model_of_no_family_is_told_what_megatron_needs(tmp_path: Path) -> Non
     assert "mcore-frame" not in text  # a part of families, not one
     assert "--patterns my.toml; --family says which" in text
     assert not (tmp_path / "b").exists()
-
-
-def test_the_family_that_is_named_has_to_know_the_names(tmp_path: Path) -> None:
-    source = written(tmp_path / "source", {**huggingface(), "adapter.weight": torch.ones(3)})
-    with pytest.raises(FamilyError, match=r"the family 'llama' has.* 1 of the 22 names") as error:
-        to_megatron(source, tmp_path / "b", family="llama")
-    assert "\n  adapter.weight\n" in str(error.value)
 
 
 def test_only_names_that_the_nearest_family_lacks_are_listed(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from ucp_formats.megatron.write.groups import make_chain
 
 from ucp.contract.optimizer import OptimizerPlan
-from ucp.core.index import Index, LostStates, ParamGroup
+from ucp.core.index import Index, ParamGroup
 from ucp.core.union import state_from_number
 from ucp.errors import MissingStateError, UnsupportedError
 from ucp.testing.handmade import Shards, make_index
@@ -50,19 +48,6 @@ def shown(chain):
     ]
 
 
-def test_experts_have_an_optimizer_of_their_own_where_they_are_parallel(index):
-    groups = (native((DENSE, EXPERT), wd=1.0), native((NORM,), wd=0.0))
-    found, notes = chain_of(index(*groups), frozenset({EXPERT}), split=True)
-    assert shown(found) == [[((DENSE,), 1.0, False), ((NORM,), 0.0, False)], [((EXPERT,), 1.0, True)]]
-    assert notes == ()
-
-
-def test_and_share_one_where_they_are_not(index):
-    groups = (native((DENSE,), wd=1.0), native((NORM,), wd=0.0), native((EXPERT,), wd=1.0, expert=True))
-    found, _ = chain_of(index(*groups), frozenset({EXPERT}), split=False)
-    assert shown(found) == [[((DENSE, EXPERT), 1.0, False), ((NORM,), 0.0, False)]]
-
-
 def test_groups_that_differ_otherwise_stay_apart(index):
     groups = (native((NORM,), wd=0.0), native((DENSE,), wd=1.0), native((EXPERT,), wd=1.0, is_decoupled_lr=True))
     found, _ = chain_of(index(*groups), split=False)
@@ -78,13 +63,6 @@ def test_a_step_stays_the_kind_of_number_it_was(step, kind, index):
     assert found[0][0].counts == (kind is int)
 
 
-@pytest.mark.parametrize("step", [4, 4.0, np.float32(4), np.int64(4)])
-def test_a_step_of_another_framework_becomes_a_whole_number(step, index):
-    foreign = ParamGroup(params=(DENSE, EXPERT, NORM), hyper={"lr": 0.1, "weight_decay": 0.1})
-    found, _ = chain_of(index(foreign, step=step), split=False)
-    assert {type(group.step) for group in found[0]} == {int}
-
-
 def test_a_step_of_the_group(index):
     found, _ = chain_of(index(native((DENSE,), wd=1.0, step=6), step=None), split=False)
     assert (found[0][0].step, found[0][0].counts) == (6, True)
@@ -97,10 +75,6 @@ def test_groups_of_another_framework(index):
     assert found[0][1].hyper["max_lr"] == 0.2
     assert len(notes) == 1
     assert "handmade" in notes[0]
-
-
-def test_without_groups_there_is_no_optimizer(index):
-    assert chain_of(index(), split=True) == ((), ())
 
 
 def test_steps_that_differ_are_named(index, tmp_path):
@@ -118,13 +92,4 @@ def test_files_that_list_parameters_of_groups_refuse_those_in_none(index):
     source = index(native((DENSE, NORM), wd=1.0))
     plan_of(source).check_grouped((DENSE, NORM), remedy="")
     with pytest.raises(MissingStateError, match=r"has 1 in none:\n  expert\nwrite others"):
-        plan_of(source).check_grouped(source.atoms, remedy="write others")
-
-
-def test_with_the_reason_of_the_source(index):
-    source = replace(
-        index(native((DENSE, NORM), wd=1.0)),
-        lost={EXPERT: LostStates(reason="its group is not recorded", detail="[2]")},
-    )
-    with pytest.raises(MissingStateError, match=r"in none:\nits group is not recorded:\n  expert: \[2\]\n"):
         plan_of(source).check_grouped(source.atoms, remedy="write others")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
-from ucp.api import convert, inspect, plan
+from ucp.api import convert, plan
 from ucp.conversion.convert import ConvertReport
 
 BEFORE_EXPERTS = {
@@ -73,27 +73,12 @@ def test_keys_of_the_source_tell_for_files_of_ranks(mixtral, tmp_path):
     assert (grouped in root["model"]) == (kind == "transformer_engine")
 
 
-def test_what_was_written_shows_the_same(mixtral, tmp_path):
-    src, kind = mixtral
-    written(src, tmp_path / "b")
-    (shown,) = (extra.value for extra in inspect(tmp_path / "b").extras if extra.name == "modules")
-    assert shown == {"transformer_impl": kind, "seen_in": BEFORE_EXPERTS[kind]}
-
-
 def test_what_is_asked_for_comes_first(mixtral, tmp_path):
     src, kind = mixtral
     (other,) = set(MODULES.values()) - {kind}
     report = written(src, tmp_path / "b", transformer_impl=other)
     assert BEFORE_EXPERTS[other] in tensors(tmp_path / "b" / "iter_0000010")
     assert note_of(report).endswith(f"(transformer_impl {other}), as --set asks for")
-
-
-def test_arguments_tell_where_keys_fit_both(fake_legacy, to_megatron, tmp_path):
-    fake_legacy(kind="llama", optimizer="none").save(tmp_path / "a")
-    to_megatron(tmp_path / "a", tmp_path / "b", "tp=1")
-    assert [extra.name for extra in inspect(tmp_path / "b").extras if extra.name == "modules"] == []
-    report = written(tmp_path / "b", tmp_path / "c", "torch")
-    assert note_of(report).endswith("(transformer_impl local), as the arguments of the source say")
 
 
 def test_keys_come_before_arguments_that_contradict(fake_legacy, tmp_path):

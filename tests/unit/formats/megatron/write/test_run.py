@@ -37,24 +37,8 @@ def test_the_scaler_is_found_however_it_was_kept(name, value, index):
     assert find_grad_scaler(index(Topology(), Extra(name=name, value=value))) == {"scale": 2.0}
 
 
-def test_without_a_scaler(index):
-    assert (
-        find_grad_scaler(index(Topology(), Extra(name="optimizer", value={"param_state_sharding_type": "x"}))) is None
-    )
-
-
 RANDOM = [Extra(name=f"rng_state/pp{pp}.tp{tp}", value=(pp, tp)) for pp in range(2) for tp in range(2)]
 PLACES = [GridPlace(tp=tp, pp=pp, ep=0) for pp in range(2) for tp in range(2)]
-
-
-def test_select_rng_states_of_the_same_layout(index):
-    own = index(Topology(tp=2, pp=2, dp=2), *RANDOM)
-    assert select_rng_states(own, Topology(tp=2, pp=2, dp=2), PLACES)[GridPlace(tp=1, pp=0, ep=0)] == (0, 1)
-
-
-@pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4, dp=2), Topology(tp=2, pp=2, dp=2, vpp=2)])
-def test_select_rng_states_of_another_layout(topology, index):
-    assert select_rng_states(index(Topology(tp=2, pp=2, dp=2), *RANDOM), topology, PLACES) == {}
 
 
 def test_select_rng_states_of_some_ranks_only(index):
@@ -81,11 +65,6 @@ def test_grids_that_no_run_has(topology, message):
     assert message in (find_grid_problem(topology) or "")
 
 
-@pytest.mark.parametrize("topology", [Topology(tp=2, ep=2, etp=1), Topology(tp=4, pp=2, ep=4, dp=4, cp=1)])
-def test_grids_that_some_run_has(topology):
-    assert find_grid_problem(topology) is None
-
-
 def relaid(topology: Topology, **arguments: object) -> dict[str, object]:
     return update_arguments(arguments, topology, ckpt_format="torch", iteration=7, has_optimizer=True, has_rng=False)
 
@@ -94,22 +73,3 @@ def test_stages_are_even_again_where_the_pipeline_changes():
     uneven = {"decoder_first_pipeline_num_layers": 3, "pipeline_model_parallel_size": 2}
     assert relaid(Topology(pp=2), **uneven)["decoder_first_pipeline_num_layers"] == 3
     assert relaid(Topology(pp=4), **uneven)["decoder_first_pipeline_num_layers"] is None
-
-
-def test_what_follows_from_the_stages():
-    found = relaid(
-        Topology(pp=2, vpp=2),
-        num_layers=8,
-        num_layers_per_virtual_pipeline_stage=None,
-        num_virtual_stages_per_pipeline_rank=None,
-        transformer_pipeline_model_parallel_size=1,
-        microbatch_group_size_per_vp_stage=1,
-        pipeline_model_parallel_size=1,
-        use_dist_ckpt=True,
-        no_save_optim=True,
-    )
-    assert found["num_layers_per_virtual_pipeline_stage"] == 2
-    assert found["num_virtual_stages_per_pipeline_rank"] == 2
-    assert found["transformer_pipeline_model_parallel_size"] == found["microbatch_group_size_per_vp_stage"] == 2
-    assert (found["use_dist_ckpt"], found["no_save_optim"], found["no_save_rng"]) == (False, False, True)
-    assert found["iteration"] == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import warnings
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ucp.errors import MissingStateError, UsageError
-
-STATES = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def metadata(root: Path) -> Any:
@@ -45,39 +42,11 @@ def objects(root: Path) -> dict[str, Any]:
     return found
 
 
-def stacked(run: Any, layers: int, name: str, state: str = "weight") -> torch.Tensor:
-    return torch.stack([run.expected(f"decoder.layers.{layer}.{name}", state) for layer in range(layers)])
-
-
 @pytest.fixture
 def llama(fake_legacy, tmp_path):
     run = fake_legacy(kind="llama", tp=2, pp=2, optimizer="L3a")
     run.save(tmp_path / "a")
     return run
-
-
-def test_layers_are_stacked(llama, to_megatron, tmp_path):
-    to_megatron(tmp_path / "a", tmp_path / "b", "tp=4,pp=2")
-    found = tensors(tmp_path / "b" / "iter_0000010")
-    names = {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight": "mlp.linear_fc2.weight",
-        "self_attention.linear_qkv.weight": "self_attention.linear_qkv.weight",
-        "self_attention.linear_proj.weight": "self_attention.linear_proj.weight",
-    }
-    for key, name in names.items():
-        whole = stacked(llama, 4, name)
-        assert torch.equal(found.pop(f"decoder.layers.{key}"), whole.bfloat16()), key
-        for prefix, state in STATES.items():
-            own = found.pop(f"optimizer.state.{prefix}.decoder.layers.{key}")
-            assert torch.equal(own, stacked(llama, 4, name, state)), (key, state)
-    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
-        assert torch.equal(found.pop(name), llama.masters[name].bfloat16())
-        for prefix, state in STATES.items():
-            assert torch.equal(found.pop(f"optimizer.state.{prefix}.{name}"), llama.expected(name, state))
-    assert found == {}
 
 
 def test_chunks_are_what_ranks_of_the_run_hold(llama, to_megatron, tmp_path):
@@ -90,23 +59,6 @@ def test_chunks_are_what_ranks_of_the_run_hold(llama, to_megatron, tmp_path):
     assert len(saved["decoder.layers.mlp.linear_fc1.layer_norm_weight"].chunks) == 4
 
 
-def test_experts_count_a_dim(fake_legacy, to_megatron, tmp_path):
-    run = fake_legacy(kind="mixtral", ep=2, optimizer="L3a", layers=2)
-    run.save(tmp_path / "a")
-    to_megatron(tmp_path / "a", tmp_path / "b", "tp=2,ep=2,etp=1,dp=2")
-    found = tensors(tmp_path / "b" / "iter_0000010")
-    own = found["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    names = [
-        [f"decoder.layers.{layer}.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in range(4)]
-        for layer in (0, 1)
-    ]
-    assert torch.equal(own, torch.stack([torch.stack([run.masters[n].bfloat16() for n in row]) for row in names]))
-    common = torch.load(tmp_path / "b" / "iter_0000010" / "common.pt", weights_only=False)
-    assert list(common["optimizer"]) == [0, 1]
-    assert [len(common["optimizer"][n]["optimizer"]["param_groups"]) for n in (0, 1)] == [2, 1]
-    assert common["optimizer"][1]["optimizer"]["param_groups"][0]["is_expert_parallel"] is True
-
-
 def test_layers_that_differ_have_keys_of_their_own(llama, to_megatron, tmp_path):
     to_megatron(tmp_path / "a", tmp_path / "b", "tp=1", moe_layer_freq="[1]")
     found = tensors(tmp_path / "b" / "iter_0000010")
@@ -115,49 +67,6 @@ def test_layers_that_differ_have_keys_of_their_own(llama, to_megatron, tmp_path)
     assert f"optimizer.state.param.{name}" in found
     keys = objects(tmp_path / "b" / "iter_0000010")
     assert "decoder.layers.3.self_attention.linear_proj._extra_state/shard_0_1" in keys
-
-
-def test_a_norm_before_experts(fake_legacy, to_megatron, tmp_path):
-    """Specs with Transformer Engine keep it apart, those without rename it."""
-    fake_legacy(kind="mixtral", optimizer="none", layers=2).save(tmp_path / "a")
-    to_megatron(tmp_path / "a", tmp_path / "te", "tp=1", transformer_impl="transformer_engine")
-    to_megatron(tmp_path / "a", tmp_path / "local", "tp=1")
-    te, local = (set(tensors(tmp_path / name / "iter_0000010")) for name in ("te", "local"))
-    assert te - local == {"decoder.layers.pre_mlp_layernorm.weight"}
-    assert local - te == {"decoder.layers.mlp.linear_fc1.layer_norm_weight"}
-
-
-def test_empty_extra_states_are_there(llama, to_megatron, tmp_path):
-    to_megatron(tmp_path / "a", tmp_path / "b", "tp=1")
-    found = objects(tmp_path / "b" / "iter_0000010")
-    for module in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
-        for layer in range(4):
-            assert found[f"decoder.layers.{module}._extra_state/shard_{layer}_4"] == [None]
-
-
-def test_common_state(llama, to_megatron, tmp_path):
-    to_megatron(tmp_path / "a", tmp_path / "b", "tp=4,pp=2,vpp=2,dp=2")
-    root = tmp_path / "b" / "iter_0000010"
-    common = torch.load(root / "common.pt", weights_only=False)
-    assert (common["iteration"], common["checkpoint_version"]) == (10, 3.0)
-    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
-    assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
-    groups = common["optimizer"]["optimizer"]["param_groups"]
-    assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 3), (0.0, 3)]
-    args = common["args"]
-    assert (args.tensor_model_parallel_size, args.world_size, args.no_save_rng) == (4, 16, True)
-    assert json.loads((root / "metadata.json").read_text())["common_backend"] == "torch"
-
-
-def test_random_states_stay_where_the_layout_does(llama, to_megatron, tmp_path):
-    same = to_megatron(tmp_path / "a", tmp_path / "b", "tp=2,pp=2,dp=2")
-    assert not any("RNG states" in line for line in same.dropped)
-    other = to_megatron(tmp_path / "a", tmp_path / "c", "tp=4")
-    (line,) = (line for line in other.dropped if "RNG states" in line)
-    assert line.endswith("even without --no-load-rng")
-    found = objects(tmp_path / "b" / "iter_0000010")
-    theirs = llama.roots["mp_rank_01_000"]["rng_state"]
-    assert torch.equal(found["rng_state/shard_0.1_2.2"][0][0]["torch_rng_state"], theirs[0]["torch_rng_state"])
 
 
 def test_an_optimizer_that_is_not_distributed(fake_legacy, to_megatron, tmp_path):

@@ -62,24 +62,6 @@ def check_values(run, path: Path) -> None:
             torch.testing.assert_close(checkpoint.read(name, "exp_avg"), 2 * weight, rtol=0, atol=0)
 
 
-def test_names_are_inferred_from_order_and_shapes_and_that_is_noted(tmp_path: Path, fake_run) -> None:
-    run = fake_run(0, 2, dtype=torch.float32)
-    index = read(run.save(tmp_path))
-    assert INFERRED in index.notes
-    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
-    assert index.atoms["frozen"].kind is Kind.FROZEN
-
-
-def test_names_of_the_masters_without_a_flat_tensor(tmp_path: Path, fake_run) -> None:
-    run = fake_run(0, 2)
-    fuse(run, unfused=True)
-    index = read(run.save(tmp_path))
-    check_values(run, tmp_path)
-    extras = {extra.name: extra.value for extra in index.extras}
-    assert extras["loss_scaler"] == {"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 7}
-    assert extras["optimizer"] == {"class": "FP16_UnfusedOptimizer", "zero_stage": 0}
-
-
 @pytest.mark.parametrize("groups", [None, AMBIGUOUS])
 def test_views_of_the_flat_tensor_tell_the_names(tmp_path: Path, fake_run, groups) -> None:
     run = fake_run(0, 2, **({"groups": groups} if groups else {}))
@@ -130,15 +112,6 @@ def test_wrong_names_that_the_user_gives(tmp_path: Path, fake_run, names) -> Non
     run = fake_run(0, 2, groups=AMBIGUOUS)
     with pytest.raises(MalformedError, match="parameter"):
         read(run.save(tmp_path), names)
-
-
-def test_names_that_torch_kept(tmp_path: Path, fake_run) -> None:
-    run = fake_run(0, 2, groups=AMBIGUOUS, dtype=torch.float32)
-    for group, own in zip(run.models[0]["optimizer"]["param_groups"], AMBIGUOUS, strict=True):
-        group["param_names"] = list(own)
-    index = read(run.save(tmp_path))
-    assert [group.params for group in index.groups] == [("a", "b"), ("c",)]
-    assert INFERRED not in index.notes
 
 
 @pytest.mark.parametrize("kind", ["torch", "unfused", "fused"])
@@ -195,17 +168,6 @@ def test_nothing_fits(tmp_path: Path, fake_run) -> None:
         read(run.save(tmp_path))
 
 
-def test_states_of_another_shape_are_refused_by_name(tmp_path: Path, fake_run) -> None:
-    run = fake_run(0, 2)
-    for state in run.models[0]["optimizer"]["state"].values():
-        state["row_var"] = (
-            state.pop("exp_avg").sum(-1, keepdim=True) if state["exp_avg"].dim() > 1 else torch.zeros(2, 2)
-        )
-    run.models[0]["optimizer"]["state"][0]["col_var"] = torch.zeros(1, 9)
-    with pytest.raises(UnsupportedError):
-        read(run.save(tmp_path))
-
-
 def test_an_optimizer_that_never_stepped_keeps_its_groups_as_an_extra(tmp_path: Path, fake_run) -> None:
     run = fake_run(0, 2)
     run.models[0]["optimizer"]["state"] = {}
@@ -242,11 +204,3 @@ def test_a_checkpoint_without_an_optimizer(tmp_path: Path, fake_run) -> None:
     assert index.groups == ()
     assert {atom.kind for atom in index.atoms.values()} == {Kind.PARAMETER, Kind.BUFFER}
     assert any("without an optimizer" in note for note in index.notes)
-
-
-def test_a_parameter_that_was_never_stepped_has_no_states(tmp_path: Path, fake_run) -> None:
-    run = fake_run(0, 2)
-    del run.models[0]["optimizer"]["state"][2]
-    index = read(run.save(tmp_path))
-    assert list(index.atoms["a.bias"].states) == ["weight"]
-    assert list(index.atoms["b.bias"].states) == ["weight", "step", "exp_avg", "exp_avg_sq"]

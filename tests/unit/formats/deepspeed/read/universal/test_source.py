@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ucp_formats.deepspeed.read.source import DeepSpeedFormat
 from ucp_formats.deepspeed.read.universal.source import DeepSpeedUniversalFormat
 
 from ucp.core.gaps import check_cover
-from ucp.core.index import Index, Kind
+from ucp.core.index import Index
 from ucp.core.tensor import DType
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError
 
@@ -50,23 +49,6 @@ def save_universal(run, folder: Path, *, form: str = "dict") -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("stage", "form"), [(1, "dict"), (2, "dict"), (3, "flat"), (3, "dict")])
-def test_both_forms(tmp_path: Path, fake_run, stage: int, form: str) -> None:
-    index = read(save_universal(fake_run(stage, 3), tmp_path, form=form))
-    assert DeepSpeedFormat().detect(tmp_path) is None
-    assert (index.topology.dp, index.topology.zero, index.step) == (3, stage, 7)
-    assert list(index.atoms) == ["a.weight", "b.weight", "a.bias", "b.bias", "frozen", "mean"]
-    atom = index.atoms["a.weight"]
-    assert (atom.global_shape, atom.kind, atom.model_dtype) == ((3, 5), Kind.PARAMETER, DType.BFLOAT16)
-    assert set(atom.states) == {"weight", "exp_avg", "exp_avg_sq", "step"}
-    assert atom.states["exp_avg"].global_shape == (3, 5)
-    assert atom.states["step"].global_shape == ()
-    assert index.atoms["frozen"].kind is Kind.FROZEN
-    assert index.atoms["mean"].kind is Kind.BUFFER
-    assert [group.params for group in index.groups] == [("a.weight", "b.weight"), ("a.bias", "b.bias")]
-    assert index.aliases == {"head": "a.weight"}
-
-
 def test_casts_of_frozen_weights_and_buffers_are_not_taken(tmp_path: Path, fake_run) -> None:
     run = fake_run(1, 2)
     path = save_universal(run, tmp_path)
@@ -79,24 +61,6 @@ def test_casts_of_frozen_weights_and_buffers_are_not_taken(tmp_path: Path, fake_
     assert [line.partition(":")[0] for line in index.dropped if line.startswith("zero/")] == [
         "zero/frozen/", "zero/head/", "zero/mean/",
     ]  # fmt: skip
-
-
-def test_frozen_weights_that_only_the_folder_has(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    del run.models[0]["module"]["frozen"]
-    path = save_universal(run, tmp_path)
-    (path / "step7_universal" / "zero" / "frozen").mkdir()
-    torch.save({"param": run.weights["frozen"]}, path / "step7_universal" / "zero" / "frozen" / "fp32.pt")
-    assert read(path).atoms["frozen"].kind is Kind.FROZEN
-
-
-def test_what_files_say_of_single_parameters_is_kept(tmp_path: Path, fake_run) -> None:
-    path = save_universal(fake_run(1, 2), tmp_path)
-    file = path / "step7_universal" / "zero" / "a.weight" / "fp32.pt"
-    torch.save({**torch.load(file), "vocab_tensor": True, "cat_dim": 1}, file)
-    extras = {extra.name: extra.value for extra in read(path).extras}
-    assert extras["universal_parameters"] == {"a.weight": {"cat_dim": 1, "vocab_tensor": True}}
-    assert extras["optimizer"]["class"] == "universal"
 
 
 def test_vocabulary_padding_that_was_cut_off(tmp_path: Path, fake_run) -> None:
@@ -131,20 +95,6 @@ def test_everything_wrong_at_once(tmp_path: Path, fake_run) -> None:
         assert part in message
 
 
-def test_missing_model_states(tmp_path: Path, fake_run) -> None:
-    path = save_universal(fake_run(1, 2), tmp_path)
-    (path / "step7_universal" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(MissingFileError, match=r"mp_rank_00_model_states\.pt"):
-        read(path)
-
-
-def test_a_model_parallel_rank_that_is_missing(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.models[0]["mp_world_size"] = 2
-    with pytest.raises(MissingFileError, match=r"missing: mp_rank_01_model_states\.pt"):
-        read(save_universal(run, tmp_path))
-
-
 @pytest.mark.parametrize(("aligned", "refused"), [(False, True), (True, False)])
 def test_what_deepspeeds_converter_swaps_is_refused(tmp_path: Path, fake_run, aligned: bool, refused: bool) -> None:
     run = fake_run(1, 2, groups=({"a": (4,), "b": (4,), "c": (4,)},))
@@ -166,18 +116,6 @@ def test_strays_are_noted(tmp_path: Path, fake_run) -> None:
     notes = "\n".join(read(path).notes)
     assert "zero/a.bias/note.txt" in notes
     assert "zero/README" in notes
-
-
-@pytest.mark.parametrize(("stage", "form"), [(1, "dict"), (3, "flat")])
-def test_names_with_slashes_lie_in_folders_of_folders(tmp_path: Path, fake_run, stage: int, form: str) -> None:
-    shapes = ({"a": (4,), "a/b": (2, 3), "x/y/z.w": (5,)},)
-    path = save_universal(fake_run(stage, 2, groups=shapes), tmp_path, form=form)
-    index = read(path)
-    assert {name: index.atoms[name].global_shape for name in shapes[0]} == shapes[0]
-    assert index.groups[0].params == tuple(shapes[0])
-    assert not any("left alone" in note for note in index.notes)
-    fragment = index.atoms["x/y/z.w"].states["exp_avg"].fragments[0]
-    assert fragment.path.endswith("zero/x/y/z.w/exp_avg.pt")
 
 
 def test_folders_deeper_than_python_recurses(tmp_path: Path, fake_run) -> None:
@@ -226,44 +164,6 @@ def test_a_trained_parameter_whose_folder_is_gone(tmp_path: Path, fake_run) -> N
         shutil.rmtree(path / "step7_universal" / "zero" / name)
     with pytest.raises(MissingFileError, match=r"(?s)for 2 parameters:\n  b.weight\n  a.bias\n"):
         read(path)
-
-
-def test_a_folder_in_that_of_a_parameter_is_none_unless_it_is_known(tmp_path: Path, fake_run) -> None:
-    """A copy that somebody put aside there is not taken for a parameter, nor is what a link leads to."""
-    path = save_universal(fake_run(1, 2), tmp_path)
-    zero = path / "step7_universal" / "zero"
-    shutil.copytree(zero / "a.bias", zero / "a.bias" / "old")
-    (zero / "a.bias" / "again").symlink_to(zero / "a.bias")
-    index = read(path)
-    assert list(index.atoms) == ["a.weight", "b.weight", "a.bias", "b.bias", "frozen", "mean"]
-    notes = "\n".join(index.notes)
-    assert "zero/a.bias/old" in notes
-    assert "zero/a.bias/again" in notes
-
-
-@pytest.mark.parametrize("case", ["z1-dp4-fp32", "z3-dp4-fp32"])
-def test_it_is_the_checkpoint_that_it_was_made_from(case: str) -> None:
-    native = DeepSpeedFormat().read(FIXTURES / case / "checkpoint")
-    universal = read(FIXTURES / case / "universal")
-    assert list(universal.atoms) == list(native.atoms)
-    assert universal.groups == native.groups
-    assert universal.aliases == native.aliases
-    for name, atom in native.atoms.items():
-        other = universal.atoms[name]
-        assert (other.kind, other.global_shape, other.model_dtype) == (atom.kind, atom.global_shape, atom.model_dtype)
-        assert set(other.states) == set(atom.states)
-        assert all(other.states[state].dtype is index.dtype for state, index in atom.states.items())
-
-
-def test_the_model_states_of_both_loaders(tmp_path: Path, fake_run) -> None:
-    """ucp writes one for stages 1 and 2, which is read, and one for stage 3."""
-    run = fake_run(1, 2)
-    path = save_universal(run, tmp_path)
-    tag = path / "step7_universal"
-    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    index = read(path)
-    assert sum(file.role.startswith("model states") for file in index.files) == 2
-    assert index.atoms["frozen"].states["weight"].fragments[0].path == str(tag / "mp_rank_00_model_states.pt")
 
 
 @pytest.mark.parametrize("other", ["zero/emb.weight/exp_avg.pt", "mp_rank_00_model_states.pt"])

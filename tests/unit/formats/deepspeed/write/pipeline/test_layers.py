@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, stage_at
+from ucp_formats.deepspeed.write.pipeline.layers import Pipeline
 
 from ucp.core.index import ParamGroup
 
@@ -10,16 +10,6 @@ EMB = "tied_modules.emb.weight"
 LAYERS = {0: "tied_modules.emb.", 1: "1.", 3: "3.", 4: "4."}
 HEADED = Pipeline(LAYERS, [[EMB, "1.weight"], [EMB, "3.weight", "4.weight"]])
 """The second stage has the tied layer too, in a layer without a file; layer 2 has none either."""
-
-
-def test_layers() -> None:
-    assert (HEADED.layer_stages, HEADED.tied_stages) == ({1: 0, 3: 1, 4: 1}, {"emb": {0, 1}})
-
-
-def test_tied_layers_are_used_in_layers_with_files_and_in_those_told() -> None:
-    assert (HEADED.tied_uses({}), HEADED.find_unknown_uses({})) == ({"emb": [0]}, ["emb"])
-    assert (HEADED.tied_uses({"emb": (7,)}), HEADED.find_unknown_uses({"emb": (7,)})) == ({"emb": [0, 7]}, [])
-    assert Pipeline({}, [[EMB]]).tied_uses({}) == {"emb": []}
 
 
 def test_every_stage_with_a_tied_layer_uses_it_and_one_alone_uses_it_twice() -> None:
@@ -35,10 +25,6 @@ def test_stages_agree_where_every_parameter_is_on_its_stage() -> None:
     assert not HEADED.has_stages((0, 4, 6), {"emb": [0, 5]})  # 3 is on the second stage
     assert not HEADED.has_stages((0, 3, 5), {"emb": [0]})  # the second stage has emb
     assert Pipeline(LAYERS, [[], []]).has_stages((0, 4, 6), {})  # no optimizer says anything
-
-
-def test_bounds_with_empty_stages() -> None:
-    assert [stage_at((0, 1, 2, 2, 2), layer) for layer in (0, 1)] == [0, 1]
 
 
 def test_the_order_of_parameters_is_that_of_layers() -> None:

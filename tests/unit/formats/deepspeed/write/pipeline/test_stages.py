@@ -40,18 +40,6 @@ def layers(found: Stages) -> list[list[str]]:
     return [sorted({"emb" if name.startswith("tied") else name.split(".")[0] for name in own}) for own in found.places]
 
 
-def test_as_many_stages_are_those_of_the_source() -> None:
-    found = stages("z1-pp2-dp2", 2, zero=1)
-    assert [list(own) for own in found.places] == [list(own) for own in pipeline("z1-pp2-dp2").stages]
-    assert found.notes == ()
-
-
-def test_one_stage_has_all_and_says_nothing() -> None:
-    found = stages("z1-pp2-dp2", 1)
-    assert layers(found) == [["1", "3", "4", "emb"]]
-    assert found.notes == ()
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -65,10 +53,6 @@ def test_one_stage_has_all_and_says_nothing() -> None:
 )
 def test_what_the_user_says(settings: Mapping[str, str], expected: list[list[str]]) -> None:
     assert layers(stages("z1-pp2-dp2", 3, {**TIED, **settings})) == expected
-
-
-def test_the_user_says_other_bounds_of_as_many_stages() -> None:
-    assert layers(stages("z1-pp2-dp2", 2, {**TIED, "stages": "0,2,6"})) == [["1", "emb"], ["3", "4", "emb"]]
 
 
 @pytest.mark.parametrize("settings", [{}, {"stages": "0,2,4,6"}, {"partition": "uniform"}])
@@ -88,12 +72,6 @@ def test_the_note_says_what_was_done_and_whether_the_source_is_so() -> None:
     assert "the source's stages do not follow from this partition: check partition, layers and tied" in note
     (note,) = stages("z1-pp2-dp2", 3, {**TIED, "stages": "0,1,4,6"}).notes
     assert "the source's stages" not in note
-
-
-def test_tied_layers_come_first_then_layers_in_order() -> None:
-    own = stages("z1-pp2-dp2", 1).places[0]
-    assert min(own, key=own.__getitem__) == EMB
-    assert own["1.weight"] == own["1.bias"] < own["3.weight"] < own["4.weight"]
 
 
 def test_one_stage_needs_no_layer_with_a_file() -> None:

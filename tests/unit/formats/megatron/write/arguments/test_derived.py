@@ -82,7 +82,3 @@ def test_precision(dtypes, name):
     found = derived(shapes(), *dtypes, num_attention_heads=8)
     assert found["params_dtype"] == GlobalName("torch", name)
     assert (found["bf16"], found["fp16"]) == (name == "bfloat16", name == "float16")
-
-
-def test_what_the_user_says_comes_first():
-    assert derived(shapes(), num_attention_heads=8, kv_channels=2, swiglu=True)["kv_channels"] == 2
