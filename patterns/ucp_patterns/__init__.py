@@ -1,1 +1,1 @@
-"""Patterns: how a tensor lies over one axis of a mesh. One file each."""
+"""Patterns: how one axis of a mesh divides a tensor. One file each."""

@@ -1,7 +1,7 @@
 """Cut: a dim is cut into parts of recorded widths, block by block.
 
 What `Shard` computes is recorded here: attention heads that do not divide, query heads and key/value heads of other
-numbers, splits along a grain. A part holds its cut of every block one after another; a width may be 0.
+numbers, splits along a grain. A part holds its range of every block, one after another; a width may be 0.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Cut(Pattern):
         return f"cut(dim={self.dim}, widths={[list(block) for block in self.widths]})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """This part's cut of every block, one after another; one empty box where that is nothing.
+        """This part's range of every block, one after another; one empty box if that is nothing.
 
         `global_shape`: elements.
 
-        Raises ValueError when the tensor lacks the dim, or the widths are not those of it and of so many parts.
+        Raises ValueError if the tensor lacks the dim, or the widths do not fit it and the number of parts.
         """
         length = check_dim(global_shape, self.dim)
         if sum(map(sum, self.widths)) != length or any(len(block) != parts for block in self.widths):

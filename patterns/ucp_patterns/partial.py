@@ -1,4 +1,4 @@
-"""Partial: every part holds its own version of all of it; the whole is their mean (paper, "params_to_average")."""
+"""Partial: every part holds its own version of the tensor; the result is their mean (paper, "params_to_average")."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Partial(Pattern):
-    """All of the tensor on every part, each updated on its own."""
+    """The full tensor on every part, each updated on its own."""
 
     overlap: Overlap = Overlap.MEAN
-    """The whole is the mean."""
+    """The global tensor is the mean."""
 
     @property
     def name(self) -> str:
@@ -21,7 +21,7 @@ class Partial(Pattern):
         return "partial"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """The whole, for any `index`. `global_shape`: elements."""
+        """The full tensor, for any `index`. `global_shape`: elements."""
         del parts
         full = Box.full(global_shape)
         return (RegionPair(full, full, index),)

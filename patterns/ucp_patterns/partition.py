@@ -1,9 +1,9 @@
-"""Partition: a range of a buffer that many flattened parameters share, where every part holds an equal share of it.
+"""Partition: the range of a flattened parameter in one part's share of a flat buffer.
 
-ZeRO-1/2 and BF16_Optimizer lay the parameters of a group end to end, and each rank has `share` elements of that
-(`stage_1_and_2.py`, DeepSpeed 0.19.8); Megatron's distributed optimizer does so bucket by bucket
-(`param_and_grad_buffer.py`, core_v0.16). Where the parameter starts in the buffer and how long a share is follow from
-the order, the sizes and the alignment of all parameters; what a part has of it follows from these two numbers.
+ZeRO-1/2 and BF16_Optimizer put the parameters of a group end to end in a buffer, and each rank has `share` elements of
+it (`stage_1_and_2.py`, DeepSpeed 0.19.8). Megatron's distributed optimizer does so bucket by bucket
+(`param_and_grad_buffer.py`, core_v0.16). `start` and `share` follow from the order, the sizes and the alignment of all
+parameters; together they give what a part holds of this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Partition(Pattern):
-    """The elements of a flattened parameter that lie in the share of each part.
+    """The elements of a flattened parameter in the share of each part.
 
     >>> [str(pair.global_box) for index in range(2) for pair in Partition(start=3, share=4).regions((4,), 2, index)]
     ['[0:1]', '[1:4]']
@@ -39,7 +39,7 @@ class Partition(Pattern):
         return f"partition(share={self.share})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """What the share of part `index` has of a parameter of shape (numel,); nothing where they do not meet.
+        """Elements of a parameter of shape (numel,) in the share of part `index`; none if they do not overlap.
 
         Raises ValueError for a shape that is not flat, or one that leaves the buffer.
         """

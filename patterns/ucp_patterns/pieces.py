@@ -1,6 +1,6 @@
 """Pieces: every part lists the boxes it holds, as a checkpoint recorded them.
 
-For layouts that no rule names: heads gathered in an order of their own, blocks that some parts share. A box that
+For layouts that no other pattern describes: heads in an unusual order, blocks that some parts share. A box that
 several parts hold has the same bits on all of them.
 """
 
@@ -26,16 +26,16 @@ class Pieces(Pattern):
     """
 
     held: tuple[tuple[RegionPair, ...], ...] = field(repr=False)
-    """What each part holds, in increasing local offset; what several hold is numbered by `copy`."""
+    """Boxes of each part, in increasing local offset; `copy` numbers a box that several parts hold."""
     overlap: Overlap = Overlap.EQUAL
     """Parts that hold the same box hold the same bits."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a pair of boxes of other sizes: pieces come out of manifests, too."""
+        """Raise ValueError for a pair of boxes of different sizes: manifests can hold such pieces."""
         for pair in (pair for pairs in self.held for pair in pairs):
             if pair.dims is None and pair.global_box.sizes != pair.local.sizes:
                 raise ValueError(
-                    f"expected the same sizes in the whole and in the part; got {pair.global_box}, {pair.local}"
+                    f"expected the same sizes in the global tensor and in the part; got {pair.global_box}, {pair.local}"
                 )
 
     @property
@@ -50,14 +50,14 @@ class Pieces(Pattern):
         return self.held[index]
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The smallest shape that has all boxes. Raises ValueError when the parts have other shapes than these."""
-        shapes = [_reach([pair.local.stops for pair in pairs]) for pairs in self.held]
+        """The smallest shape that contains all boxes. Raises ValueError if the parts have other shapes."""
+        shapes = [_find_extent([pair.local.stops for pair in pairs]) for pairs in self.held]
         if len(shapes) != len(local_shapes) or any(
             a and a != tuple(b) for a, b in zip(shapes, local_shapes, strict=True)
         ):
             raise ValueError(f"{self.name}: expected parts of {shapes}; got {[list(shape) for shape in local_shapes]}")
-        return _reach([pair.global_box.stops for pairs in self.held for pair in pairs])
+        return _find_extent([pair.global_box.stops for pairs in self.held for pair in pairs])
 
 
-def _reach(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _find_extent(stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(max, zip(*stops, strict=True)))

@@ -1,6 +1,6 @@
-"""Replicate: every part holds all of it, and all hold the same bits (norms, biases of row-parallel layers).
+"""Replicate: every part holds the full tensor, bit for bit the same (norms, biases of row-parallel layers).
 
-Or some parts do: an embedding that the first and the last stage of a pipeline share.
+`holders` limits this to some parts, as for an embedding that the first and last stages of a pipeline share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Pattern):
-    """All of the tensor on every part, equal.
+    """The full tensor on every part, equal.
 
     >>> [len(Replicate(holders=(0, 3)).regions((4, 2), 4, index)) for index in range(4)]
     [1, 0, 0, 1]
@@ -34,7 +34,7 @@ class Replicate(Pattern):
         return f"replicate(holders={list(self.holders)})" if self.holders else "replicate"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """The whole, for any `index` that holds it. `global_shape`: elements."""
+        """The full tensor, for any `index` that holds it. `global_shape`: elements."""
         if self.holders and self.holders[-1] >= parts:
             raise ValueError(f"holders {list(self.holders)} are not all among {parts} parts")
         if self.holders and index not in self.holders:

@@ -1,9 +1,9 @@
 """Shard: a dim is cut into parts.
 
 One block is Shard-V (dim 0 of a stored [out, in] weight) or Shard-H (dim 1). Several blocks are Shard-NC: the dim is
-a concatenation (gate and up; q, k and v of unequal sizes), each block is cut on its own, and a part holds its cut of
-every block one after another. A block may be cut into fewer pieces than there are parts: then `copies` neighbours hold
-the same piece (grouped attention with fewer key and value heads than tensor-parallel ranks).
+a concatenation (gate and up; q, k and v of unequal sizes), each block is cut on its own, and a part holds its range of
+every block, one after another. A block may be cut into fewer pieces than there are parts: then `copies` adjacent parts
+hold the same piece (grouped attention with fewer key and value heads than tensor-parallel ranks).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Shard(Pattern):
     dim: int
     """Dim that is cut."""
     blocks: tuple[int, ...] = ()
-    """Elements of each block of that dim; empty for one block that is all of it."""
+    """Elements of each block of that dim; empty for one block, the whole dim."""
     copies: tuple[int, ...] = ()
-    """Neighbouring parts that hold the same piece, per block; empty for one each. Divides the parts."""
+    """Per block, number of adjacent parts that hold the same piece; empty for one each. Divides the number of parts."""
     repeat: int = 1
-    """How often the blocks come one after another (once per expert, when experts share a tensor)."""
+    """How often the sequence of blocks is repeated (once per expert, if experts share a tensor)."""
 
     def __post_init__(self) -> None:
         if self.dim < 0 or any(block < 0 for block in self.blocks):
@@ -66,7 +66,7 @@ class Shard(Pattern):
         return Overlap.EQUAL if any(copy > 1 for copy in self.copies) else Overlap.EXCLUSIVE
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """This part's cut of every block, one after another; one empty box where that is nothing.
+        """This part's range of every block, one after another; one empty box if that is nothing.
 
         `global_shape`: elements.
 

@@ -1,8 +1,8 @@
-"""Strided: a dim that an inner axis of the mesh cuts first, and an outer one cuts after it.
+"""Strided: the cut of an outer mesh axis, after an inner axis has cut the same dim.
 
 `_StridedShard(dim, split_factor)` of a DTensor (torch 2.13, `torch/distributed/tensor/placement_types.py`): tensor
 parallelism has cut a dim in `split_factor` parts, and FSDP2 then cuts each of them, so that a data-parallel rank holds
-one stretch of every part. Both cuts are those of `torch.chunk`.
+one range of every part. Both cuts are those of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Strided(Pattern):
     dim: int
     """Dim that is cut."""
     split_factor: int
-    """Parts that the inner axis cuts it in."""
+    """Number of parts into which the inner axis cuts it."""
     overlap: Overlap = Overlap.EXCLUSIVE
     """Parts share nothing."""
 

@@ -1,6 +1,6 @@
-"""Touched: every part whose share of a buffer has an element of a parameter holds all of that parameter.
+"""Touched: every part whose share of a buffer has an element of a parameter holds that parameter in full.
 
-Muon keeps its momentum so under ZeRO-1/2, as it orthogonalises whole matrices (`_muon_momentum_buffer`,
+Muon keeps its momentum this way under ZeRO-1/2, because it orthogonalises full matrices (`_muon_momentum_buffer`,
 `stage_1_and_2.py`, DeepSpeed 0.19.8). The buffer is that of `Partition`.
 """
 
@@ -14,7 +14,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Touched(Pattern):
-    """All of a flattened parameter on every part whose share it touches, equal.
+    """A full flattened parameter on every part whose share it touches, equal.
 
     >>> [len(Touched(start=3, share=4).regions((4,), 3, index)) for index in range(3)]
     [1, 1, 0]
@@ -33,7 +33,7 @@ class Touched(Pattern):
         return f"touched(share={self.share})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """All of a parameter of shape (numel,) where the share of part `index` has some of it.
+        """A full parameter of shape (numel,), if the share of part `index` has any of it.
 
         Raises ValueError for a shape that is not flat, or one that leaves the buffer.
         """

@@ -1,4 +1,4 @@
-"""Unique: one part holds all of it, the others nothing (pipeline stages, expert owners)."""
+"""Unique: one part holds the full tensor, the others nothing (pipeline stages, expert owners)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Unique(Pattern):
-    """All of the tensor on one part.
+    """The full tensor on one part.
 
     >>> Unique(owner=1).regions((4, 2), 2, 0)
     ()
@@ -19,7 +19,7 @@ class Unique(Pattern):
     owner: int = 0
     """Part that holds it."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """Nobody else may."""
+    """No other part holds any of it."""
 
     @property
     def name(self) -> str:
@@ -27,8 +27,8 @@ class Unique(Pattern):
         return "unique"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """The whole on the owner, nothing elsewhere. `global_shape`: elements."""
+        """The full tensor on the owner, nothing elsewhere. `global_shape`: elements."""
         if not 0 <= self.owner < parts:
-            raise ValueError(f"owner {self.owner} is none of {parts} parts")
+            raise ValueError(f"owner {self.owner} is not one of {parts} parts")
         full = Box.full(global_shape)
         return (RegionPair(full, full),) if index == self.owner else ()

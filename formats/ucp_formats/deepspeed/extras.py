@@ -1,8 +1,8 @@
-"""Reads and writes the extras of a DeepSpeed checkpoint: all values that are no tensors of parameters.
+"""Reads and writes the extras of a DeepSpeed checkpoint: all values that are not tensors of parameters.
 
-Beside those of the table, readers make `optimizer_ds_config` and `optimizer_file`, for what an optimizer file has that
-the model states do not; `optimizer_state/GROUP/NAME`, for states that cannot be assigned to single parameters; and
-`universal_parameters`, for what a universal checkpoint records of a parameter beside the tensor.
+Readers also create extras that are not in the table: `optimizer_ds_config` and `optimizer_file` hold values of an
+optimizer file that the model states lack, `optimizer_state/GROUP/NAME` holds states that cannot be assigned to single
+parameters, and `universal_parameters` holds what a universal checkpoint records about a parameter besides its tensor.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ EXTRAS: ExtraTable = {
     # other values of the optimizer file, with `class`, `zero_stage` and `file_prefix`
     "optimizer": ExtraRow(rank_stage=1),
     UNSTEPPED: ExtraRow(rank_stage=3),
-    # of each layer the start of names, of each stage the trained parameters; of universal checkpoints, True
+    # the name prefix of each layer and the trained parameters of each stage; True for universal checkpoints
     "pipeline": ExtraRow(rank_stage=3),
-    # versions of modules; entries of the module that are no tensors
+    # versions of modules; entries of the module that are not tensors
     "module_metadata": ExtraRow(rank_stage=3),
     MODULE_STATE: ExtraRow(rank_stage=3),
     # buffers of ranks that differ from rank 0's

@@ -171,7 +171,7 @@ def locate_tag(path: Path, *, universal: bool) -> Located[bool] | None:
     return located if located is not None and located.content is universal else None
 
 
-def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
+def require_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
     """The tag folder found. Raises UnknownFormatError when there is none, UsageError when there are several."""
     example = (
         f"a folder with {LATEST!r}, or a tag folder such as global_step100 with files like mp_rank_00_model_states.pt"
@@ -179,7 +179,7 @@ def the_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
     return require_checkpoint(located, path, "a DeepSpeed checkpoint", example, f"file {LATEST!r}")
 
 
-def with_save_folder(index: Index, located: Located[bool]) -> Index:
+def add_save_folder(index: Index, located: Located[bool]) -> Index:
     """`index` of the tag folder, with its tag and other files of the save folder as extras."""
     root = path_of(to_absolute(located.root))
     folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))

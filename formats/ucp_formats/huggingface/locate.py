@@ -132,10 +132,10 @@ def locate(path: Path) -> Located[ModelFiles] | None:
     model, *equals = (model for model in models if _preference(model) == best)
     choices = tuple(files.files[0] for files in (model, *equals)) if equals else ()
     others = tuple(name for files in models for name in files.files if name not in model.files)
-    return _located(root, replace(model, others=others), choices)
+    return _to_model_files(root, replace(model, others=others), choices)
 
 
-def _located(root: Path, model: ModelFiles, choices: tuple[str, ...] = ()) -> Located[ModelFiles]:
+def _to_model_files(root: Path, model: ModelFiles, choices: tuple[str, ...] = ()) -> Located[ModelFiles]:
     return Located(root=root, content=model, reasons=model.files[:1], choices=choices, strength=Strength.WEIGHTS)
 
 
@@ -148,7 +148,7 @@ def _look_at_file(path: Path) -> Located[ModelFiles] | None:
     form = Form.INDEXED if is_index else Form.SINGLE if name is None else _form(name)
     is_part = name is not None and (name.count or 1) > 1
     model = ModelFiles(form=Form.SINGLE if form is Form.NUMBERED else form, files=(path.name,))
-    return _located(path.parent, model, (path.name,) if is_part else ())
+    return _to_model_files(path.parent, model, (path.name,) if is_part else ())
 
 
 def _models(names: Iterable[str]) -> list[ModelFiles]:

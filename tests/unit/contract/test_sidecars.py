@@ -247,7 +247,7 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
         ("a//b", "names no folder of its own"),
         (".", "names no folder of its own"),
         ("a\0b", "NUL"),
-        ("two\nlines", "not printable"),
+        ("two\nlines", "unprintable"),
         (" blank", "blanks at its ends"),
         ("x" * 300, "a file system allows 255"),
         ("latest", "a file of the checkpoint itself"),

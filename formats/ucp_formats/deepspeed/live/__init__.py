@@ -1,1 +1,1 @@
-"""Live DeepSpeed engines: which parts of which tensors a rank holds, and what an engine keeps beside tensors."""
+"""Live DeepSpeed engines: which elements of which tensors a rank holds, and the other values of an engine."""

@@ -1,12 +1,12 @@
-"""The adapter of DeepSpeed engines (0.19.8): ZeRO 0 to 3, in place.
+"""The adapter of DeepSpeed engines (0.19.8): loads a checkpoint into an engine of ZeRO 0 to 3, in place.
 
-The masters of this rank are what is loaded into, whatever the stage, and the 16-bit weights are made from them by
-DeepSpeed's own means once all is there. An engine owns its optimizer, so that it need not be passed beside it;
-`optimizer=False` loads the weights alone (masters and 16-bit), and leaves moments, steps and rates.
+At every stage, values are loaded into the masters of this rank. Then DeepSpeed's own functions compute the 16-bit
+weights from the masters. An engine owns its optimizer, so users do not pass it; `optimizer=False` loads only weights
+(masters and 16-bit), and leaves moments, steps and learning rates unchanged.
 
-A checkpoint of DeepSpeed has all that an engine keeps beside tensors (steps, samples, the schedule of rates, the loss
-scale), and it is set as `engine.load_checkpoint` sets it. Of other frameworks only the step is known; what then stays
-at its initial value is told.
+A DeepSpeed checkpoint has every value that an engine keeps besides tensors (steps, samples, learning rate schedule,
+loss scale). They are set as `engine.load_checkpoint` sets them. Checkpoints of other frameworks have only the step; a
+note names each value that stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ from ucp.live.parts import LiveTensor
 from ucp.live.run.mesh import RunMesh
 from ucp.transfer.probe import Prober
 from ucp_formats.deepspeed.config import RunConfig, read_loss_scale
-from ucp_formats.deepspeed.live.buffers import chunk_of, whole_part
-from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrapped
+from ucp_formats.deepspeed.live.buffers import locate_chunk, make_full_part
+from ucp_formats.deepspeed.live.wrappers import Master, NamedModule, Wrapped, name_module, unwrap_optimizer
 
 if TYPE_CHECKING:
     pass
 
 
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
-    """Set what is not a tensor of a parameter; notes tell what was not there to be set."""
+    """Set the values that are not tensors of parameters; notes name those that the checkpoint lacks."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
     restored = {}
-    for setting, name in ((_counts, "engine"), (_schedule, "lr_scheduler"), (_loss_scale, "loss_scaler")):
+    for setting, name in (
+        (_restore_counts, "engine"),
+        (_restore_schedule, "lr_scheduler"),
+        (_restore_loss_scale, "loss_scaler"),
+    ):
         what, note = setting(engine, index, extras)
         restored.update({name: what} if what else {})
         findings.notes.extend([note] if note else [])
     return restored
 
 
-def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
-    """What was set, and a note, either of them empty."""
+def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+    """What was set, and a note; one of them is empty."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
         engine.global_steps = saved["global_steps"]
@@ -62,25 +66,25 @@ def _counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[st
         step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
         origin = "which the optimizer in the checkpoint counts for every parameter"
     if step is None:
-        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not say its step"
+        return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not record its step"
     engine.global_steps = step
     engine.global_samples = step * engine.train_batch_size()
     return "", (
-        f"engine.global_steps is {step}, {origin}; engine.global_samples was made of it and the batch size of this run"
+        f"engine.global_steps is {step}, {origin}; engine.global_samples is computed from it and this run's batch size"
     )
 
 
-def _schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _restore_schedule(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     saved = extras.get("lr_scheduler")
     if engine.lr_scheduler is None:
         return "", ""
     if "engine" in extras and isinstance(saved, Mapping):
         engine.lr_scheduler.load_state_dict(saved)
         return f"scheduler {type(engine.lr_scheduler).__name__} of the engine", ""
-    return "", "engine.lr_scheduler stays where it is: the checkpoint has no state of a scheduler of DeepSpeed"
+    return "", "engine.lr_scheduler is unchanged: the checkpoint has no state of a DeepSpeed scheduler"
 
 
-def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
+def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     optimizer = engine.optimizer
     scaler: Any = getattr(optimizer, "loss_scale_config", None)
     if scaler is not None:  # without ZeRO: no common base with the other, but the same names
@@ -93,7 +97,7 @@ def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tup
     scale = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else {}
     is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None))
     if not scale or scale.pop("dynamic") != is_dynamic:
-        return "", "the loss scale stays as configured: the checkpoint has none of that kind"
+        return "", "the loss scale stays as configured: the checkpoint has no loss scale of the same kind"
     state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
     numbers = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
     values = {**numbers, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
@@ -104,7 +108,7 @@ def _loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tup
 
 
 def _refuse(engine: Any) -> None:
-    """Raise UnsupportedError for everything about an engine that is not known here."""
+    """Raise UnsupportedError that lists every unsupported feature of the engine."""
     optimizer = engine.optimizer
     known = (
         (
@@ -138,7 +142,7 @@ def _refuse(engine: Any) -> None:
 
 
 def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
-    """Whether ranks share a copy of a layer. Raises UsageError where `mesh` says otherwise than the engine."""
+    """Whether layers are split over ranks. Raises UsageError if `mesh` contradicts the engine."""
     bwc = importlib.import_module("deepspeed.utils.bwc")
     ranks = int(bwc.bwc_tensor_model_parallel_world_size(engine.mpu))
     if ranks == 1:
@@ -161,7 +165,7 @@ class DeepSpeedAdapter:
     name = "deepspeed"
 
     def claims(self, request: LiveRequest) -> bool:
-        """Whether an engine is passed, or something that belongs to one."""
+        """Whether an engine, its module or its optimizer is passed."""
         if "deepspeed.runtime.engine" not in sys.modules:
             return False
         from torch import nn
@@ -173,21 +177,21 @@ class DeepSpeedAdapter:
         )
 
     def describe(self, request: LiveRequest) -> LiveRun:
-        """The parts of an engine. Raises UsageError without one, UnsupportedError for what is not known."""
-        engine = _engine(request)
+        """What the engine holds. Raises UsageError without an engine, UnsupportedError for unsupported features."""
+        engine = _find_engine(request)
         _refuse(engine)
         is_cut = _is_tensor_parallel(engine, request.mesh)
         named = name_module(engine.module, engine.expert_parallel_group)
-        wrapped = unwrapped(engine.optimizer, named)
-        model = _model(named, wrapped)
+        wrapped = unwrap_optimizer(engine.optimizer, named)
+        model = _describe_model(named, wrapped)
         run = LiveRun(model=model, finish=wrapped.finish, has_global_parts=not is_cut)
         if request.optimizer is False:
             return run
         return replace(run, optimizer=wrapped.optimizer, resume=partial(resume, engine))
 
 
-def _engine(request: LiveRequest) -> Any:
-    """The engine that is the model or the optimizer, and which the other belongs to. Raises UsageError."""
+def _find_engine(request: LiveRequest) -> Any:
+    """The engine, passed as model or optimizer; the other must belong to it. Raises UsageError."""
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     engines = [item for item in (request.model, request.optimizer) if isinstance(item, kind)]
     if not engines:
@@ -205,17 +209,17 @@ def _engine(request: LiveRequest) -> Any:
     return engine
 
 
-def _model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
-    """Masters where there are any; else what the rank holds of a tensor."""
+def _describe_model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
+    """The master of each tensor, if it has one; else the rank's shard of it."""
     tensors, handles, marked = [], {}, {}
     tensor: Any  # with what DeepSpeed hangs on it
     for tensor, names in named.tensors.items():
         master = wrapped.masters.get(tensor)
         if master is None and hasattr(tensor, "ds_id"):
-            chunk = chunk_of(tensor, tensor.ds_process_group)
+            chunk = locate_chunk(tensor, tensor.ds_process_group)
             master = Master(memory=tensor.ds_tensor.narrow(0, 0, chunk.numel), part=chunk.part)
         elif master is None:
-            master = Master(memory=tensor, part=whole_part(tensor))
+            master = Master(memory=tensor, part=make_full_part(tensor))
         tensors.append(LiveTensor(names=names, dtype=dtype_of(master.memory), part=master.part))
         handles[names[0]], marked[names[0]] = master.memory, tensor
     return LiveModel(tensors=tuple(tensors), handles=handles, owners={}, notes=named.notes, marked_params=marked)

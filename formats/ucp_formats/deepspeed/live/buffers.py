@@ -1,9 +1,8 @@
 """The tensors that DeepSpeed's optimizers step on a rank, and which elements of which parameters these hold.
 
-Every wrapper around an optimizer comes down to this: stages 1 and 2 and BF16_Optimizer hold a share of a buffer per
-group, FP16_Optimizer the whole of it, stage 3 a chunk of each parameter per sub-group; without ZeRO there may be a
-tensor per parameter. The masters of a parameter are a stretch of such a tensor, and its moments the same stretch of
-tensors of the same shape.
+Stages 1 and 2 and BF16_Optimizer hold a share of one buffer per group, FP16_Optimizer holds the full buffer, and stage
+3 holds a chunk of each parameter per sub-group. Without ZeRO there may be a tensor per parameter. The master of a
+parameter is a range of such a tensor; its moments are the same range of tensors of the same shape.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MOMENTUM = "momentum_buffer"
-"""State of Muon that stages 1 and 2 keep whole on every rank which has some of a parameter."""
+"""State of Muon. Stages 1 and 2 keep it in full on each rank whose share touches the parameter."""
 
 _NOTHING = Span(0, 0)
 
@@ -37,72 +36,72 @@ class Buffer:
     tensor: torch.Tensor
     """Masters."""
     params: Mapping[nn.Parameter, FlatRange]
-    """Parameters of the group, in the order of the buffer; some may have no elements on this rank."""
+    """Parameters of the group in the order of the buffer, with their elements on this rank, which may be none."""
     separate: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
-    """States that do not lie as the masters do."""
+    """States that are not laid out like the masters."""
 
 
-def zero_buffers(optimizer: Any) -> Iterator[Buffer]:
-    """Those of stages 1 and 2; the order and the offsets are those of the buffer, also when it was dealt out."""
+def list_zero_buffers(optimizer: Any) -> Iterator[Buffer]:
+    """Buffers of stages 1 and 2, in the order and with the offsets of the buffer, also under round robin."""
     layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for group, (params, starts) in enumerate(layout):
         tensor = optimizer.single_partition_of_fp32_groups[group]
         process_group = optimizer.real_dp_process_group[group]
-        shares = _shares(params, starts, tensor, process_group)
+        shares = _locate_shares(params, starts, tensor, process_group)
         separate = {}
         if optimizer.optimizer.param_groups[group].get("use_muon"):
             inside = optimizer.params_in_partition[group]
-            separate = {MOMENTUM: _shares(params, starts, tensor, process_group, whole_in=inside)}
+            separate = {MOMENTUM: _locate_shares(params, starts, tensor, process_group, whole_in=inside)}
         yield Buffer(group=group, tensor=tensor, params=shares, separate=separate)
 
 
-def packed_buffers(
+def list_packed_buffers(
     groups: Sequence[Sequence[nn.Parameter]],
     tensors: Sequence[torch.Tensor],
     process_groups: Sequence[ProcessGroup] | None = None,
 ) -> Iterator[Buffer]:
-    """Those of BF16_Optimizer, which neither reorders nor aligns, and of FP16_Optimizer, where every rank holds all."""
+    """Buffers of BF16_Optimizer, which neither reorders nor aligns, and FP16_Optimizer, where every rank holds all."""
     for group, (params, tensor) in enumerate(zip(groups, tensors, strict=True)):
         ranks = None if process_groups is None else process_groups[group]
-        yield Buffer(group=group, tensor=tensor, params=_shares(params, _packed(params), tensor, ranks))
+        yield Buffer(group=group, tensor=tensor, params=_locate_shares(params, _pack_starts(params), tensor, ranks))
 
 
-def stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
-    """Those of the sub-groups of stage 3."""
+def list_stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
+    """Buffers of the sub-groups of stage 3."""
     for number, (params, tensor) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
         shares: dict[nn.Parameter, FlatRange] = {}
         at = 0
         for param in params:
-            shares[param] = replace(chunk_of(param, optimizer.sub_group_process_groups[number]), start=at)
+            shares[param] = replace(locate_chunk(param, optimizer.sub_group_process_groups[number]), start=at)
             at += param.partition_numel()
         yield Buffer(group=optimizer.sub_group_to_group_id[number], tensor=tensor, params=shares)
 
 
-def single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
-    """One per parameter; `groups`: parameters and what is stepped for each."""
+def list_single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
+    """A buffer per parameter; `groups`: parameters, each with the tensor that is stepped."""
     for group, members in enumerate(groups):
         for param, tensor in members:
-            share = FlatRange(start=0, numel=tensor.numel(), part=whole_part(param))
+            share = FlatRange(start=0, numel=tensor.numel(), part=make_full_part(param))
             yield Buffer(group=group, tensor=tensor, params={param: share})
 
 
-def whole_part(param: torch.Tensor) -> LivePart:
-    """What model parallelism leaves a rank of a parameter: all of it."""
+def make_full_part(param: torch.Tensor) -> LivePart:
+    """The full parameter, as a rank has it without tensor parallelism."""
     return LivePart.full(tuple(getattr(param, "ds_shape", param.shape)))
 
 
-def chunk_of(param: Any, process_group: ProcessGroup) -> FlatRange:
-    """What `ds_tensor` of a parameter holds, without the padding."""
-    rank, ranks = _place(process_group)
+def locate_chunk(param: Any, process_group: ProcessGroup) -> FlatRange:
+    """The elements that `ds_tensor` of a parameter holds, without padding."""
+    rank, ranks = _group_position(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
     return FlatRange(
-        start=0, numel=span.numel, part=_cut(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
+        start=0, numel=span.numel, part=_cut_part(LivePart.full(tuple(param.ds_shape)), chunk_axis(ranks), rank)
     )
 
 
-def _shares(
+def _locate_shares(
     params: Sequence[nn.Parameter],
     starts: Sequence[int],
     tensor: torch.Tensor,
@@ -110,37 +109,38 @@ def _shares(
     *,
     whole_in: Sequence[nn.Parameter] | None = None,
 ) -> dict[nn.Parameter, FlatRange]:
-    """An equal share of one buffer; `starts`: element of it where each parameter starts. No group: all of it.
+    """The elements of each parameter in this rank's share of a buffer; without a process group, the full buffer.
 
-    `whole_in`: order of a tensor of its own that has parameters whole where the share touches them.
+    `starts`: element of the buffer where each parameter starts. `whole_in`: for a state in a separate tensor, which
+    holds each parameter that the share touches in full: the order of the parameters there.
     """
-    rank, ranks = (0, 1) if process_group is None else _place(process_group)
+    rank, ranks = (0, 1) if process_group is None else _group_position(process_group)
     numels = {str(at): param.numel() for at, param in enumerate(params)}
     buffer = FlatBuffer.pack(numels, ranks=ranks, share=tensor.numel(), starts=starts, known_from="the live optimizer")
     layout: FlatLayout = buffer if whole_in is None else WholeParameters(buffer)
     axes, spans = layout.axes(), layout.spans(rank)
-    packed = dict(zip(whole_in or (), _packed(whole_in or ()), strict=True))
+    packed = dict(zip(whole_in or (), _pack_starts(whole_in or ()), strict=True))
     shares = {}
     for at, param in enumerate(params):
         start, numel = spans.get(str(at), _NOTHING)
-        part = whole_part(param)
+        part = make_full_part(param)
         if str(at) in axes:
-            part = _cut(part, axes[str(at)], rank)
+            part = _cut_part(part, axes[str(at)], rank)
         shares[param] = FlatRange(start=packed.get(param, start), numel=numel, part=part)
     return shares
 
 
-def _packed(params: Sequence[nn.Parameter]) -> list[int]:
+def _pack_starts(params: Sequence[nn.Parameter]) -> list[int]:
     return list(accumulate((param.numel() for param in params), initial=0))[:-1]
 
 
-def _cut(part: LivePart, axis: AxisLayout, rank: int) -> LivePart:
-    """What is left of a part when its row-major order is cut."""
+def _cut_part(part: LivePart, axis: AxisLayout, rank: int) -> LivePart:
+    """The part that rank `rank` keeps when `axis` cuts its row-major order."""
     layout = Layout(axes=part.layout.axes, flat=(axis,))
     return replace(part, layout=layout, coords={**part.coords, axis.axis: rank})
 
 
-def _place(process_group: ProcessGroup) -> tuple[int, int]:
+def _group_position(process_group: ProcessGroup) -> tuple[int, int]:
     from torch import distributed
 
     return distributed.get_rank(process_group), distributed.get_world_size(process_group)

@@ -1,4 +1,4 @@
-"""The optimizers of an engine, class by class: where masters lie, what is stepped, how weights follow from masters."""
+"""The optimizer classes of an engine: where masters are, what is stepped, how weights are computed from masters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ucp_formats.deepspeed.experts import ExpertNumbers, global_name, is_expert
 from ucp_formats.deepspeed.live.buffers import (
     MOMENTUM,
     Buffer,
-    packed_buffers,
-    single_buffers,
-    stage3_buffers,
-    zero_buffers,
+    list_packed_buffers,
+    list_single_buffers,
+    list_stage3_buffers,
+    list_zero_buffers,
 )
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModule:
-    """Parameters and persistent buffers, each once."""
+    """Parameters and persistent buffers of a module, each once."""
 
     tensors: Mapping[torch.Tensor, tuple[str, ...]]
-    """Parameter or buffer to the names it goes by."""
+    """Parameter or buffer to its names; several if it is tied."""
     notes: tuple[str, ...]
-    """What a checkpoint does not hold."""
+    """Notes on what a checkpoint does not hold."""
 
     def name(self, param: torch.Tensor) -> str:
         """Its own name."""
@@ -81,14 +81,16 @@ _STATES = {
     "DeepSpeedCPULion": _ADAM,
     "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
 }
-"""Optimizer of DeepSpeed's own (ops/) to the states it makes in its first step, beside a step that is a number."""
+"""DeepSpeed's own optimizers (ops/) to the states that their first step creates, besides the step, a number."""
 _CURE = "load into an engine of ZeRO 0 in fp32, or without states (optimizer=False)"
 _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
-"""Those that put a step into every group too, 0 for good."""
+"""Optimizers that also put a step into every group, which stays 0."""
 
 
-def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]) -> BufferedOptimizer:
-    """The wrapped optimizer, and what it steps. `names`: parameter to its name in the whole model."""
+def describe_optimizer(
+    optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]
+) -> BufferedOptimizer:
+    """The wrapped optimizer, with the tensors that it steps. `names`: parameter to its name in the full model."""
     tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
     keyed_buffers = list(zip(tensors, buffers, strict=True))
     groups = range(len(optimizer.param_groups))
@@ -96,7 +98,7 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     forms: dict[str, Mapping[str, State]] = {}
     for key, buffer in keyed_buffers:
         group, like = optimizer.param_groups[buffer.group], buffer.tensor.detach()
-        kind = _stepper(optimizer, group)
+        kind = _stepping_class(optimizer, group)
         if group.get("use_muon"):
             forms[key] = {MOMENTUM: like}
         elif kind in _STATES:
@@ -118,8 +120,8 @@ def described(optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn
     return BufferedOptimizer(base=base, slots=slots, remedy=_CURE, shapes=shapes, buffers=dict(keyed_buffers))
 
 
-def _stepper(optimizer: Optimizer, group: Mapping[str, object]) -> str:
-    """Class that steps a group: Muon has another optimizer for what are no matrices, or does it itself."""
+def _stepping_class(optimizer: Optimizer, group: Mapping[str, object]) -> str:
+    """Class that steps a group: Muon steps only matrices, and may have another optimizer for the rest."""
     other = None if group.get("use_muon") else getattr(optimizer, "aux_optimizer", None)
     return type(optimizer if other is None else other).__name__
 
@@ -133,14 +135,14 @@ class BufferedOptimizer(FlatOptimizer):
 
     def groups(self) -> list[LiveGroup]:
         """Its groups with their hyper-parameters."""
-        stepping = [_stepper(self.base.handle, group) for group in self.base.handle.param_groups]
+        stepping = [_stepping_class(self.base.handle, group) for group in self.base.handle.param_groups]
         return [
             replace(group, hyper={STEP: 0, **group.hyper}) if kind in _COUNT_IN_GROUP else group
             for group, kind in zip(FlatOptimizer.groups(self), stepping, strict=True)
         ]
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was brought, and let DeepSpeed's `safe_get_full_optimizer_state` find it before the next step."""
+        """Store the states, and let DeepSpeed's `safe_get_full_optimizer_state` find them before the next step."""
         FlatOptimizer.put(self, states, counts)
         utils = importlib.import_module("deepspeed.utils")
         for buffer in self.buffers.values():
@@ -151,12 +153,12 @@ class BufferedOptimizer(FlatOptimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """What the weight of a parameter is loaded into."""
+    """The tensor that the weight of a parameter is loaded into."""
 
     memory: torch.Tensor
-    """Its elements: a stretch of a flat tensor, or a tensor of the local shape."""
+    """Its elements: a range of a flat tensor, or a tensor of the local shape."""
     part: LivePart
-    """What of the parameter they are."""
+    """The part of the parameter that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,9 +168,9 @@ class Wrapped:
     masters: Mapping[torch.Tensor, Master] = field(default_factory=dict)
     """Parameter of the module to its master, where it has one."""
     optimizer: LiveOptimizer | None = None
-    """What steps them."""
+    """The optimizer that steps them."""
     finish: Callable[[], None] = field(default=lambda: None)
-    """Make the weights from the masters. Collective."""
+    """Compute the weights from the masters. Collective."""
 
 
 _KINDS = frozenset(
@@ -181,22 +183,22 @@ _KINDS = frozenset(
         "DeepSpeedZeRoOffload",
     }
 )
-"""Classes of deepspeed.runtime that are known."""
+"""Supported classes of deepspeed.runtime."""
 
 
-def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
-    """What an engine's optimizer steps. Raises UnsupportedError for a class that is not known."""
+def unwrap_optimizer(optimizer: Any, named: NamedModule) -> Wrapped:
+    """The masters and the optimizer that steps them. Raises UnsupportedError for an unsupported class."""
     from torch.optim import Optimizer
 
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.runtime.")]
     inner: Any = getattr(optimizer, "optimizer", None)
     match next((kind for kind in kinds if kind in _KINDS), None):
         case "DeepSpeedZeroOptimizer":
-            return _buffered(inner, zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
+            return _wrap_buffers(inner, list_zero_buffers(optimizer), named, finish=optimizer.update_lp_params)
         case "BF16_Optimizer":
-            return _buffered(
+            return _wrap_buffers(
                 inner,
-                packed_buffers(
+                list_packed_buffers(
                     optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group
                 ),
                 named,
@@ -204,18 +206,20 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
             )
         case "FP16_Optimizer":
             return _copy_weights(
-                _buffered(inner, packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named)
+                _wrap_buffers(inner, list_packed_buffers(optimizer.fp16_groups, optimizer.fp32_groups_flat), named)
             )
         case "FP16_UnfusedOptimizer":
             pairs = map(zip, optimizer.fp16_groups, optimizer.fp32_groups)
-            return _copy_weights(_buffered(inner, single_buffers(pairs), named))
+            return _copy_weights(_wrap_buffers(inner, list_single_buffers(pairs), named))
         case "DeepSpeedZeroOptimizer_Stage3":
-            return _buffered(inner, stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer))
+            return _wrap_buffers(
+                inner, list_stage3_buffers(optimizer), named, finish=partial(_update_chunks, optimizer)
+            )
         case "DeepSpeedZeRoOffload":  # stage 3 without an optimizer, for inference
             return Wrapped(finish=partial(_update_chunks, optimizer))
     if isinstance(optimizer, Optimizer) and not type(optimizer).__module__.startswith("deepspeed.runtime.fp16.onebit"):
         members = [[(param, param) for param in group["params"]] for group in optimizer.param_groups]
-        return _buffered(optimizer, single_buffers(members), named)
+        return _wrap_buffers(optimizer, list_single_buffers(members), named)
     if optimizer is None:
         return Wrapped()
     raise UnsupportedError(
@@ -224,7 +228,7 @@ def unwrapped(optimizer: Any, named: NamedModule) -> Wrapped:
     )
 
 
-def _buffered(
+def _wrap_buffers(
     optimizer: Optimizer, buffers: Iterable[Buffer], named: NamedModule, *, finish: Callable[[], None] = lambda: None
 ) -> Wrapped:
     buffer_list = tuple(buffers)
@@ -234,11 +238,11 @@ def _buffered(
         for param, share in buffer.params.items()
     }
     names = {param: named.name(param) for buffer in buffer_list for param in buffer.params}
-    return Wrapped(masters=masters, optimizer=described(optimizer, buffer_list, names), finish=finish)
+    return Wrapped(masters=masters, optimizer=describe_optimizer(optimizer, buffer_list, names), finish=finish)
 
 
 def _copy_weights(wrapped: Wrapped) -> Wrapped:
-    """The same, with weights that are copies of whole masters."""
+    """The same, for weights that are copies of full masters."""
 
     def copy() -> None:
         for param, master in wrapped.masters.items():
@@ -248,7 +252,7 @@ def _copy_weights(wrapped: Wrapped) -> Wrapped:
 
 
 def _update_chunks(optimizer: Any) -> None:
-    """Make the chunks of weights from those of masters, where there are; what is kept whole is gathered again."""
+    """Copy the chunks of masters, if any, to those of weights; then gather the parameters that stay unsharded."""
     optimizer.checkpoint_event_prologue()
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     for weights, master in zip(getattr(optimizer, "fp16_partitioned_groups_flat", ()), masters, strict=True):

@@ -9,7 +9,7 @@ from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.run_extras import LR_SCHEDULER, LossScale, RunExtras
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, parse_name, the_folder, with_save_folder
+from ucp_formats.deepspeed.names import add_save_folder, locate_tag, parse_name, require_folder
 
 
 def _scale(index: Index) -> LossScale | None:
@@ -66,6 +66,6 @@ class DeepSpeedFormat(Format):
         """Index of the checkpoint at `path`."""
         from ucp_formats.deepspeed.read.index import read_native
 
-        located = the_folder(locate_tag(path, universal=False), path)
+        located = require_folder(locate_tag(path, universal=False), path)
         index = read_native(located, self.name, group_names=self._group_names, options=self._options)
-        return with_save_folder(index, located)
+        return add_save_folder(index, located)

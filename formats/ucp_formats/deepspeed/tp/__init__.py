@@ -1,1 +1,1 @@
-"""Tensor parallelism: how each parameter is cut, from what the checkpoint records or a family says."""
+"""Tensor parallelism: how each parameter is split, from the checkpoint's record or a model family."""

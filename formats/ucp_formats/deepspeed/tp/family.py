@@ -119,7 +119,7 @@ class FamilyRules:
 
 
 def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
-    """Layout of a tensor that is a canonical one, or one of several that are joined to it."""
+    """Layout of a tensor that is a canonical tensor, or one of several that are joined to one."""
     if named.stacked:
         raise UnsupportedError(f"{named.canonical}: DeepSpeed has no tensors that stack several layers")
     degrees = {"tp": len(shapes), "etp": 1}
@@ -128,7 +128,7 @@ def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> 
     if alias is not None and (len(alias.names) > 1 or alias.view or alias.order or alias.groups is not None):
         dims = {axis.dim for axis in match.rule.axes if axis.axis == "tp" and axis.pattern == "shard"}
         if alias.view or alias.order or len(alias.names) == 1 or len(dims) > 1:
-            raise MisfitError(f"it is {named.canonical} in another arrangement, and how that is split is not known")
+            raise MisfitError(f"it is {named.canonical} in another arrangement, for which the family has no rule")
         return cut_layout(dims.pop(), shapes, None) if dims else equal_layout("replicate", shapes)
     if not match.axes(degrees):
         return equal_layout("replicate", shapes)

@@ -1,15 +1,15 @@
-"""How one parameter lies over the tensor-parallel ranks: a pattern, found to fit the shapes that the ranks hold.
+"""How one parameter is split over the tensor-parallel ranks: a pattern that fits the shapes that the ranks hold.
 
 >>> layout = cut_layout(0, [(4, 8), (4, 8)], None)
 >>> layout.pattern.name, layout.global_shape
 ('shard(dim=0)', (8, 8))
 
-`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py): each rank lists blocks of the whole, as views with strides.
+`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py): each rank lists blocks of the global tensor, as views with
+strides.
 
-1. A block becomes boxes: the strides of the whole and of the rank's tensor, where they are those of its own dims, at
-   once; else stretch by stretch.
-2. Boxes that are cuts of one dim make a `cut` or `shard`, the whole tensor on every rank is `replicate`, and what is
-   left is `pieces`.
+1. A block becomes boxes. It is one box if its strides are those of the dims of both the global tensor and the rank's;
+   else it is split into consecutive ranges.
+2. Boxes that cut one dim make a `cut` or `shard`, the full tensor on every rank is `replicate`, all else is `pieces`.
 
 >>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
 >>> [str(pair.global_box) for pair in _pairs(whole, (4, 4), (2, 4))]
@@ -79,7 +79,7 @@ class TensorShapes:
 
 
 class MisfitError(ValueError):
-    """The shapes that the ranks hold are not those of the pattern; the argument says how, in a few words."""
+    """The shapes that the ranks hold do not fit the pattern; the argument says how, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class TensorLayout:
     """A pattern over some ranks, for a tensor of one shape."""
 
     pattern: Pattern
-    """How the tensor lies over them."""
+    """How the tensor is split over them."""
     global_shape: Shape
-    """Shape of the whole."""
+    """Shape of the global tensor."""
     parts: int
     """Ranks."""
 
@@ -98,7 +98,7 @@ class TensorLayout:
 
     @property
     def overlap(self) -> Overlap:
-        """What pieces of several terms mean."""
+        """What it means if several ranks hold an element."""
         return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
 
     def local_shape(self, index: int) -> Shape:
@@ -108,9 +108,9 @@ class TensorLayout:
         )
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
-        """Dim that is cut, and the elements of each block on each rank; None for a tensor that is whole on all ranks.
+        """Dim that is cut, and the elements of each block on each rank; None for a tensor that all ranks hold in full.
 
-        Raises MisfitError for pieces that are no such blocks.
+        Raises MisfitError for pieces that are not such blocks.
         """
         regions = [self.regions(index) for index in range(self.parts)]
         full = Box.full(self.global_shape)
@@ -120,7 +120,7 @@ class TensorLayout:
             blocks = _blocks(regions, self.global_shape, dim)
             if blocks is not None:
                 return dim, blocks
-        raise MisfitError(f"{self.pattern.name} is no cut of one dim, block by block")
+        raise MisfitError(f"{self.pattern.name} does not cut one dim, block by block")
 
     def regions(self, index: int) -> tuple[RegionPair, ...]:
         """What rank `index` holds, in increasing local offset."""
@@ -128,14 +128,14 @@ class TensorLayout:
 
 
 def equal_layout(name: str, shapes: Sequence[Shape]) -> TensorLayout:
-    """The layout of a tensor that all ranks hold whole, under pattern `name`. Raises MisfitError."""
+    """The layout of a tensor that all ranks hold in full, under pattern `name`. Raises MisfitError."""
     if len(set(shapes)) > 1:
         raise MisfitError(f"expected one shape on all ranks; got {_format_shapes(shapes)}")
     return TensorLayout(pattern(name), shapes[0], len(shapes))
 
 
 def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]] | None) -> TensorLayout:
-    """The layout of a tensor of which each rank holds a cut of `dim`. Raises MisfitError.
+    """The layout of a tensor that ranks split along `dim`. Raises MisfitError.
 
     `shapes`: of what each rank holds. `widths`: elements of each block on each rank; None for one block.
     """
@@ -162,7 +162,7 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
 
 
 def _blocks(regions: Sequence[Sequence[RegionPair]], shape: Shape, dim: int) -> list[tuple[int, ...]] | None:
-    """Widths of blocks of `dim`, where each rank holds one stretch of each block, one after another; else None."""
+    """Widths of the blocks of `dim`, if each rank holds one range of each block, in order; else None."""
     across = (*shape[:dim], *shape[dim + 1 :])
     boxes = [[pair.global_box for pair in pairs if pair.global_box.numel] for pairs in regions]
     if any((*box.sizes[:dim], *box.sizes[dim + 1 :]) != across for pairs in boxes for box in pairs):
@@ -184,7 +184,7 @@ def _format_shapes(shapes: Sequence[Shape]) -> str:
 
 
 AFFINE_VERSION = 1
-"""Version of the map that is understood (`AFFINE_MAP_FORMAT_VERSION`, 0.19.8)."""
+"""Supported version of the map (`AFFINE_MAP_FORMAT_VERSION`, 0.19.8)."""
 
 _MOST_PAIRS = 200_000
 """Boxes of one parameter; a map with more is damaged."""
@@ -195,9 +195,9 @@ class RefusedError(ValueError):
 
 
 def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorLayout:
-    """The layout that the map `entry` of one parameter says; `shapes`: of what each rank holds.
+    """The layout that the map `entry` of one parameter records; `shapes`: of what each rank holds.
 
-    Raises MisfitError where it contradicts them or itself, RefusedError where values are scaled.
+    Raises MisfitError if it contradicts them or itself, RefusedError if values are scaled.
     """
     saved = require_mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
@@ -224,7 +224,7 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
         if prod(shape) and (len(shape) != len(logical) or find_gaps(shape, [pair.local for pair in pairs], most=1)):
             raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
         regions.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
-    # boxes that several ranks hold are numbered in the order of the ranks: pieces are the same on all ranks or apart
+    # boxes that several ranks hold are numbered in the order of the ranks: two boxes are equal or do not overlap
     seen: Counter[Box] = Counter()
     numbered = []
     for own_pairs in regions:
@@ -260,7 +260,7 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
 
 
 class _Side(NamedTuple):
-    """One side of a block: the whole, or the rank's tensor."""
+    """One side of a block: the global tensor, or the rank's."""
 
     offset: int
     strides: Shape
@@ -282,14 +282,14 @@ class _Side(NamedTuple):
 
 
 def _split_block(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
-    """The block in stretches that are consecutive on both sides."""
+    """The block in ranges that are consecutive on both sides."""
     inner = len(sizes)
     length = 1
     while inner and all(sizes[inner - 1] == 1 or side.strides[inner - 1] == length for side in (source, dest)):
         inner -= 1
         length *= sizes[inner]
     if prod(sizes[:inner]) > _MOST_PAIRS:
-        raise MisfitError(f"a piece of {list(sizes)} falls into {prod(sizes[:inner])} stretches")
+        raise MisfitError(f"a piece of {list(sizes)} splits into {prod(sizes[:inner])} ranges")
     for index in product(*map(range, sizes[:inner])):
         starts = [
             side.offset + sum(at * stride for at, stride in zip(index, side.strides, strict=False))
@@ -299,9 +299,9 @@ def _split_block(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPai
 
 
 def _match_boxes(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
-    """Boxes of a stretch, as large as they are the same on both sides."""
+    """Boxes of a range, each as large as it can be and still be one box on both sides."""
     if len(logical) != len(local):
-        raise MisfitError(f"the whole {list(logical)} and a rank's tensor {list(local)} differ in dims")
+        raise MisfitError(f"the global tensor {list(logical)} and a rank's {list(local)} differ in number of dims")
     source, dest = starts
     while length:
         a = cut_flat_range(logical, source, source + length)[0]

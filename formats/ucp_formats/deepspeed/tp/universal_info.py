@@ -13,8 +13,8 @@ converter (`merge_tp_slices`, checkpoint/ds_to_universal.py, 0.19.8):
 | `parameter_with_row_parallelism_patterns` | shard of dim 1 |
 | none | shard of dim 0 |
 
-Where two categories without an `affine_map` want different things, DeepSpeed's converter takes the first; here that is
-an error. `vocabulary_parameter_patterns` only make it cut the padding off; the padded tensor is kept here.
+If two categories contradict each other and there is no `affine_map`, DeepSpeed's converter takes the first; here that
+is an error. `vocabulary_parameter_patterns` only make DeepSpeed cut off the padding; here the padded tensor is kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ucp_formats.deepspeed.tp.layout import (
 )
 
 _KNOWN_VERSION = 0.4
-"""`universal_checkpoint_version` up to which the record is understood."""
+"""Latest supported `universal_checkpoint_version`."""
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _AVERAGED = "parameter_to_average_patterns"
@@ -56,7 +56,7 @@ _AFFINE = "affine_map"
 
 
 class _Patterns:
-    r"""Regular expressions; those that are one name in full (`^a\.b$`, as AutoTP writes) are looked up."""
+    r"""Regular expressions; an expression for one full name (`^a\.b$`, as AutoTP writes) is looked up."""
 
     def __init__(self, patterns: Iterable[object], where: str) -> None:
         self._literal: dict[str, str] = {}
@@ -73,7 +73,7 @@ class _Patterns:
                 raise MalformedError(f"expected regular expressions in {where}; got {pattern!r}: {error}") from None
 
     def matching(self, name: str) -> list[str]:
-        """Those that match `name` from its start, as `re.match` does."""
+        """The expressions that match `name` from its start, as `re.match` does."""
         literal = [self._literal[name]] if name in self._literal else []
         return literal + [pattern for pattern, form in self._others if form.match(name)]
 
@@ -82,9 +82,9 @@ class UniversalCheckpointInfo:
     """The record of one checkpoint; `where`: for messages."""
 
     notes: tuple[str, ...] = ()
-    """What was assumed: nothing."""
+    """Notes on assumptions: none, as the layouts are recorded."""
     known_from: Mapping[str, str] = MappingProxyType({})
-    """Where layouts are known from, if not from the record: nowhere."""
+    """Source of layouts other than the record: none."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
@@ -150,12 +150,12 @@ class UniversalCheckpointInfo:
         return layouts
 
     def layouts_of(self, tensors: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
-        """Layout over `parts` ranks of whole tensors: name to shape, and whether a name without a record is cut.
+        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether it is cut by default.
 
         Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
         """
         rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
-        recorded = {name: self._recorded(name, shape, parts) for name, (shape, _) in tensors.items()}
+        recorded = {name: self._recorded_layout(name, shape, parts) for name, (shape, _) in tensors.items()}
         known = {name: layout for name, layout in recorded.items() if layout is not None}
         rest = {name: entry for name, entry in tensors.items() if name not in known}
         dims = {name: (shape, self._cut_dim(name, declared=declared)) for name, (shape, declared) in rest.items()}
@@ -165,8 +165,8 @@ class UniversalCheckpointInfo:
         }
         return {**known, **rules.layouts(shapes)}
 
-    def _recorded(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
-        """The layout of a tensor as it is recorded for just so many ranks and this shape; None where it is not."""
+    def _recorded_layout(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
+        """The recorded layout of a tensor of this shape over this number of ranks; None if there is none."""
         where = f"{_AFFINE} of {name}"
         for pattern in self._affine_patterns.matching(name):
             ranks = require_mapping(self._affine[pattern], where).get("ranks")
@@ -187,7 +187,7 @@ class UniversalCheckpointInfo:
         return None
 
     def for_degree(self, parts: int) -> dict[object, object]:
-        """The record for another number of ranks: without the maps and widths that hold for one number alone."""
+        """The record for another number of ranks: without maps and widths, which hold for one number only."""
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
         saved = self._info.get(_WIDTHS)
         if isinstance(saved, dict):
@@ -203,13 +203,13 @@ class UniversalCheckpointInfo:
         """Entries about a tensor, each with the pattern that matches."""
         return [(sub, pattern) for sub, patterns in self._subs for pattern in patterns.matching(name)]
 
-    def _matched(self, name: str) -> dict[str, list[str]]:
+    def _match_categories(self, name: str) -> dict[str, list[str]]:
         """Categories of a tensor, each with the patterns that match."""
         return {key: matching for key, patterns in self._categories.items() if (matching := patterns.matching(name))}
 
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
-        """Dim that a tensor is cut along, by its categories; None for one that is whole on all ranks."""
-        matched = self._matched(name).keys()
+        """Dim that a tensor is cut along, by its categories; None if all ranks hold it in full."""
+        matched = self._match_categories(name).keys()
         if matched & {_REPLICATED, _AVERAGED}:
             return None
         for sub, _ in self._subs_of(name):
@@ -217,8 +217,8 @@ class UniversalCheckpointInfo:
         return 1 if _ROW in matched else 0 if _TWO in matched or declared else None
 
     def file_keys(self, name: str) -> dict[str, object]:
-        """What a universal checkpoint says beside the tensor, for DeepSpeed to cut it again (`merge_tp_slices`)."""
-        matched = self._matched(name).keys()
+        """What a universal checkpoint records besides the tensor, for DeepSpeed to split it (`merge_tp_slices`)."""
+        matched = self._match_categories(name).keys()
         is_whole = bool(matched & {_REPLICATED, _AVERAGED})
         subs = self._subs_of(name)
         keys: dict[str, object] = {}
@@ -232,7 +232,7 @@ class UniversalCheckpointInfo:
         return keys
 
     def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
-        """Rows of a vocabulary that are not padding, where `name` is one and has padding."""
+        """Rows that are not padding, if `name` is a vocabulary with padding."""
         size = self._info.get("original_vocab_size")
         if not isinstance(size, int) or not self._vocabulary.matching(name):
             return None
@@ -246,7 +246,7 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
-        matched = self._matched(name)
+        matched = self._match_categories(name)
         subs = self._subs_of(name)
         patterns_by_category = {**matched, _SUB: [pattern for _, pattern in subs]} if subs else matched
         if len(patterns_by_category) > 1 and not (
@@ -290,7 +290,7 @@ class UniversalCheckpointInfo:
 
 
 def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object]:
-    """`universal_checkpoint_info` that says these layouts, a pattern for each name. Raises UnsupportedError."""
+    """`universal_checkpoint_info` that records these layouts, a pattern for each name. Raises UnsupportedError."""
     info: dict[object, object] = {"universal_checkpoint_version": _KNOWN_VERSION, _VOCABULARY: []}
     replicated: list[str] = []
     averaged: list[str] = []
@@ -323,11 +323,11 @@ class _SubParams:
     """An entry of `parameter_with_sub_params` (`SubparamShape`, checkpoint/universal_checkpoint.py)."""
 
     patterns: tuple[str, ...]
-    """Names that it is about."""
+    """Names that it applies to."""
     dim: int
     """Dim that is cut."""
     spec: int | tuple[int, ...]
-    """Sizes of the sub-parameters along it; or how many equal ones there are."""
+    """Sizes of the sub-parameters along it, or the number of equal ones."""
     shape: tuple[object, ...]
     """Shape as recorded."""
 

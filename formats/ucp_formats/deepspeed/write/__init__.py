@@ -1,1 +1,1 @@
-"""Files that a run of DeepSpeed would have saved."""
+"""The files that a DeepSpeed run would have saved."""

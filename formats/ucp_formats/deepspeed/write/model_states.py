@@ -1,7 +1,7 @@
-"""The model-states file of DeepSpeed: the module, and everything a run knows beside its optimizer.
+"""The model-states file of DeepSpeed: the module, and every other value of a run except its optimizer.
 
-Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state lies among
-them, at the top.
+Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state is among
+them, at the top level.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Module = OrderedDict[object, object]
 
 
 def module_tensors(draft: AtomDraft, facts: RunFacts, kinds: Iterable[Kind] = Kind) -> Module:
-    """The module with whole tensors; tied names share one tensor."""
+    """The module with full tensors; tied names share one tensor."""
     wanted = frozenset(kinds)
     module: Module = OrderedDict()
     for atom in facts.index.atoms.values():
         if atom.kind in wanted:
             module[atom.name] = draft.full(atom.name, WEIGHT, facts.module_dtype(atom))
-    return _with_rest(draft, facts, module, 0)
+    return _add_rest(draft, facts, module, 0)
 
 
 def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
@@ -49,11 +49,11 @@ def placeholders(draft: AtomDraft, facts: RunFacts, rank: int) -> Module:
         else:
             dtype = facts.module_dtype(atom)
             module[atom.name] = empty.setdefault(dtype, draft.add_tensor(dtype, (0,)))
-    return _with_rest(draft, facts, module, rank)
+    return _add_rest(draft, facts, module, rank)
 
 
-def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
-    """Tied names, entries that are no tensors, and the versions of the modules, which torch keeps as an attribute."""
+def _add_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> Module:
+    """Add tied names, entries that are not tensors, and module versions, which torch keeps as an attribute."""
     module.update({alias: module[name] for alias, name in facts.index.aliases.items() if name in module})
     module.update((name, draft.copy_extra(value)) for name, value in facts.extras.with_prefix(MODULE_STATE, rank))
     metadata = facts.extras.get("module_metadata")
@@ -62,7 +62,7 @@ def _with_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> 
     return module
 
 
-def _unowned(index: Index) -> list[AtomIndex]:
+def _list_unowned(index: Index) -> list[AtomIndex]:
     """Parameters that the optimizer does not own: frozen, or without elements."""
     return [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and not is_optimized(atom)]
 
@@ -70,20 +70,20 @@ def _unowned(index: Index) -> list[AtomIndex]:
 def has_frozen(index: Index) -> bool:
     """Whether there is a frozen parameter with elements.
 
-    If not, the source may have been saved without them: then a loader must not be told of any, or it misses the others.
+    If not, the source may have been saved without them: a loader that finds one frozen parameter asks for all others.
     """
-    return any(0 not in atom.global_shape for atom in _unowned(index))
+    return any(0 not in atom.global_shape for atom in _list_unowned(index))
 
 
 def frozen_shapes(index: Index) -> OrderedDict[object, object]:
     """Shapes of the parameters that the optimizer does not own."""
-    return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _unowned(index))
+    return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _list_unowned(index))
 
 
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
-    """Their values: whole under stage 2, the chunk of `rank` under stage 3."""
+    """Values of these parameters: full under stage 2, the chunk of `rank` under stage 3."""
     fragments: OrderedDict[object, object] = OrderedDict()
-    for atom in _unowned(facts.index):
+    for atom in _list_unowned(facts.index):
         dtype = facts.module_dtype(atom)
         if facts.stage < 3:
             fragments[atom.name] = draft.full(atom.name, WEIGHT, dtype)

@@ -29,20 +29,20 @@ from ucp_formats.deepspeed.write.model_states import (
 from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
+    describe_without_groups,
     group_notes,
     optimizer_groups,
-    without_groups,
 )
 from ucp_formats.deepspeed.write.optimizer.states import (
     GroupBuffer,
     Share,
     Wrapper,
+    choose_wrapper,
     chunked_state,
     group_members,
     optimizer_state,
     shared_state,
     split_groups,
-    wrapper,
 )
 from ucp_formats.deepspeed.write.rank_views import narrow_index
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
@@ -51,8 +51,8 @@ from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 class RankFiles:
     """Plans the files of one rank; `facts`: with its parameters and local shapes.
 
-    `experts`, `ep`: experts, and the number of ranks that they are spread over. `is_stage`: whether it is a stage of a
-    pipeline, whose modules are in files of layers.
+    `experts`, `ep`: experts, and the number of ranks that they are split over. `is_stage`: whether the rank is a stage
+    of a pipeline, whose modules are in layer files.
     """
 
     def __init__(self, facts: RunFacts, experts: ExpertNumbers, ep: int, *, is_stage: bool) -> None:
@@ -66,14 +66,14 @@ class RankFiles:
         """The files, and notes on them."""
         facts, groups = self.facts, self.groups
         if facts.stage == 0:
-            files, notes = self._unsharded()
+            files, notes = self._draft_unsharded()
         else:
             check_flat(groups)
             notes = tuple(group_notes(groups, flat=True))
             if facts.stage < 3 and (count := sum(not group.params for group in groups)):
                 groups = tuple(group for group in groups if group.params)
                 notes = (*notes, f"{count} parameter groups without a trained parameter are left out")
-            files = list(self._stage3() if facts.stage == 3 else self._stages12(groups))
+            files = list(self._draft_stage3() if facts.stage == 3 else self._draft_stages12(groups))
         for (layer, expert), names in self.experts.params_by_file(facts.index.atoms).items():
             name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
             draft = facts.draft(f"{tag(facts.index)}/{name}")
@@ -103,29 +103,29 @@ class RankFiles:
             hyper.setdefault("name", f"ep_size_{self.ep}")
         return replace(group, params=tuple(a for a in group.params if owners[a.name] in (None, rank)), hyper=hyper)
 
-    def _unsharded(self) -> tuple[list[FinishedFile], tuple[str, ...]]:
+    def _draft_unsharded(self) -> tuple[list[FinishedFile], tuple[str, ...]]:
         facts, index = self.facts, self.facts.index
         draft = facts.draft(self._path("model", 0))
         values: dict[str, object] = {"module": self._module(draft)}
         if not self.groups:
             unstepped = facts.extras.get(UNSTEPPED)
-            note = f"the source {without_groups(index)}: load the files with load_module_only=True"
+            note = f"the source {describe_without_groups(index)}: load the files with load_module_only=True"
             if unstepped is not None:
                 values["optimizer"] = {"state": {}, "param_groups": draft.copy_extra(unstepped)}
-                note = "the optimizer had not stepped; its groups are written as they were, by numbers of parameters"
+                note = "the optimizer was never stepped; its groups are written unchanged, with numbered parameters"
             return [draft.finish(model_state(draft, facts, 0, values))], (note,)
-        kind = wrapper(facts, self.groups)
+        kind = choose_wrapper(facts, self.groups)
         notes = list(group_notes(self.groups, flat=kind is Wrapper.FUSED))
         if kind is Wrapper.FUSED:
             check_flat(self.groups)
         if index.topology.zero != 0 and kind is not Wrapper.PLAIN:
-            written = f"the optimizer is written as {kind} of DeepSpeed {EMULATED} keeps it"
+            written = f"the optimizer is written in the form of DeepSpeed {EMULATED}'s {kind}"
             notes.insert(0, f"{written}, for an engine of {facts.precision}")
         elif index.topology.zero != 0 and frozen_shapes(index):
             notes.insert(
                 0,
-                "an optimizer of stage 0 numbers its parameters: ucp assumes that frozen ones are not among them, and "
-                "trained ones without elements are",
+                "an optimizer of stage 0 numbers its parameters: ucp assumes that it numbers trained ones without "
+                "elements, and does not number frozen ones",
             )
         files = []
         for rank in range(self.ep):
@@ -142,7 +142,7 @@ class RankFiles:
                 files.append(draft.finish({"optimizer": state, "param_shapes": param_shapes}))
         return files, tuple(notes)
 
-    def _stages12(self, groups: Sequence[Group]) -> Iterator[FinishedFile]:
+    def _draft_stages12(self, groups: Sequence[Group]) -> Iterator[FinishedFile]:
         facts = self.facts
         shares = self._shares(groups)
         draft = facts.draft(self._path("model", 0))
@@ -178,7 +178,7 @@ class RankFiles:
                 ]
         return shares
 
-    def _stage3(self) -> Iterator[FinishedFile]:
+    def _draft_stage3(self) -> Iterator[FinishedFile]:
         facts = self.facts
         groups = list(zip(self.groups, split_groups(facts, self.groups), strict=True))
         for rank in range(facts.ranks):

@@ -1,6 +1,6 @@
-"""What every file of a destination must know of the run: source, extras, configuration, ranks and stage.
+"""Facts of the run that every file of a destination needs: source, extras, configuration, ranks and stage.
 
-A file in the making (`ucp.io.torch_file.draft`) is asked for its tensors by parameter and state.
+A file is drafted (`ucp.io.torch_file.draft`) from tensors that are named by parameter and state.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class ParamRange(NamedTuple):
     param: str
     """Parameter."""
     offset: int
-    """Element of the tensor where it starts."""
+    """Element of the file's tensor where the range starts."""
     pairs: tuple[RegionPair, ...]
-    """Boxes of the whole that the model-parallel rank has."""
+    """Boxes of the global tensor that the model-parallel rank has."""
     local_shape: tuple[int, ...]
-    """Shape of what it has."""
+    """Shape of the model-parallel rank's tensor."""
     start: int
-    """First element of the row-major order of that."""
+    """First element, in the row-major order of that tensor."""
     stop: int
     """One past the last."""
     layout: Layout
-    """How the parameter lies over the ranks."""
+    """How the parameter is split over the ranks."""
 
 
 class AtomDraft(FileDraft):
@@ -69,9 +69,9 @@ class AtomDraft(FileDraft):
         *,
         known_from: str = "",
     ) -> None:
-        """`index`: with the shapes that this file has. `cuts`: layouts of what is cut over tensor-parallel ranks.
+        """`index`: with the shapes in this file. `cuts`: layouts of tensors that are split over tensor-parallel ranks.
 
-        `tp`: the rank among these. `known_from`: where the cuts are known from.
+        `tp`: the rank among these. `known_from`: the source of `cuts`.
         """
         super().__init__(path)
         self._index = index
@@ -81,7 +81,7 @@ class AtomDraft(FileDraft):
         self._full_tensors: dict[tuple[str, str, DType], NewTensor] = {}
 
     def full(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
-        """The tensor of all elements that the rank has of a state; the same object each time: stored once.
+        """The rank's full tensor of a state; the same object each time, so that it is stored once.
 
         `shape`: its shape in the file, where that differs.
         """
@@ -98,7 +98,7 @@ class AtomDraft(FileDraft):
         return self._full_tensors[key]
 
     def ranges(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[ParamRange]:
-        """What the flat tensor of data-parallel rank `rank` has of each parameter; `axes`: those of `layout`."""
+        """The range of each parameter in the flat tensor of data-parallel rank `rank`; `axes`: those of `layout`."""
         ranges = []
         for param, (start, _) in layout.spans(rank).items():
             placement = self._layout(param, axes[param])
@@ -114,7 +114,7 @@ class AtomDraft(FileDraft):
         return ranges
 
     def flat(self, state: str, dtype: DType, numel: int, ranges: Iterable[ParamRange]) -> NewTensor:
-        """A one-dimensional tensor with these ranges in it; zero elsewhere, and where a parameter lacks the state."""
+        """A one-dimensional tensor with these ranges; zero elsewhere, and where a parameter lacks the state."""
         atoms = self._index.atoms
         parts = [
             Part(
@@ -130,12 +130,12 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter lies over the ranks; `flat` cuts the row-major order of what model-parallel ranks have."""
+        """How a parameter is split over the ranks; `flat` cuts the row-major order of a model-parallel rank's part."""
         cut = self._cuts.get(param)
         return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
 
     def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
-        """What data-parallel rank `rank` has of a parameter."""
+        """The part of a parameter that data-parallel rank `rank` has."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
         return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
@@ -154,14 +154,14 @@ def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
 
-_AS_THE_FAMILY = "the run that loads the files must cut parameters as this family does: DeepSpeed compares no names"
-"""What the user has to know of rules that no record of the source says."""
+_AS_THE_FAMILY = "the run that loads the files must split parameters as this family does: DeepSpeed compares no names"
+"""Note for layouts that come from a family, not from a record of the source."""
 _RECORD = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The run as a whole, for every file of it."""
+    """The run, as every file of it needs it."""
 
     index: Index
     """The source."""
@@ -178,27 +178,27 @@ class RunFacts:
     step_dtype: DType | None
     """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
     unpacks_steps: bool = False
-    """Whether steps that are tensors become Python numbers, too; every optimizer goes on from those in native files."""
+    """Whether steps that are tensors become Python numbers too; any optimizer resumes with them in native files."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int
     """ZeRO stage of the target."""
     rules: UniversalCheckpointInfo | None
-    """How parameters lie over tensor-parallel ranks, where the source or a model family says so."""
+    """How parameters are split over tensor-parallel ranks, if the source or a model family says so."""
     rules_notes: tuple[str, ...] = ()
-    """Which family that is."""
+    """Notes on that family."""
     is_foreign: bool
-    """Whether no engine of DeepSpeed saved the source, so that its optimizer is in forms of another framework."""
+    """Whether another framework saved the source, so that its optimizer is not in DeepSpeed's form."""
     keeps_zeros: bool = False
-    """Whether moments that were lost are to be zero."""
+    """Whether lost moments become zeros."""
     tp: int = 1
     """Tensor-parallel ranks of the target."""
     pp: int = 1
     """Pipeline stages of the target."""
     mp: int = 0
-    """Model-parallel rank whose files are decided."""
+    """Model-parallel rank whose files are planned."""
     cuts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Layouts of what is cut over tensor-parallel ranks."""
+    """Layouts of tensors that are split over tensor-parallel ranks."""
 
     def draft(self, path: str) -> AtomDraft:
         """A file of that rank."""
@@ -206,7 +206,7 @@ class RunFacts:
 
     @property
     def tp_known_from(self) -> str:
-        """Where it is known from how parameters lie over tensor-parallel ranks."""
+        """The source of the tensor-parallel layouts."""
         return "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
@@ -215,9 +215,9 @@ class RunFacts:
 
 
 def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, tp: int) -> RunFacts:
-    """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, on from the source.
+    """Facts of a run of `ranks` data-parallel and `tp` tensor-parallel ranks under ZeRO `stage`, from the source.
 
-    Raises TopologyError and FamilyError where neither the source nor a family says how `tp` ranks cut.
+    Raises TopologyError and FamilyError if neither the source nor a family says how `tp` ranks split parameters.
     """
     if options.compress:
         raise UsageError("DeepSpeed's files are not compressed; drop --compress")
@@ -259,9 +259,9 @@ def is_plain_number(atom: AtomIndex, state: str) -> bool:
 def _tensor_rules(
     index: Index, extras: CarriedExtras, options: TargetOptions, tp: int
 ) -> tuple[UniversalCheckpointInfo | None, tuple[str, ...]]:
-    """The record of the source, else that of what a family says for `tp` ranks; and which family it is.
+    """The record of the source, else one made from a family's rules for `tp` ranks, with notes on the family.
 
-    A family that the user names comes before the record, unless the source was read with it.
+    A family that the user names overrides the record, unless the source was read with that family.
     """
     info = extras.get(_RECORD)
     stated = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
@@ -283,17 +283,17 @@ def _tensor_rules(
 
 
 def tag(index: Index) -> str:
-    """Name of the folder of the checkpoint: that of the source, or by the step as DeepSpeed names it."""
+    """Name of the tag folder: the tag of the source, or `global_step{N}`, as DeepSpeed names it."""
     named = (extra.value for extra in index.extras if extra.name == TAG and isinstance(extra.value, str))
     return next(named, f"global_step{index.step or 0}")
 
 
 def check_tag(index: Index, *, error: type[DestinationError] = DestinationError) -> None:
-    """Raise `error` for a tag that can be no folder of the destination, or would be taken for another file."""
+    """Raise `error` for a tag that cannot be a folder of the destination, or is named like a file."""
     name = tag(index)
     faults = []
     if not name.isprintable() or name != name.strip():
-        faults.append((name, "what is not printable, and blanks at its ends, are lost in the file that names it"))
+        faults.append((name, "unprintable characters, and blanks at its ends, are lost in the file that names it"))
     if any(parse_name(part) for part in name.split("/")):
         faults.append((name, "files of a checkpoint are named so"))
     check_named(
@@ -307,29 +307,29 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
 
 
 class EngineTarget(Target):
-    """What both targets have in common, since engines of DeepSpeed load the files of either."""
+    """What both targets have in common: DeepSpeed engines load their files."""
 
     resumes = True
     scheduler = LR_SCHEDULER
     pointers: tuple[str, ...] = (LATEST,)
-    """Files at the root that name the tag to load, the one that counts last."""
+    """Files at the root that name the tag to load; the one that counts comes last."""
 
     def takes_family(self, topology: Topology | None) -> bool:
-        """Over several tensor-parallel ranks, whose cuts it says."""
+        """Whether a family is needed: for several tensor-parallel ranks."""
         return topology is not None and topology.tp > 1
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """The pointers, which make the tag the one to load."""
+        """The pointers, which make this tag the one that is loaded."""
         text = tag(index).encode()
         return tuple(
             OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),), is_pointer=True)
             for path in self.pointers
         )
 
-    def finished(
+    def _finish_plan(
         self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
     ) -> TargetPlan:
-        """The plan with what is to be said of states and extras, and with the files beside the tag."""
+        """The plan, with notes on states and extras, and with the files beside the tag folder."""
         plan = replace(
             plan,
             casts=(*plan.casts, *facts.optimizer.casts),

@@ -1,4 +1,4 @@
-"""Native DeepSpeed files: as if a run of the asked topology had saved them, for a plain `load_checkpoint`.
+"""Native DeepSpeed files, as a run of the requested topology would save them; plain `load_checkpoint` reads them.
 
     DST/latest                                                    the tag of the source; written last
     DST/global_step100/mp_rank_00_model_states.pt                 stages 0 to 2
@@ -7,9 +7,9 @@
     DST/global_step100/layer_{n}-model_states.pt                  pipelines, one per layer (and tensor-parallel rank)
     DST/global_step100/layer_{n}_expert_{e}_mp_rank_00_model_states.pt      experts
 
-Tensor-parallel ranks and pipeline stages have the files of `mp_rank_00` each, under a number of their own.
+Each tensor-parallel rank and pipeline stage has the files of `mp_rank_00`, under its own number.
 
-No `load_universal` is needed, and what a universal load leaves out is there: frozen parameters, buffers, and the
+No `load_universal` is needed. Unlike a universal load, this restores frozen parameters, buffers, and the
 hyper-parameters of every group.
 """
 
@@ -27,14 +27,20 @@ from ucp.errors import MissingStateError, TopologyError, UnsupportedError, Usage
 from ucp.io.torch_file.draft import FinishedFile, make_target_plan
 from ucp_formats.deepspeed.write.optimizer.groups import (
     check_stepped,
+    describe_without_groups,
     filled_with_zeros,
     note_step_casts,
     optimizer_groups,
-    without_groups,
 )
-from ucp_formats.deepspeed.write.optimizer.states import Wrapper, wrapper
-from ucp_formats.deepspeed.write.pipeline.layers import layer_files, named_pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.stages import SETTINGS, Stages, StageSettings, stage_settings, stages_of
+from ucp_formats.deepspeed.write.optimizer.states import Wrapper, choose_wrapper
+from ucp_formats.deepspeed.write.pipeline.layers import infer_pipeline, layer_files, read_pipeline
+from ucp_formats.deepspeed.write.pipeline.stages import (
+    SETTINGS,
+    Stages,
+    StageSettings,
+    assign_stages,
+    parse_stage_settings,
+)
 from ucp_formats.deepspeed.write.rank_files import RankFiles
 from ucp_formats.deepspeed.write.rank_views import check_degrees, check_experts, rank_views
 from ucp_formats.deepspeed.write.run import EngineTarget, RunFacts, run_facts
@@ -54,9 +60,9 @@ class DeepSpeedTarget(EngineTarget):
         groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
-                f"expected optimizer groups and states, which ZeRO stage {stage} keeps the weights with; {index.path} "
-                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
-                "(--topology zero=0), to load with load_module_only=True"
+                f"expected optimizer groups and states, because ZeRO stage {stage} keeps the weights among them; "
+                f"{index.path} {describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or write "
+                "stage-0 model files (--topology zero=0), to load with load_module_only=True"
             )
         if groups and index.unordered:
             raise UnsupportedError(
@@ -64,13 +70,13 @@ class DeepSpeedTarget(EngineTarget):
                 f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
                 "(load_universal in the configuration of the run)"
             )
-        # all parameters of a group lie in one buffer, with one step; a state that one lacks is zeros then
-        flat = stage > 0 or (bool(groups) and wrapper(facts, groups) is Wrapper.FUSED)
+        # all parameters of a group share one buffer and one step; a state that a parameter lacks becomes zeros
+        flat = stage > 0 or (bool(groups) and choose_wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
-        drafted, notes, axes_of = _files(facts, wanted, stage_settings(options.settings))
+        drafted, notes, axes_of = _files(facts, wanted, parse_stage_settings(options.settings))
         note_step_casts(facts, groups)
         plan = make_target_plan(index, list(drafted), notes=notes, topology=wanted, axes_of=axes_of)
-        plan = self.finished(facts, plan, filled_with_zeros(groups) if flat else {})
+        plan = self._finish_plan(facts, plan, filled_with_zeros(groups) if flat else {})
         return plan if groups else _without_states(plan, index)
 
 
@@ -104,24 +110,24 @@ def _target_topology(index: Index, topology: Topology | None) -> Topology:
 
 
 _AxesOf = Callable[[str], tuple[AxisLayout, ...]]
-"""Name of a parameter to the axes of the run over which it lies."""
+"""Name of a parameter to the axes of the run."""
 
 
 def _files(
     facts: RunFacts, wanted: Topology, settings: StageSettings
 ) -> tuple[list[FinishedFile], tuple[str, ...], _AxesOf]:
     """Files of all model-parallel ranks, of layers and of experts; notes; the axes of each parameter."""
-    pipeline = pipeline_of(facts) or (named_pipeline(facts, settings.tied) if settings.partitions else None)
+    pipeline = read_pipeline(facts) or (infer_pipeline(facts, settings.tied) if settings.partitions else None)
     experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None and settings.partitions:
-        raise UsageError(f"--set says what the stages of a pipeline have, and {facts.index.path} was none: drop it")
+        raise UsageError(f"--set states the layers of stages, and {facts.index.path} was not a pipeline: drop it")
     drafted, layers = list[FinishedFile](), list[FinishedFile]()
     if pipeline is None:
         stages, views = Stages(()), rank_views(facts, wanted)
     else:
         unstaged = rank_views(facts, replace(wanted, pp=1))
-        stages = stages_of(unstaged[0], pipeline, settings, wanted.pp)
+        stages = assign_stages(unstaged[0], pipeline, settings, wanted.pp)
         views = rank_views(facts, wanted, stages.places)
         layers = [file for view in unstaged for file in layer_files(view, pipeline)]
     notes = [*stages.notes]
@@ -132,7 +138,7 @@ def _files(
         notes += rank_notes
 
     def axes_of(param: str) -> tuple[AxisLayout, ...]:
-        """Axes of the run; all ranks hold what ZeRO and tensor parallelism do not split."""
+        """Axes of the run; ranks hold copies of what ZeRO and tensor parallelism do not split."""
         owner = experts.owner(param, wanted.ep)
         ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
         return (

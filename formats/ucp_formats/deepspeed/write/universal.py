@@ -30,15 +30,15 @@ from ucp_formats.deepspeed.write.optimizer.groups import (
     Group,
     check_flat,
     check_stepped,
-    clipping,
+    clipping_keys,
     common_keys,
+    describe_without_groups,
     filled_with_zeros,
     group_entry,
     group_notes,
     is_optimized,
     note_step_casts,
     optimizer_groups,
-    without_groups,
     write_count,
 )
 from ucp_formats.deepspeed.write.pipeline.layers import PIPELINE, is_pipeline
@@ -52,8 +52,8 @@ _STAGE3_STATES = ("exp_avg", "exp_avg_sq", STEP)
 """States that the loader of stage 3 asks for, and no others."""
 
 _OPTIMIZERS = {"torch": DType.FLOAT32, "deepspeed": DType.INT64}
-"""Whose optimizer loads the files, to the type of step that it counts on from (see `optimizer.groups`)."""
-_SETTINGS = {"optimizer": "torch or deepspeed: whose optimizer loads it, which decides the form of the step"}
+"""The optimizer that loads the files, to the type of step that it continues from (see `optimizer.groups`)."""
+_SETTINGS = {"optimizer": "torch or deepspeed: the optimizer that loads the files, which decides the form of the step"}
 
 
 class DeepSpeedUniversalTarget(EngineTarget):
@@ -75,8 +75,8 @@ class DeepSpeedUniversalTarget(EngineTarget):
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
                 f"expected optimizer groups and states, which DeepSpeed loads together with the weights; {index.path} "
-                f"{without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model files "
-                "(--to deepspeed --topology zero=0)"
+                f"{describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or write stage-0 model "
+                "files (--to deepspeed --topology zero=0)"
             )
         stage = index.topology.zero
         stage = 1 if stage is None else stage
@@ -105,7 +105,7 @@ class DeepSpeedUniversalTarget(EngineTarget):
             *(file for group in groups for file in _parameter_files(facts, group)),
         ]
         notes = (*group_notes(groups, flat=True), *_warnings(facts, groups))
-        return self.finished(facts, make_target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
+        return self._finish_plan(facts, make_target_plan(index, drafted, notes=notes), filled_with_zeros(groups))
 
 
 def _check_counts(groups: Sequence[Group]) -> None:
@@ -123,7 +123,7 @@ def _check_counts(groups: Sequence[Group]) -> None:
 def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedFile]:
     """The model-states files; the loader needs their counters and extras, no weights.
 
-    DeepSpeed before 0.19.8 wants as many as the run that loads them has model-parallel ranks.
+    DeepSpeed before 0.19.8 needs a file for each model-parallel rank of the run that loads them.
     """
     uncut = set()  # what has no dim to cut, or is a vocabulary that a run pads to other rows before it cuts them
     for name, atom in facts.index.atoms.items():
@@ -154,7 +154,7 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
     shared = _shared_by_all(entries)
     if facts.extras.get("lr_scheduler") is not None and "lr" in entries[0]:
-        # a scheduler sets the rates anew after the first step; until then the first group's is the nearest
+        # a scheduler sets learning rates after the first step; until then the first group's is the nearest
         shared["lr"] = entries[0]["lr"]
     counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
@@ -162,7 +162,7 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
         del common["loss_scaler"]  # without the key an engine keeps its own scaler
     root: dict[str, object] = {
         **common,
-        **clipping(facts, 0),
+        **clipping_keys(facts, 0),
         "ds_version": EMULATED,
         **({PIPELINE: True} if is_pipeline(facts) else {}),
         "param_groups": entries,
@@ -174,8 +174,8 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
 def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
     """Hyper-parameters on which all groups agree.
 
-    The loader of stage 3 copies the first entry over every group. What is not in it stays as the engine configured
-    each group, so what differs is left out.
+    The loader of stage 3 copies the first entry over every group. A key that is not in it keeps the engine's own value
+    in each group, so keys that differ are left out.
     """
     first, *others = entries
     return {
@@ -186,7 +186,7 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
 
 
 def _parameter_files(facts: RunFacts, group: Group) -> Iterator[FinishedFile]:
-    """One file per parameter and state; no others, as stages 1 and 2 take every `.pt` file of a folder for a state."""
+    """One file per parameter and state, and no others: stages 1 and 2 take every `.pt` file of a folder for a state."""
     stems = _stems(group)
     for atom in group.params:
         for state, stem in stems.items():
@@ -210,7 +210,7 @@ def _stems(group: Group) -> dict[str, str]:
 def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     """What DeepSpeed does not restore from a universal checkpoint, or restores wrongly, without saying so.
 
-    Loads that fail say so themselves: docs/reference/deepspeed.md has them.
+    Loads that fail raise their own errors: docs/reference/deepspeed.md lists them.
     """
     index, atoms = facts.index, facts.index.atoms.values()
     buffers = sum(atom.kind is Kind.BUFFER for atom in atoms)
@@ -219,13 +219,13 @@ def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         frozen_ones = format_count(frozen, "frozen parameter", "frozen parameters")
         kinds = [text for text, count in ((frozen_ones, frozen), (format_count(buffers, "buffer"), buffers)) if count]
         yield (
-            f"a universal load leaves {' and '.join(kinds)} as the model was built; they "
+            f"a universal load does not restore {' and '.join(kinds)}; they "
             f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
         )
     if facts.config.round_robin and not facts.config.parameter_alignment:
         yield (
-            "stages 1 and 2 with round_robin_gradients put what they load in wrong places, without a word; load it "
-            "with that off, or use --to deepspeed"
+            "stages 1 and 2 with round_robin_gradients silently load values into the wrong parameters: turn it off "
+            "for the load, or use --to deepspeed"
         )
     if facts.rules is None and index.topology.tp > 1:
         yield (
@@ -251,8 +251,8 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
     if differing:
         yield (
-            f"stage 3 restores no hyper-parameters that differ between the {len(groups)} groups "
-            f"({', '.join(differing)}): there each group keeps what the engine was configured with"
+            f"stage 3 does not restore hyper-parameters that differ between the {len(groups)} groups "
+            f"({', '.join(differing)}): each group keeps the engine's configured value"
             f"{'; for the first step all take the lr of the first group' if is_scheduled else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
@@ -261,7 +261,7 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     is_tensor = facts.step_dtype is None and not is_plain_number(groups[0].counters[STEP], STEP)
     if is_tensor or facts.step_dtype is DType.FLOAT32:
         yield (
-            "stage 3 shares one step tensor between all its sub-groups, so that an optimizer counts it once for each; "
-            "after loading, replace optimizer.state[p]['step'] by its clone for every p, or use --to deepspeed (or "
-            "--set optimizer=deepspeed for an optimizer of DeepSpeed, which counts a number)"
+            "stage 3 shares one step tensor between all its sub-groups, so an optimizer increases it once for each of "
+            "them. After loading, replace optimizer.state[p]['step'] by its clone for every p; or use --to deepspeed, "
+            "or --set optimizer=deepspeed for an optimizer of DeepSpeed, which counts with a number"
         )

@@ -92,7 +92,7 @@ class OptimizedParams:
 def model_path(dicts: Dicts, trained: OptimizedParams, where: str) -> Path:
     """Path of the model's dict; `()` without any. Raises UnsupportedError if several can be the model."""
     bare = {path: {bare_name(name): shape for name, shape in shapes.items()} for path, shapes in dicts.items()}
-    paths = [path for path, shapes in bare.items() if trained.fits(shapes)] or _largest(bare, trained)
+    paths = [path for path, shapes in bare.items() if trained.fits(shapes)] or _find_largest(bare, trained)
     if len(paths) < 2:
         return paths[0] if paths else ()
     called = [path for path in paths if is_called_model(path)]
@@ -152,7 +152,7 @@ def aside_text(names: Iterable[str]) -> str:
     return f"{format_count(len(paths), 'more dict')} of tensors beside the model, kept as extras:\n{format_list(paths)}"
 
 
-def _largest(bare: Dicts, trained: OptimizedParams) -> list[Path]:
+def _find_largest(bare: Dicts, trained: OptimizedParams) -> list[Path]:
     """The dict with most of what is trained, then with most tensors; and those with nearly the same names."""
     most = max(bare, key=lambda path: (trained.count(bare[path]), len(bare[path]), -len(path)), default=None)
     if most is None:

@@ -2,7 +2,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.names import list_folder, locate_tag, the_folder
+from ucp_formats.deepspeed.names import list_folder, locate_tag, require_folder
 
 from ucp.errors import MalformedError, UnknownFormatError, UsageError
 
@@ -43,14 +43,14 @@ def test_a_tag_may_be_nested_but_not_leave_the_folder(tmp_path: Path) -> None:
     assert locate_native(tmp_path).root == tmp_path / "a" / "b"
     (save / "latest").write_text("../outside")
     with pytest.raises(MalformedError, match="latest to name a checkpoint"):
-        the_folder(locate_native(save), save)
+        require_folder(locate_native(save), save)
 
 
 def test_a_pointer_that_is_no_text_says_so(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     (tmp_path / "latest").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(MalformedError, match="got what cannot be read as text"):
-        the_folder(locate_native(tmp_path), tmp_path)
+        require_folder(locate_native(tmp_path), tmp_path)
 
 
 def test_several_tags_without_latest_are_listed(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_several_tags_without_latest_are_listed(tmp_path: Path) -> None:
     found = locate_native(tmp_path)
     assert found is not None, "it is of this format, and reading it says what is wrong"
     with pytest.raises(UsageError, match=r"2 checkpoints(.|\n)*global_step5\n.*global_step6"):
-        the_folder(found, tmp_path)
+        require_folder(found, tmp_path)
 
 
 def test_a_latest_that_names_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step9")
     with pytest.raises(MalformedError, match=r"names none(.|\n)*global_step5"):
-        the_folder(locate_native(tmp_path), tmp_path)
+        require_folder(locate_native(tmp_path), tmp_path)
     assert locate_native(tmp_path / "global_step5").root == tmp_path / "global_step5"
 
 
@@ -79,7 +79,7 @@ def test_folders_of_others_are_not_claimed(tmp_path: Path) -> None:
     assert locate_native(tmp_path) is None
     assert locate_native(tmp_path / "model.safetensors") is None
     with pytest.raises(UnknownFormatError, match="global_step100"):
-        the_folder(None, tmp_path)
+        require_folder(None, tmp_path)
 
 
 @pytest.mark.parametrize("pointer", ["latest_universal", "latest", None])

@@ -154,7 +154,7 @@ class OptimizerFile:
     stage: int | None
     """ZeRO stage; None for BF16_Optimizer, which names none."""
     counts: tuple[int, ...] | None
-    """Ranks that each group is cut over (`partition_count`), where they are recorded."""
+    """Ranks that each group is partitioned over (`partition_count`), where recorded."""
     torch: TorchOptimizer
     """The torch optimizer, which steps flat tensors; under stage 3 `state` has the numbers of sub-groups."""
     weights: tuple[TensorRef, ...]
@@ -166,7 +166,7 @@ class OptimizerFile:
 
     @classmethod
     def of(cls, file: SavedFile) -> OptimizerFile:
-        """The file, understood. Raises SourceError where a value is not what DeepSpeed writes."""
+        """The parsed file. Raises SourceError where a value is not what DeepSpeed writes."""
         saved = require_mapping(file.root.get("optimizer_state_dict"), "optimizer_state_dict")
         stage = stage_of(saved)
         if stage not in (None, 1, 2, 3):
@@ -207,7 +207,7 @@ class OptimizerFile:
 
     @property
     def ranks(self) -> int | None:
-        """Data-parallel ranks: groups of experts are cut over fewer than the others."""
+        """Data-parallel ranks: groups of experts are partitioned over fewer ranks than the others."""
         return max(self.counts, default=0) or None if self.counts is not None else None
 
 

@@ -1,1 +1,1 @@
-"""Runs of more than data parallelism: what each model-parallel rank holds, put together."""
+"""Runs with tensor, pipeline or expert parallelism: what each model-parallel rank holds, merged."""

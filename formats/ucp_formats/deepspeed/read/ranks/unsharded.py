@@ -3,7 +3,7 @@
 The names come from the module (`zero0`). With several ranks:
 
 - a tensor-parallel rank has a module and an optimizer in one file;
-- the optimizer of a pipeline stage steps consecutive layers, and which is not recorded: either torch kept the names, or
+- the optimizer of a pipeline stage steps consecutive layers, but does not record which ones: torch kept the names, or
   exactly one assignment of layers to stages must fit the shapes;
 - every expert-parallel rank has an optimizer file, for the parameters that all ranks share and for its experts.
 """
@@ -112,7 +112,7 @@ def _infer_stage_names(
         if any(len(ref.shape) > 1 for ref in first.values()) and checksums.is_same(first, second):
             raise UnsupportedError(
                 f"layers {number} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers "
-                f"do not name their parameters: the position of theirs in a stage is not known. {REMEDY}"
+                f"do not name their parameters: it is not known which stage steps which of them. {REMEDY}"
             )
     params_by_layer = [{f"{number}.{name}": ref for name, ref in tensors.items()} for number, tensors in layers.items()]
     return names_by_shape([slots_of(optimizer) for optimizer in optimizers], params_by_layer, where)

@@ -6,8 +6,8 @@
    writes of them in `zero/` is cast to fp32.
 4. Groups are those of `optimizer_state.pt`, with the names of `param_shapes`.
 
-The converter copies the model-states files of every model-parallel rank as they are: each tensor-parallel rank's has
-its own cuts of frozen parameters and buffers, and a pipeline's has no module at all, as files of layers are not copied.
+The converter copies the model-states files of every model-parallel rank unchanged: each tensor-parallel rank's file has
+its shards of frozen parameters and buffers. A pipeline's file has no module, and layer files are not copied.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UniversalRanks:
     where: str
     """Folder, for messages."""
     models: Mapping[int, Mapping[int, ModelStates]]
-    """Model-parallel rank to data-parallel rank to model-states file; the latter is 0 but for ZeRO-3."""
+    """Model-parallel rank to data-parallel rank to model-states file; the data-parallel rank is 0 except for ZeRO-3."""
     tp: int
     """Tensor-parallel ranks."""
     pp: int
@@ -85,7 +85,7 @@ class UniversalRanks:
         )
 
     def known_shapes(self) -> dict[str, Shape]:
-        """Shapes of whole parameters, as far as the files say them."""
+        """Global shapes of parameters, as far as the files record them."""
         if not self.models or any(0 not in files for files in self.models.values()):
             return {}  # a problem that is told of already
         local = {mp: {**files[0].frozen, **files[0].trained} for mp, files in self.models.items()}
@@ -120,9 +120,9 @@ class UniversalRanks:
 def universal_ranks(
     parsed_models: Iterable[ModelStates], where: str, problems: Problems, options: SourceOptions
 ) -> UniversalRanks:
-    """Those of `found`; what is missing goes to `problems`. `options`: what the user says of the layout.
+    """The ranks of the model-states files; missing files go to `problems`. `options`: what the user states.
 
-    ucp writes a file for stages 1 and 2 and one for stage 3; the first says more and is taken.
+    ucp writes a file for stages 1 and 2 and one for stage 3; the first records more and is taken.
     """
     by_role: dict[Role, dict[int, dict[int, ModelStates]]] = {Role.MODEL: {}, Role.SHARDED_MODEL: {}}
     for model in parsed_models:
@@ -152,17 +152,17 @@ class SharedStates:
     state: Mapping[int, Mapping[str, object]]
     """States of rank 0, which ZeRO-3's converter leaves."""
     stage: int | None
-    """ZeRO stage of the run, where the converter left it: ucp writes none."""
+    """ZeRO stage of the run, where DeepSpeed's converter left it: ucp writes none."""
     ranks: int
-    """Ranks that the first group was cut over."""
+    """Ranks that the first group was partitioned over."""
     is_aligned: bool
     """Whether parameters had padding between them."""
 
     @classmethod
     def of(cls, file: SavedFile) -> SharedStates:
-        """The file, understood.
+        """The parsed file.
 
-        Converters write `param_groups`; those before they did leave `zero_stage` and what stands beside it.
+        Converters write `param_groups`; older ones leave `zero_stage` and the entries beside it.
         """
         root = file.root
         if not {"param_groups", "zero_stage"} & root.keys():
@@ -212,8 +212,8 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     model = ranks.first
     records = (*(record for file in (*files, states_of_all.file) for record in file.records), *folders.records)
     merged = ranks.module(Checksums(records))
-    module = _completed(merged.module, model, trained, folders)
-    states, dropped = _states(module, ranks, states_of_all, folders)
+    module = _complete_module(merged.module, model, trained, folders)
+    states, dropped = _select_states(module, ranks, states_of_all, folders)
     stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
     stage = stage if stage in range(4) else None  # of the run that it was made from, where that is known
     # its model-states files have no module, or ucp wrote it so
@@ -234,14 +234,14 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
         step=model.count("global_steps"),
         skipped=model.count("skipped_steps") or 0,
         atoms=atoms_of(module, states, model.config),
-        groups=_groups(ranks, states_of_all, stage),
+        groups=_read_groups(ranks, states_of_all, stage),
         aliases=module.aliases,
         extras=join_extras((*merged.optimizer.extras, *extras), module.extras),
         files=tuple(source_files([*roles, *folders.files])),
         records=records,
         notes=(*module.notes, *folder_notes(folder), *strays),
         dropped=(*module.dropped, *dropped),
-        recorded_in={"every axis": "folders of zero/: one per parameter, with tensors that are whole"},
+        recorded_in={"every axis": "folders of zero/: one per parameter, with global tensors"},
     )
 
 
@@ -254,10 +254,10 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
         )
 
 
-def _completed(
+def _complete_module(
     part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], folders: ParameterFolders
 ) -> ModulePart:
-    """The module as the model-states files have it, and what only `zero/` has, or has without padding."""
+    """The module of the model-states files, completed by tensors that only `zero/` has, or has without padding."""
     for name, states in folders.states.items():
         entry, weight = part.entries.get(name), states.get(WEIGHT)
         if weight is None:
@@ -273,10 +273,10 @@ def _completed(
     return part
 
 
-def _states(
+def _select_states(
     module: ModulePart, ranks: UniversalRanks, shared: SharedStates, folders: ParameterFolders
 ) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
-    """States to take from `zero/`, and what of it is a lesser copy of something else."""
+    """States to take from `zero/`, and notes on those that are copies or casts of other tensors."""
     groups = ranks.groups
     trained = {name for group in groups for name in group}
     states: dict[str, dict[str, StateIndex]] = {}
@@ -304,11 +304,11 @@ def _states(
     return states, dropped
 
 
-def _groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
-    """The groups, with names in the order before `round_robin_gradients` dealt them out.
+def _read_groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
+    """The groups, with names in the order before `round_robin_gradients`.
 
-    DeepSpeed's converter cuts the buffers of such a run by `param_slice_mappings`, which are wrong then unless the
-    parameters were aligned (0.19.8), and so swaps parameters silently: that is refused.
+    DeepSpeed's converter splits the buffers of such a run by `param_slice_mappings`. These are wrong unless parameters
+    were aligned (0.19.8), so that it swaps parameters silently: such folders are refused.
     """
     if not shared.groups:
         return ()
@@ -318,7 +318,7 @@ def _groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> t
     if not shared.is_aligned and any(undo_round_robin(group, ranks=over) != group for group in groups):
         raise UnsupportedError(
             f"{ranks.first.file.path}: written with round_robin_gradients, which DeepSpeed's converter does not "
-            "honour: it has given parameters the elements of others. Read the original checkpoint instead"
+            "support: it has given parameters the elements of others. Read the original checkpoint instead"
         )
     members = sub_group_params(shared.groups, ranks.groups, f"param_groups of {shared.file.path}")
     return tuple(

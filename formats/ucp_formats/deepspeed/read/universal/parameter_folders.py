@@ -1,8 +1,8 @@
 """`zero/` of a universal checkpoint: a folder per parameter with a file per state.
 
-A parameter with "/" in its name lies in a folder of a folder, as DeepSpeed joins the two to a path. A file holds a dict
-with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is known elsewhere (ZeRO-3), or for
-`step` a bare number (checkpoint/ds_to_universal.py, 0.19.8).
+A parameter with "/" in its name is in a nested folder, because DeepSpeed joins `zero/` and the name to a path. A file
+holds a dict with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is recorded elsewhere
+(ZeRO-3), or a bare number for `step` (checkpoint/ds_to_universal.py, 0.19.8).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def state_path(tag: str, param: str, stem: str) -> str:
 
 
 def check_places(tag: str, stems: Mapping[str, Collection[str]]) -> None:
-    """Raise DestinationError, naming all of them, for parameters that no folder can be named after.
+    """Raise DestinationError that lists all parameters whose names cannot be folders.
 
     `stems`: parameter to the stems of its files.
     """
@@ -72,25 +72,25 @@ class ParameterFolders:
     """What lies in `zero/`."""
 
     states: dict[str, dict[str, StateIndex]] = field(default_factory=dict)
-    """Parameter to state name to where it lies."""
+    """Parameter to state name to its location."""
     info: dict[str, dict[str, object]] = field(default_factory=dict)
-    """Parameter to what its files say beside the tensor (`cat_dim`, `vocab_tensor`, ...)."""
+    """Parameter to what its files record besides the tensor (`cat_dim`, `vocab_tensor`, ...)."""
     files: list[tuple[str, str]] = field(default_factory=list)
     """Path and role of every file."""
     records: list[Record] = field(default_factory=list)
     """Checksums of their storages."""
     strays: list[str] = field(default_factory=list)
-    """Entries that are no parameter and no state."""
+    """Entries that are neither a parameter nor a state."""
 
 
 def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Problems) -> ParameterFolders:
     """Read every folder of `zero`; files that cannot be read go to `problems`.
 
-    `shapes`: shape of a parameter where the model-states files say it; flat tensors are given that shape. A folder in
-    that of a parameter is a parameter only if it is one of these.
+    `shapes`: shapes of parameters, where the model-states files record them; flat tensors get that shape. A folder
+    inside a parameter's folder is a parameter only if it has a shape there.
     """
     folders = ParameterFolders()
-    for param, files in _folders(zero, shapes, folders):
+    for param, files in _list_folders(zero, shapes, folders):
         if "fp32.pt" not in files:
             problems.missing.append(f"zero/{param}/fp32.pt")
         states = {}
@@ -103,10 +103,10 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
     return folders
 
 
-def _folders(
+def _list_folders(
     zero: Path, shapes: Mapping[str, Shape], folders: ParameterFolders
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each parameter in `zero` with its files, before those in its folder; what is none goes to the strays."""
+    """Each parameter in `zero` with its files, before those nested in its folder; other entries go to the strays."""
     known: set[str] = set()  # folders of parameters, and every folder that holds one
     for name in shapes:
         folder = name if len(name) <= _LONGEST else ""
@@ -116,7 +116,7 @@ def _folders(
     waiting = [""]
     while waiting:
         name = waiting.pop()
-        inner, others = _entries(zero / name, follow_links=not name)
+        inner, others = _list_entries(zero / name, follow_links=not name)
         files = tuple(file for file in others if name and file.endswith(".pt"))
         is_parameter = bool(files) or name in shapes
         below = [f"{name}/{folder}" if name else folder for folder in inner]
@@ -129,8 +129,8 @@ def _folders(
         waiting += reversed(nested)
 
 
-def _entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]:
-    """Names of the folders in a folder, and of everything else, in order."""
+def _list_entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]:
+    """Names of the folders in a folder, and of all other entries, sorted."""
     inner: list[str] = []
     others: list[str] = []
     if is_url(str(folder)):
@@ -144,13 +144,13 @@ def _entries(folder: Path, *, follow_links: bool) -> tuple[list[str], list[str]]
 
 
 _UNNAMED = "archive"
-"""Name that torch records where it saves to no path."""
+"""Name that torch records if it saves to a file object, not to a path."""
 
 
 def _read_state(
     path: Path, of: tuple[str, str], shape: Shape | None, folders: ParameterFolders, problems: Problems
 ) -> StateIndex | None:
-    """Where the state of a parameter lies, `of` (parameter, state); None with a problem where the file has none."""
+    """Location of the state `of` (parameter, state); None, with a problem, if the file has none."""
     param, state = of
     where = f"zero/{param}/{path.name}"
     try:
@@ -178,7 +178,7 @@ def _read_state(
 
 
 def _tensor_state(ref: TensorRef, shape: Shape | None) -> StateIndex | None:
-    """The state that a tensor is, a flat one in the shape of its parameter; None where it has other elements."""
+    """The state in a tensor; a flat tensor gets its parameter's shape. None if the number of elements differs."""
     if shape is not None and ref.shape != shape:
         if ref.is_contiguous and ref.numel == prod(shape):
             ref = TensorRef(

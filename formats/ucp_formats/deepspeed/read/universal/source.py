@@ -7,7 +7,7 @@ from pathlib import Path
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.core.index import Index
-from ucp_formats.deepspeed.names import locate_tag, the_folder, with_save_folder
+from ucp_formats.deepspeed.names import add_save_folder, locate_tag, require_folder
 from ucp_formats.deepspeed.read.source import RUN
 
 
@@ -33,5 +33,5 @@ class DeepSpeedUniversalFormat(Format):
         """Index of the checkpoint at `path`."""
         from ucp_formats.deepspeed.read.universal.index import read_universal
 
-        located = the_folder(locate_tag(path, universal=True), path)
-        return with_save_folder(read_universal(located, self.name, self._options), located)
+        located = require_folder(locate_tag(path, universal=True), path)
+        return add_save_folder(read_universal(located, self.name, self._options), located)

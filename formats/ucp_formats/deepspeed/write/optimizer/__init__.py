@@ -1,1 +1,1 @@
-"""The optimizer files of every ZeRO stage, written."""
+"""Writes the optimizer files of every ZeRO stage."""

@@ -1,14 +1,14 @@
-"""The optimizer of a checkpoint as DeepSpeed's files have it: groups of parameters, counts, and what both share.
+"""The optimizer in the form of DeepSpeed's files: parameter groups, step counts, and checks of missing states.
 
 A flat group has one tensor per state and one step count. A parameter that was never stepped has zeros there, as in
-DeepSpeed's own buffers; parameters that counted different steps cannot share a group. One that took steps and whose
-states were lost looks as if it had taken none, but zeros are wrong for it: `Index.lost` tells, or that it has some
+DeepSpeed's own buffers. Parameters with different step counts cannot share a group. A parameter that was stepped and
+lost its states looks as if it was never stepped, but zeros are wrong for it: it is in `Index.lost`, or it has some
 states and lacks others.
 
-A step is written in the type that optimizers go on from (`RunFacts.step_dtype`). `load_checkpoint` of native files goes
-through `load_state_dict` of the optimizer, where torch's make a tensor of a number and DeepSpeed's keep it; a universal
-load puts what it finds into the optimizer as it is (`base_optimizer.py` and `stage3.py`, 0.19.8). The first step after
-it, tried with torch 2.13 and DeepSpeed 0.19.8:
+A step is written in a type from which optimizers continue (`RunFacts.step_dtype`). `load_checkpoint` of native files
+calls the optimizer's `load_state_dict`: torch's optimizers turn a number into a tensor, DeepSpeed's keep it. A
+universal load puts the step into the optimizer unchanged (`base_optimizer.py` and `stage3.py`, 0.19.8). What the next
+step does then, tried with torch 2.13 and DeepSpeed 0.19.8:
 
 ==================== ============================ ============================================
 form                 torch (plain, foreach, fused) DeepSpeed's on CPUs (FusedAdam, CPUAdam)
@@ -70,16 +70,16 @@ class Group:
 
     @cached_property
     def lacking(self) -> Mapping[str, tuple[str, ...]]:
-        """Parameter to the states that others of the group have and it lacks."""
+        """Parameter to the states that it lacks and others in the group have."""
         return find_missing_states({atom.name: atom.states for atom in self.params}, self.state_names)
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
-        """Count to a parameter whose value is that of all. Raises UnsupportedError where they differ."""
+        """Count to a parameter that has the group's value. Raises UnsupportedError where values differ."""
         return {state: self.counter(state) for state in self.counts}
 
     def counter(self, state: str, params: Iterable[str] | None = None) -> AtomIndex:
-        """A parameter whose count is that of `params`, or of the whole group where none of them has one."""
+        """A parameter whose count is that of `params`, or of the whole group if none of them has a count."""
         atoms = {atom.name: atom for atom in self.params}
         for names in ([] if params is None else [params], [atoms]):
             for members in names:
@@ -94,8 +94,8 @@ def is_optimized(atom: AtomIndex) -> bool:
     return atom.kind is Kind.PARAMETER and 0 not in atom.global_shape
 
 
-def without_groups(index: Index) -> str:
-    """What a source without optimizer groups holds: weights only, or states that no optimizer takes without groups."""
+def describe_without_groups(index: Index) -> str:
+    """What a source without optimizer groups holds: only weights, or states that no optimizer loads without groups."""
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     return f"has {', '.join(states)}, and no optimizer groups to take them with" if states else "holds weights only"
 
@@ -111,7 +111,7 @@ def optimizer_groups(facts: RunFacts) -> tuple[Group, ...]:
     owned = {name: atom for name, atom in index.atoms.items() if is_optimized(atom)}
     facts.optimizer.check_grouped(owned, remedy="convert from a checkpoint with the whole optimizer")
     check_weights(index)
-    # one number for a parameter anywhere; of one with a single element it looks like a value per element
+    # one number per parameter; for a parameter with a single element it looks like a value per element
     counts = {name for atom in owned.values() for name in atom.states if atom.is_count(name)}
     groups = []
     for group in index.groups:
@@ -149,10 +149,10 @@ def check_flat(groups: Iterable[Group]) -> None:
 
 
 def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True) -> None:
-    """Raise MissingStateError for parameters that took steps and lack states, unless they are to be zero.
+    """Raise MissingStateError for parameters that were stepped and lack states, unless zeros are asked for.
 
-    `flat`: what is lacking would be zeros. Else each parameter has states of its own, and one without any, which the
-    user left out, starts anew.
+    `flat`: missing states would become zeros. Else each parameter has its own states, and the optimizer starts anew
+    for a parameter whose states the user left out.
     """
     if facts.keeps_zeros or not any(group.state_names for group in groups):
         return
@@ -179,18 +179,18 @@ def check_stepped(facts: RunFacts, groups: Sequence[Group], *, flat: bool = True
 
 
 def filled_with_zeros(groups: Iterable[Group]) -> dict[str, frozenset[str]]:
-    """Parameter to the states that flat groups and universal files have of it, and the source has not."""
+    """Parameter to the states that flat groups and universal files have, and the source lacks."""
     return {name: frozenset(states) for group in groups for name, states in group.lacking.items()}
 
 
 def group_notes(groups: Sequence[Group], *, flat: bool) -> Iterable[str]:
-    """What was assumed of states that are not in the source; `flat`: parameters of a group share its tensors."""
+    """Notes on states that the source lacks; `flat`: parameters of a group share its tensors."""
     missing = [name for group in groups for name in group.lacking]
     if flat and missing:
         yield (
             f"{format_count(len(missing), 'parameter lacks', 'parameters lack')} "
-            f"states that others of their group have ({missing[0]}, ...): those are "
-            "zero, and the step count is the group's, as DeepSpeed has it for a parameter that was never stepped"
+            f"states that others of their group have ({missing[0]}, ...): they are "
+            "zero, with the group's step count, as in DeepSpeed for a parameter that was never stepped"
         )
     filled = [group for group in groups if group.params]
     stateless = [str(number) for number, group in enumerate(filled) if not group.state_names]
@@ -208,7 +208,7 @@ def note_step_casts(facts: RunFacts, groups: Iterable[Group]) -> None:
 
 
 def _is_unpacked(facts: RunFacts, atom: AtomIndex) -> bool:
-    """Whether the step of a parameter is written as a whole Python number."""
+    """Whether the step of a parameter is written as a Python int."""
     return facts.step_dtype is DType.INT64 and (facts.unpacks_steps or is_plain_number(atom, STEP))
 
 
@@ -239,7 +239,7 @@ def group_entry(draft: AtomDraft, facts: RunFacts, group: Group, numbers: Iterab
 
 
 def common_keys(facts: RunFacts, rank: int) -> dict[str, object]:
-    """Loss scale and overflow, as stages 1 to 3 keep them."""
+    """Loss scale and overflow, in the form of stages 1 to 3."""
     scaler, dynamic = plain_scaler(), False
     if facts.precision is Precision.FP16:
         saved = facts.extras.get("loss_scaler", rank)
@@ -251,7 +251,7 @@ def common_keys(facts: RunFacts, rank: int) -> dict[str, object]:
     }
 
 
-def clipping(facts: RunFacts, rank: int) -> dict[str, object]:
-    """Norm at which gradients are clipped; an engine keeps its own where the source does not say."""
+def clipping_keys(facts: RunFacts, rank: int) -> dict[str, object]:
+    """Norm at which gradients are clipped; without a record in the source, an engine keeps its own."""
     norm = facts.extras.mapping("optimizer", rank).get("clip_grad", facts.config.gradient_clipping)
     return {} if norm is None else {"clip_grad": norm}

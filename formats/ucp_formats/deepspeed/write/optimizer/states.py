@@ -1,4 +1,4 @@
-"""The states of every group in the files of each stage: in a tensor per parameter, or flat, as ranks share or cut them.
+"""The optimizer states in the files of each stage: a tensor per parameter, a share of a buffer, or chunks.
 
 Stages 1 and 2, and BF16_Optimizer, share one flat buffer per group; keys and their order are those of
 `DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py, 0.19.8). BF16_Optimizer loads the same file: it
@@ -11,7 +11,7 @@ The optimizer of stage 0 lies inside the model-states file, in one of three shap
 - `unfused`: FP16_UnfusedOptimizer, a master per parameter (fp16 or bf16 with any optimizer but FusedAdam);
 - `fused`: FP16_Optimizer, one flat master per group and no padding (fp16 or bf16 with FusedAdam).
 
-None of them names its parameters. The names of each group stand in `param_shapes` of the model-states file, which
+None of them names its parameters. The names of each group are in `param_shapes` of the model-states file, which
 DeepSpeed leaves None at stage 0 and never reads; `param_names` in the groups would make torch refuse to add a group.
 """
 
@@ -30,7 +30,7 @@ from ucp.errors import UnsupportedError, format_list
 from ucp.io.pickle.values import GlobalName, Stub
 from ucp_formats.deepspeed.config import Precision, read_loss_scale, scale_numbers
 from ucp_formats.deepspeed.partition import alignment_paddings, round_robin, shared_buffers, sub_groups
-from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping, common_keys, group_entry, write_count
+from ucp_formats.deepspeed.write.optimizer.groups import Group, clipping_keys, common_keys, group_entry, write_count
 from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, ParamRange, RunFacts, is_plain_number
 
 
@@ -47,7 +47,7 @@ class GroupBuffer:
 
     @classmethod
     def of(cls, facts: RunFacts, group: Group, *, ranks: int) -> GroupBuffer:
-        """That of a group which is cut over `ranks` ranks, as the engine of the target would build it."""
+        """The buffer of a group that is partitioned over `ranks` ranks, as the engine of the target builds it."""
         plain = facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision)
         sizes = dict(group.sizes)
         if facts.config.round_robin and not plain:
@@ -69,14 +69,14 @@ class GroupBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one file has of a group."""
+    """The share of a group in one file."""
 
     buffer: GroupBuffer
     """Its buffer."""
     place: int
     """Which share of the buffer it is."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parameter to its name on the rank, where that is another (experts count from 0 on each rank)."""
+    """Parameter to its name on the rank, where they differ (experts count from 0 on each rank)."""
 
     @property
     def group(self) -> Group:
@@ -89,7 +89,7 @@ class SubGroup:
     """Parameters whose chunks share one flat tensor, at stage 3."""
 
     group: Group
-    """The parameter group it is cut from."""
+    """The parameter group that it is part of."""
     chunks: Chunks
     """What a rank has of each parameter."""
 
@@ -100,7 +100,7 @@ class SubGroup:
 
 
 def split_groups(facts: RunFacts, groups: Sequence[Group]) -> list[list[SubGroup]]:
-    """Sub-groups of each group, as the engine of the target would split it."""
+    """Sub-groups of each group, as the engine of the target splits it."""
     split = []
     for group in groups:
         sizes = dict(group.sizes)
@@ -127,7 +127,7 @@ def shared_state(draft: AtomDraft, facts: RunFacts, shares: Sequence[Share], ran
     ]
     return {
         **common_keys(facts, rank),
-        **clipping(facts, rank),
+        **clipping_keys(facts, rank),
         "base_optimizer_state": {"state": state, "param_groups": entries},
         "single_partition_of_fp32_groups": masters,
         "zero_stage": _stage(facts.stage),
@@ -144,9 +144,9 @@ def _stage(stage: int) -> Stub:
 
 
 def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequence[ParamRange]) -> dict[str, object]:
-    """States of one flat parameter; as in DeepSpeed they are as long as the share, padding included."""
+    """States of one flat parameter; as in DeepSpeed, they are as long as the share, with padding."""
     group = share.group
-    # Muon's momentum is whole for all parameters that a rank shares (`_muon_momentum_buffer`, 0.19.8)
+    # Muon's momentum is in full for each parameter that the rank's share touches (`_muon_momentum_buffer`, 0.19.8)
     shares_all = facts.config.offloaded or (facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision))
     has_whole = group.hyper.get("use_muon") is True and not shares_all
     state: dict[str, object] = {}
@@ -164,7 +164,7 @@ def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequ
 
 
 def _slice_mapping(share: Share, stored: Sequence[ParamRange]) -> OrderedDict[object, object]:
-    """Where each parameter lies in the share, in the order of the group; true also under round robin."""
+    """Position of each parameter in the share, in the order of the group; right under round robin too."""
     parts = {part.param: part for part in stored}
     address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
     return OrderedDict(
@@ -234,12 +234,12 @@ class Wrapper(StrEnum):
     FUSED = "FP16_Optimizer"
 
 
-def wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
+def choose_wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     """The class that the engine of the target will use (`_configure_fp16_optimizer`, 0.19.8).
 
-    Where the training script builds the optimizer itself, `bias_correction` among the hyper-parameters tells of
-    FusedAdam, unless there are some that every Adam of torch has: its `load_state_dict` keeps a `bias_correction` that
-    it finds, as `group_entry` writes one.
+    If the training script builds the optimizer, the hyper-parameter `bias_correction` means FusedAdam, unless there are
+    hyper-parameters that only torch's Adam has: its `load_state_dict` keeps a `bias_correction`, as `group_entry`
+    writes it.
     """
     if facts.precision is Precision.FP32:
         return Wrapper.PLAIN
@@ -280,12 +280,12 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
         "optimizer_state_dict": {"state": state, "param_groups": entries},
         "fp32_groups_flat": flat_masters,
         "clip_grad": 0.0,
-        **clipping(facts, 0),
+        **clipping_keys(facts, 0),
     }
 
 
 def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[str, object]:
-    """state_dict of a torch optimizer with one entry per parameter; one that was never stepped has none."""
+    """state_dict of a torch optimizer: an entry per parameter, and none for a parameter that was never stepped."""
     state: dict[int, object] = {}
     entries = []
     first = 0
@@ -307,7 +307,7 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
 
 
 def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
-    """The parameters that the optimizer numbers in each group; torch's own numbers those without elements too.
+    """The parameters that the optimizer numbers in each group; torch's optimizers also number those without elements.
 
     Raises UnsupportedError when the group of one of these is not known.
     """

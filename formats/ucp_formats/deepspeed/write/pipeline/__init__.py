@@ -1,1 +1,1 @@
-"""Stages and layers of a pipeline, written."""
+"""Writes the stages and layers of a pipeline."""

@@ -1,8 +1,8 @@
-"""What the files of a pipeline tell of its layers and stages, and the files of its layers.
+"""What the files of a pipeline record about its layers and stages; writes the files of its layers.
 
-Known are the layers with a file (a module has one; a function has none, nor has a tied layer with a `forward_fn`) and
-the trained parameters of each stage, by its optimizer. Not known are the bounds of the stages where layers without
-parameters lie between them, which layer without a file uses a tied layer again, and functions after the last file.
+Files show which layers have a file (modules do; functions and tied layers with a `forward_fn` do not), and which
+trained parameters each stage's optimizer has. They do not show on which side of a stage boundary layers without
+parameters are, which layers without a file reuse a tied layer, and functions after the last layer with a file.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PIPELINE = "pipeline"
 """Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
 
 Uses = Mapping[str, Sequence[int]]
-"""Key of tied layers to layers that use them."""
+"""Key of a tied layer to the layers that use it."""
 
 _TIED = "tied_modules."
 
 
 def layer_of(name: str) -> int | None:
-    """Layer that a parameter is named by; None for one of a tied layer."""
+    """Number of the layer in a parameter's name; None for a tied layer."""
     first = name.partition(".")[0]
     return int(first) if first.isdecimal() else None
 
 
 def tied_key(name: str) -> str | None:
-    """Key of the tied layers that a parameter is of, or None.
+    """Key of the tied layer that a parameter belongs to, or None.
 
     >>> tied_key("tied_modules.embed.word.weight")
     'embed'
@@ -44,9 +44,9 @@ def tied_key(name: str) -> str | None:
 
 
 def is_pipeline(facts: RunFacts) -> bool:
-    """Whether the source was a pipeline of DeepSpeed: its files say so, and names are those of a PipelineModule.
+    """Whether the source was a DeepSpeed pipeline: its files record one, and names are those of a PipelineModule.
 
-    An `nn.Sequential` names its parameters alike, so that names alone say nothing.
+    Names alone do not decide: an `nn.Sequential` names its parameters the same way.
     """
     recorded = facts.index.topology.pp > 1 or facts.extras.get(PIPELINE) is not None
     return recorded and _names_layers(facts.index.atoms)
@@ -63,10 +63,10 @@ def stage_at(bounds: Sequence[int], layer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a source says of its pipeline."""
+    """What a source records about its pipeline."""
 
     layers: Mapping[int, str]
-    """Layer with a file to what the names of its parameters start with."""
+    """Layer with a file to the prefix of its parameters' names."""
     stages: Sequence[Sequence[str]]
     """Trained parameters of each stage, as its optimizer has them."""
 
@@ -88,7 +88,7 @@ class Pipeline:
         return stages_by_key
 
     def tied_uses(self, stated: Uses) -> Uses:
-        """Key of tied layers to the layers that use them, increasing: those with a file, and those of `told`."""
+        """Key of a tied layer to the layers that use it, increasing: those with a file, and those that are `stated`."""
         seen: dict[str, set[int]] = {key: set() for key in self.tied_stages}
         for layer, start in self.layers.items():
             key = tied_key(start)
@@ -96,8 +96,11 @@ class Pipeline:
                 seen.setdefault(key, set()).add(layer)
         return {key: sorted({*layers, *stated.get(key, ())}) for key, layers in seen.items()}
 
-    def hidden(self, stated: Uses) -> list[str]:
-        """Keys of tied layers that more layers use than have a file or are `told`: one for each stage, and two."""
+    def find_unknown_uses(self, stated: Uses) -> list[str]:
+        """Keys of tied layers with unknown uses: fewer known than stages that hold it, or than two if none is `stated`.
+
+        A layer can have no file and use a tied layer all the same, if it has a `forward_fn`.
+        """
         uses = self.tied_uses(stated).items()
         return [
             key
@@ -105,15 +108,15 @@ class Pipeline:
             if len(layers) < max(len(self.tied_stages.get(key, ())), 1 if key in stated else 2)
         ]
 
-    def agrees(self, bounds: Sequence[int], uses: Uses) -> bool:
-        """Whether stages of `bounds` have the trained parameters that the source's have; `uses`: of tied layers."""
+    def has_stages(self, bounds: Sequence[int], uses: Uses) -> bool:
+        """Whether stages with these `bounds` have the trained parameters of the source's stages."""
         if not any(self.stages):
             return True
         placed = {key: {stage_at(bounds, layer) for layer in layers} for key, layers in uses.items()}
         tied = all(placed.get(key, set()) == stages for key, stages in self.tied_stages.items())
         return tied and all(stage_at(bounds, layer) == stages for layer, stages in self.layer_stages.items())
 
-    def disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
+    def find_disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
         """Two parameters of one group and stage that do not come in the order of the module, else None.
 
         A PipelineModule has tied layers before all others, as it registers them first.
@@ -128,7 +131,7 @@ class Pipeline:
         return None
 
     def stage_of(self, name: str) -> set[int]:
-        """Stages of a parameter or buffer that no optimizer has: that of the last layer before it with trained ones."""
+        """Stages of a tensor that no optimizer has: the stage of the last layer before it with trained parameters."""
         key = tied_key(name)
         if key is not None and key in self.tied_stages:
             return self.tied_stages[key]
@@ -142,11 +145,11 @@ def _place(name: str) -> int:
     return -1 if layer is None else layer
 
 
-def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
-    """The pipeline that a source without stages is to become, by its names; None where they are of no PipelineModule.
+def infer_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
+    """The pipeline that a source without stages becomes, by its names; None if they are not those of a PipelineModule.
 
-    `tied`: key of tied layers to layers that use them, the first of which has their file. Raises UsageError for tied
-    layers without.
+    `tied`: key of a tied layer to the layers that use it, the first of which has its file. Raises UsageError for a
+    tied layer without an entry.
     """
     if not _names_layers(facts.index.atoms):
         return None
@@ -160,8 +163,8 @@ def named_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
     return Pipeline(dict(sorted(layers.items())), ())
 
 
-def pipeline_of(facts: RunFacts) -> Pipeline | None:
-    """The pipeline of the source, or None where it is not one."""
+def read_pipeline(facts: RunFacts) -> Pipeline | None:
+    """The pipeline of the source; None if it was not a pipeline."""
     record = facts.extras.mapping(PIPELINE)
     layers, stages = record.get("layers"), record.get("stages")
     if not isinstance(layers, dict) or not isinstance(stages, list):

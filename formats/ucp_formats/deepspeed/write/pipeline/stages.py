@@ -1,9 +1,7 @@
-"""Which layers each stage of the target has: those of the source's stage, or what `--set` says; nothing is inferred.
+"""Which layers each stage of the target has: those of the source's stage, or those that `--set` states.
 
-The optimizer file of a stage has the parameters of its layers, and DeepSpeed looks at no names in it. So the files must
-be cut as the run that loads them partitions its layers, which no file records.
-
-What `--set` says of them, as files record neither how layers are partitioned nor all of them:
+The optimizer file of a stage holds the parameters of its layers, and DeepSpeed does not check names in it. So the files
+must match how the run that loads them partitions its layers. No file records that, and nothing is inferred.
 
 stages=0,3,5,9       the layer that each stage starts with, then the number of layers
 partition=uniform    `partition_method` of the run: uniform, parameters, or type: with the numbers of the layers
@@ -49,27 +47,27 @@ _ELSE = "or write --to deepspeed-universal, which loads at any number of stages"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """The settings; each empty where the user says nothing."""
+    """The settings; empty where the user states nothing."""
 
     bounds: tuple[int, ...] = ()
     """First layer of each stage, then the number of layers."""
     partition: str = ""
-    """`partition_method`, as said."""
+    """`partition_method`, as stated."""
     matched: frozenset[int] = frozenset()
     """Layers that the expression of `type:` matches."""
     layers: int = 0
     """Number of layers."""
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Key of a tied layer to layers that use it again."""
+    """Key of a tied layer to the layers that use it again."""
 
     @property
     def partitions(self) -> bool:
-        """Whether the user says what layers each stage has."""
+        """Whether the user states which layers each stage has."""
         return bool(self.bounds or self.partition)
 
 
-def stage_settings(texts: Mapping[str, str]) -> StageSettings:
-    """What the settings say. Raises UsageError with all that are malformed.
+def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
+    """The parsed settings. Raises UsageError with all that are malformed.
 
     >>> stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
     {'embed': (8,)}
@@ -113,18 +111,18 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What the stages of the target have."""
+    """Contents of the target's stages."""
 
     places: Sequence[Mapping[str, int]]
-    """Of each stage, its parameters and buffers; with numbers in the order in which its module has them."""
+    """Per stage, its parameters and buffers, each with its position in the module."""
     notes: tuple[str, ...] = ()
-    """What is to be said of them."""
+    """Notes on them."""
 
 
-def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
+def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
     """Contents of `count` stages; `facts`: with the shapes that the first tensor-parallel rank has.
 
-    Raises TopologyError where nobody says what the stages have or DeepSpeed cannot have them, and UsageError.
+    Raises TopologyError if the layers of the stages are unknown or DeepSpeed cannot have such stages, and UsageError.
     """
     if count == len(pipeline.stages) and not settings.partitions:
         owned = {name for names in pipeline.stages for name in names}
@@ -133,7 +131,7 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             for stage in () if name in owned else pipeline.stage_of(name):
                 places[stage][name] = len(places[stage])
         return Stages(places)
-    disorder = pipeline.disorder(facts.index.groups)
+    disorder = pipeline.find_disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
             f"expected each stage's optimizer to have the parameters of a group in the order of their layers; "
@@ -144,10 +142,10 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
     layers = max(
         [1, settings.layers, max(pipeline.layers, default=-1) + 1, *(users[-1] + 1 for users in uses.values() if users)]
     )
-    wrong = list(_misfits(pipeline, settings, layers, count))
+    wrong = list(_find_misfits(pipeline, settings, layers, count))
     if wrong:
         raise UsageError(f"--set does not fit {facts.index.path}:\n{format_list(wrong)}")
-    hidden = [key for key in pipeline.hidden(settings.tied) if count > 1 or len(uses) > 1]
+    hidden = [key for key in pipeline.find_unknown_uses(settings.tied) if count > 1 or len(uses) > 1]
     lacking = [_STAGES] if count > 1 and not settings.partitions else []
     lacking += [_TIED.format(key) for key in hidden]
     if lacking:
@@ -158,24 +156,24 @@ def stages_of(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, coun
             f"expected the layers of each stage for pp={count}; {facts.index.path} is of pp={len(pipeline.stages)}, "
             f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
         )
-    bounds = settings.bounds or _partitioned(facts, settings, uses, layers, count)
+    bounds = settings.bounds or _partition_layers(facts, settings, uses, layers, count)
     note = _note(facts, pipeline, settings, uses, bounds)
     return Stages(_places(facts, uses, bounds), (note,) if count > 1 else ())
 
 
 def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Uses, bounds: Sequence[int]) -> str:
-    """What was done, and whether the source's stages are of the same partition."""
+    """A note on the stages, and whether the same partition gives the source's stages."""
     note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
     if settings.partition:
         note += f" with partition={settings.partition} for {bounds[-1]} layers"
         before = len(pipeline.stages)
-        if before and not pipeline.agrees(_partitioned(facts, settings, uses, bounds[-1], before), uses):
-            note += "; the source's stages are not of this partition: check partition, layers and tied"
+        if before and not pipeline.has_stages(_partition_layers(facts, settings, uses, bounds[-1], before), uses):
+            note += "; the source's stages do not follow from this partition: check partition, layers and tied"
     return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
 
 
-def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
-    """What the user says that does not fit the files, which have `layers` layers at least."""
+def _find_misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
+    """Settings that do not fit the files, which have at least `layers` layers."""
     if settings.bounds and len(settings.bounds) != count + 1:
         yield f"stages: {len(settings.bounds) - 1} of them for pp={count}"
     stated = settings.bounds[-1] if settings.bounds else settings.layers
@@ -190,8 +188,8 @@ def _misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: in
         yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
 
 
-def _partitioned(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
-    """Bounds as `PipelineModule._partition_layers` makes them."""
+def _partition_layers(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
+    """Bounds as `PipelineModule._partition_layers` computes them."""
     if settings.matched:
         return balanced_bounds([int(layer in settings.matched) for layer in range(layers)], count)
     if settings.partition == "uniform":
@@ -209,7 +207,7 @@ def _layers_of(name: str, uses: Uses) -> Sequence[int]:
 
 
 def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[str, int]]:
-    """Names of each stage, numbered by layer; tied layers come first, as a PipelineModule has them."""
+    """Names of each stage, numbered by layer; tied layers come first, as in a PipelineModule."""
     places: list[dict[str, int]] = [{} for _ in bounds[1:]]
     trained = {atom.name for atom in facts.index.atoms.values() if atom.kind is Kind.PARAMETER}
     for name in facts.index.atoms:
@@ -226,9 +224,9 @@ def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[
 
 
 def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
-    """Bounds of stages with as many layers each, the first ones with one more (`partition_uniform`, runtime/utils.py).
+    """Bounds of stages of equal length, the first ones longer by one layer (`partition_uniform`, runtime/utils.py).
 
-    Stages come out empty where there are fewer layers than stages.
+    Some stages are empty if there are fewer layers than stages.
 
     >>> uniform_bounds(8, 3)
     (0, 3, 6, 8)
@@ -240,7 +238,7 @@ def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds with the smallest difference of the heaviest and the lightest stage (`partition_balanced`, ties included).
+    """Bounds with the least difference between heaviest and lightest stage (`partition_balanced`, ties included).
 
     `weights`: one per layer. Of several such bounds, the last stages take the fewest layers.
 

@@ -149,7 +149,7 @@ def units_of(shapes: Shapes, lengths: Sequence[int], ranks: int) -> list[list[st
     solutions: set[tuple[tuple[str, ...], ...]] = set()
     for has_root in (True, False):
         inner = [*lengths[1:]] if has_root else [*lengths]
-        for runs in _runs(shapes, inner, lengths[0] if has_root else 0, ranks):
+        for runs in _find_runs(shapes, inner, lengths[0] if has_root else 0, ranks):
             inside = {name for low, high in runs for name in names[low:high]}
             root = [tuple(name for name in names if name not in inside)] if has_root else []
             solutions.add((*root, *(tuple(names[low:high]) for low, high in runs)))
@@ -160,7 +160,7 @@ _Runs = tuple[tuple[int, int], ...]
 """First and one past the last of the names that each unit below the outermost holds."""
 
 
-def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) -> list[_Runs]:
+def _find_runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) -> list[_Runs]:
     """The first two ways to assign a module's names to each unit; the rest are the outermost module's."""
     names = list(shapes)
     # for each number of names: units done and elements of the outermost module, to ways that lead there
@@ -171,7 +171,7 @@ def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) ->
         partial[count][key] = [*partial[count].get(key, []), *runs][:2]
 
     for start, name in enumerate(names):
-        numels = {stop: sum(prod(shapes[inside]) for inside in names[start:stop]) for stop in _stops(names, start)}
+        numels = {stop: sum(prod(shapes[inside]) for inside in names[start:stop]) for stop in _find_stops(names, start)}
         for (units, in_root), runs in partial[start].items():
             if (numel := in_root + prod(shapes[name])) <= root_length:
                 add(start + 1, (units, numel), runs)
@@ -187,7 +187,7 @@ def _runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) ->
     return list(chain.from_iterable(complete))[:2]
 
 
-def _stops(names: list[str], start: int) -> list[int]:
+def _find_stops(names: list[str], start: int) -> list[int]:
     """Ends of the runs of names, from `start` on, that are all those of one module."""
     parts = names[start].split(".")
     stops = set()

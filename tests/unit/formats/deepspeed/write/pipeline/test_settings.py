@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from ucp_formats.deepspeed.write.pipeline.stages import StageSettings, stage_settings
+from ucp_formats.deepspeed.write.pipeline.stages import StageSettings, parse_stage_settings
 
 from ucp.errors import UsageError
 
 
 def test_every_setting() -> None:
-    assert stage_settings({}) == StageSettings()
-    assert not stage_settings({}).partitions
-    assert stage_settings({"stages": "0,3,5,9", "tied": "embed:8,embed:7,pos:1"}) == StageSettings(
+    assert parse_stage_settings({}) == StageSettings()
+    assert not parse_stage_settings({}).partitions
+    assert parse_stage_settings({"stages": "0,3,5,9", "tied": "embed:8,embed:7,pos:1"}) == StageSettings(
         bounds=(0, 3, 5, 9), tied={"embed": (8, 7), "pos": (1,)}
     )
-    found = stage_settings({"partition": "type:2-4,7", "layers": "9"})
+    found = parse_stage_settings({"partition": "type:2-4,7", "layers": "9"})
     assert found == StageSettings(partition="type:2-4,7", matched=frozenset({2, 3, 4, 7}), layers=9)
     assert found.partitions
 
@@ -36,7 +36,7 @@ def test_every_setting() -> None:
 )
 def test_what_is_not_understood_is_refused_with_what_is(name: str, text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        stage_settings({name: text})
+        parse_stage_settings({name: text})
     assert message in str(error.value)
     assert "--set stages, partition, layers, tied" in str(error.value)
 
@@ -44,10 +44,10 @@ def test_what_is_not_understood_is_refused_with_what_is(name: str, text: str, me
 @pytest.mark.parametrize("settings", [{"stages": "0,3", "partition": "uniform"}, {"layers": "3"}, {"tied": "e:3"}])
 def test_either_stages_or_partition(settings: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="say either stages or partition"):
-        stage_settings(settings)
+        parse_stage_settings(settings)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UsageError, match=r"(?s)layers=x.*partition=x.*") as error:
-        stage_settings({"layers": "x", "partition": "x"})
+        parse_stage_settings({"layers": "x", "partition": "x"})
     assert str(error.value).count("\n") == 2

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, pipeline_of
-from ucp_formats.deepspeed.write.pipeline.stages import Stages, stage_settings, stages_of
+from ucp_formats.deepspeed.write.pipeline.layers import Pipeline, read_pipeline
+from ucp_formats.deepspeed.write.pipeline.stages import Stages, assign_stages, parse_stage_settings
 from ucp_formats.deepspeed.write.run import RunFacts, run_facts
 
 import ucp
@@ -27,13 +27,13 @@ def facts(name: str, zero: int = 0) -> RunFacts:
 
 
 def pipeline(name: str) -> Pipeline:
-    found = pipeline_of(facts(name))
+    found = read_pipeline(facts(name))
     assert found is not None
     return found
 
 
 def stages(name: str, count: int, settings: Mapping[str, str] | None = None, *, zero: int = 0) -> Stages:
-    return stages_of(facts(name, zero), pipeline(name), stage_settings(settings or {}), count)
+    return assign_stages(facts(name, zero), pipeline(name), parse_stage_settings(settings or {}), count)
 
 
 def layers(found: Stages) -> list[list[str]]:
@@ -69,7 +69,7 @@ def test_the_note_says_what_was_done_and_whether_the_source_is_so() -> None:
     (note,) = stages("z1-pp2-dp2", 4, {**TIED, "partition": "uniform"}).notes
     assert "stages=0,2,4,5,6, as --set says with partition=uniform for 6 layers. A run that" in note
     (note,) = stages("z1-pp2-dp2", 3, {**TIED, "partition": "parameters"}).notes
-    assert "the source's stages are not of this partition: check partition, layers and tied" in note
+    assert "the source's stages do not follow from this partition: check partition, layers and tied" in note
     (note,) = stages("z1-pp2-dp2", 3, {**TIED, "stages": "0,1,4,6"}).notes
     assert "the source's stages" not in note
 
@@ -77,14 +77,14 @@ def test_the_note_says_what_was_done_and_whether_the_source_is_so() -> None:
 def test_one_stage_needs_no_layer_with_a_file() -> None:
     own = facts("z1-pp2-dp2")
     bare = replace(own, index=replace(own.index, atoms={EMB: own.index.atoms[EMB]}, groups=()))
-    assert stages_of(bare, Pipeline({}, [[EMB], [EMB]]), stage_settings({}), 1).places == [{EMB: -1}]
+    assert assign_stages(bare, Pipeline({}, [[EMB], [EMB]]), parse_stage_settings({}), 1).places == [{EMB: -1}]
 
 
 def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
     pos = "tied_modules.pos.weight"
     own = Pipeline({0: "tied_modules.emb.", 1: "1."}, [[EMB, "1.weight"], [EMB, pos]])
     with pytest.raises(TopologyError, match=r"which layers use tied_modules\.emb, tied_modules\.pos again"):
-        stages_of(facts("z1-pp2-dp2"), own, stage_settings({}), 1)
+        assign_stages(facts("z1-pp2-dp2"), own, parse_stage_settings({}), 1)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_parameters_out_of_order_are_refused() -> None:
     own = pipeline(name)
     turned = replace(own, stages=[own.stages[0], list(reversed(own.stages[1])), *own.stages[2:]])
     with pytest.raises(TopologyError, match="in the order of their layers"):
-        stages_of(facts(name), turned, stage_settings({}), 2)
+        assign_stages(facts(name), turned, parse_stage_settings({}), 2)
