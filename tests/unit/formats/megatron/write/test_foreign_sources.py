@@ -44,6 +44,13 @@ def huggingface() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def fuse_qkv(model: dict[str, torch.Tensor], layer: int) -> torch.Tensor:
+    """Queries, key and value of every group (megatron-core, attention.py)."""
+    q, k, v = (model[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
+    groups = zip(q.chunk(GROUPS), k.chunk(GROUPS), v.chunk(GROUPS), strict=True)
+    return torch.cat([torch.cat(group) for group in groups])
+
+
 @pytest.fixture
 def model():
     return huggingface()
