@@ -69,7 +69,7 @@ class StageSettings:
 def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
     """The parsed settings. Raises UsageError with all that are malformed.
 
-    >>> stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
+    >>> parse_stage_settings({"partition": "uniform", "tied": "embed:8"}).tied
     {'embed': (8,)}
     """
     wrong = []
