@@ -91,3 +91,14 @@ def test_two_models_with_an_optimizer_each_are_refused(tmp_path: Path) -> None:
         ucp.open(_torch({**saved, **optimizers}, tmp_path))
     with pytest.raises(UnsupportedError, match="more than one trains"):
         ucp.open(_torch({"one": saved["one"], **optimizers}, tmp_path))
+
+
+@pytest.mark.parametrize("save", [_torch, _dcp])
+def test_an_average_is_an_extra_without_an_optimizer(save: Save, tmp_path: Path) -> None:
+    model = _net(4, 8)
+    average = AveragedModel(deepcopy(model))
+    _stepped(model)
+
+    read = ucp.open(save({"ema": average.state_dict(), "model": model.state_dict()}, tmp_path))
+
+    assert torch.equal(read.read("0.weight", "weight"), model.state_dict()["0.weight"])

@@ -181,3 +181,12 @@ def test_a_share_that_is_too_short(tmp_path: Path, fake_run) -> None:
     flats = run.optimizers[0]["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     flats[0] = flats[0][:-1].clone()
     assert "group 0 (a.weight, b.weight, ...): state weight" in problems(run.save(tmp_path), UnsupportedError)
+
+
+def test_missing_model_states(kept) -> None:
+    tag = kept("z1-dp4-fp32")
+    (tag / "mp_rank_00_model_states.pt").unlink()
+    assert "missing: mp_rank_00_model_states.pt (rank 0 of 1)" in problems(tag, MissingFileError)
+    tag = kept("z3-dp4-fp32")
+    (tag / MODEL.format(0)).unlink()
+    assert f"missing: {MODEL.format(0)} (rank 0 of 4)" in problems(tag, MissingFileError)

@@ -361,3 +361,13 @@ def test_a_tensor_beside_it_stays_one(source: Make, write: Make) -> None:
     assert type(state[0]["step"]) is int
     assert (state[1]["step"].dtype, state[1]["step"].shape) == (np.dtype("<f4"), ())
     assert written.plan.casts == ("step: float64 -> int64 in 2 parameters",)
+
+
+def test_muon_keeps_its_momentum_whole_for_every_parameter_that_a_share_touches(source: Make, write: Make) -> None:
+    made = source(states=[["momentum_buffer"], ["exp_avg", "exp_avg_sq"]], hypers=MUON, steps=[None, 3])
+    written = write(made, TARGET, Topology(dp=3, zero=2))
+    touched = [["emb"], ["emb", "w"], ["w"]]
+    for rank, names in enumerate(touched):
+        state = written.load(optim(rank))["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        assert state[0]["momentum_buffer"].tolist() == flat(made, names, "momentum_buffer")
+        assert state[1]["exp_avg"].size == 4

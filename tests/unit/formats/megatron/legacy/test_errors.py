@@ -151,3 +151,11 @@ def test_packed_tensors_with_gaps_are_refused(fake_legacy, tmp_path: Path) -> No
     model["output_layer.weight"] = model["output_layer.weight"].t().contiguous().t()
     with pytest.raises(UnsupportedError, match=r"output_layer\.weight"):
         read(run.save(tmp_path))
+
+
+def test_a_sparse_grid_lacks_nothing(fake_legacy, tmp_path: Path) -> None:
+    folder = fake_legacy(kind="mixtral", tp=2, ep=2, etp=1, dp=1).save(tmp_path)
+    assert sorted(own.name for own in (folder / "iter_0000010").iterdir()) == ["mp_rank_00_000", "mp_rank_01_001"]
+    shutil.rmtree(folder / "iter_0000010" / "mp_rank_01_001")
+    with pytest.raises(MissingFileError, match="mp_rank_01_001"):
+        read(folder)

@@ -70,3 +70,11 @@ def test_objects_by_their_place():
         "extra_state/a._extra_state/3",
         "object/odd",
     }
+
+
+def test_what_optimizers_say_beside_groups():
+    own = {"optimizer": {"param_groups": [], "state": {}, "fused": 1}, "grad_scaler": {"scale": 2}, "nothing": None}
+    (extra,) = collect_extras(common(optimizer=own), SavedObjects())
+    assert (extra.name, extra.value) == ("optimizer", {"grad_scaler": {"scale": 2}, "fused": 1})
+    (extra,) = collect_extras(common(optimizer={0: own, 1: {}}), SavedObjects())
+    assert extra.value == {"0": {"grad_scaler": {"scale": 2}, "fused": 1}}

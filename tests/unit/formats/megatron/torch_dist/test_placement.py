@@ -69,3 +69,11 @@ def test_a_share_is_of_the_bucket_with_its_padding():
     assert own.find_share(2, multiple=2) is None  # a share of 150 elements ends within a stretch
     assert own.find_share(7, multiple=2) is None
     assert BucketRange(start=0, stop=0, bucket=0, edges=frozenset()).find_share(2, multiple=128) is None
+
+
+def test_stages_and_copies(fake, read, tmp_path):
+    run = fake()
+    degrees = {"pipeline_model_parallel_size": 2, "data_parallel_size": 3}
+    index = read(saved(run, tmp_path, **degrees))
+    assert laid(index, EMBEDDING) == {"pp": "unique0", "dp": "replicate"}
+    assert laid(index, NORM) == laid(index, QKV) == {"pp": "unique1", "dp": "replicate"}

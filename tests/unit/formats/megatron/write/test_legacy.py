@@ -103,3 +103,12 @@ def test_ranks_that_would_overwrite_one_another(topology, fake_legacy, to_megatr
     src = fake_legacy(kind="mixtral", optimizer="L3a").save(tmp_path / "a")
     with pytest.raises(TopologyError, match="under one name"):
         to_megatron(src, tmp_path / "b", topology, "torch")
+
+
+def test_modules_with_an_extra_state_are_those_of_megatron(fake_legacy, to_megatron, tmp_path):
+    """Their values are None: comparing what files hold does not show a key that is missing."""
+    src = fake_legacy(kind="gpt", optimizer="none", tied=True).save(tmp_path / "a")
+    wanted = fake_legacy(kind="gpt", optimizer="none", tied=True, tp=2, dp=1).roots["mp_rank_00"]["model"]
+    to_megatron(src, tmp_path / "b", "tp=2", "torch")
+    written = load(tmp_path / "b" / "iter_0000010" / "mp_rank_00" / MODEL)["model"]
+    assert written.keys() - {"output_layer._extra_state"} == wanted.keys()

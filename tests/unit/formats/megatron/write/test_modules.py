@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ucp
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert, plan
 from ucp.conversion.convert import ConvertReport
@@ -89,3 +90,11 @@ def test_keys_come_before_arguments_that_contradict(fake_legacy, tmp_path):
     report = written(run.save(tmp_path / "a"), tmp_path / "b", "torch")
     assert note_of(report).endswith("though its arguments say transformer_engine")
     assert arguments(tmp_path / "b").transformer_impl == "local"
+
+
+def test_arguments_tell_where_keys_fit_both(fake_legacy, to_megatron, tmp_path):
+    fake_legacy(kind="llama", optimizer="none").save(tmp_path / "a")
+    to_megatron(tmp_path / "a", tmp_path / "b", "tp=1")
+    assert [extra.name for extra in ucp.inspect(tmp_path / "b").extras if extra.name == "modules"] == []
+    report = written(tmp_path / "b", tmp_path / "c", "torch")
+    assert note_of(report).endswith("(transformer_impl local), as the arguments of the source say")

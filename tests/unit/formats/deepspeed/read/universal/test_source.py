@@ -174,3 +174,10 @@ def test_a_file_that_is_no_optimizer_state_under_its_name(tmp_path: Path, other:
     shutil.copyfile(tag / other, tag / "zero" / "optimizer_state.pt")
     with pytest.raises(MalformedError, match=r"expected param_groups or zero_stage in .*optimizer_state\.pt.*got '"):
         read(tmp_path / "copy")
+
+
+def test_a_model_parallel_rank_that_is_missing(tmp_path: Path, fake_run) -> None:
+    run = fake_run(1, 2)
+    run.models[0]["mp_world_size"] = 2
+    with pytest.raises(MissingFileError, match=r"missing: mp_rank_01_model_states\.pt"):
+        read(save_universal(run, tmp_path))
