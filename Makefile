@@ -87,7 +87,7 @@ integration: $(VENV)/.installed-deepspeed $(VENV)/.installed-ray $(VENV)/.instal
 mcore: $(VENV)/.installed-dev
 	$(BIN)/python fixtures/make/megatron/megatron_versions.py
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed $(VENV)/.installed-storage
+bench: $(VENV)/.installed-bench $(VENV)/.installed-deepspeed
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.bench
 
 # Indexes of up to a trillion parameters over sparse files: 3 GB of disk at a time, some twenty minutes.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ucp
+
 pytest.importorskip("deepspeed.runtime", reason="needs DeepSpeed; `make slice` installs it")
 
 from tests.integration.deepspeed.resume import resume_matrix
@@ -53,8 +55,7 @@ def test_megatron_loads_at_tp_1_what_it_saved_at_tp_2(tmp_path: Path) -> None:
 
 def test_fsdp2_goes_on_with_two_ranks_from_four(tmp_path: Path) -> None:
     written = tmp_path / "written"
-    dcp.ucp.convert(dcp.FIXTURES / "torch/fsdp2-dp4/checkpoint", written, to="dcp", topology="dp=2")
-    dcp.RANKS.setdefault("fsdp2-dp2-full", 2)
+    ucp.convert(dcp.FIXTURES / "torch/fsdp2-dp4/checkpoint", written, to="dcp", topology="dp=2")
     report, tensors = dcp.resumed("fsdp2-dp2-full", written, tmp_path / "out")
     expected, truth = dcp.truth_of("torch", "fsdp2-dp4")
     dcp.check(tensors, truth)

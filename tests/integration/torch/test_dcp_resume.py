@@ -23,7 +23,15 @@ import ucp
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 MAKE = FIXTURES / "make"
-RANKS = {"fsdp2-dp4": 4, "hsdp-dp2x2": 4, "ddp-dp2": 2, "fsdp2-dp2-tp2": 4, "fsdp2-dp4-titan": 4, "fsdp2-pp2-dp2": 4}
+RANKS = {
+    "fsdp2-dp4": 4,
+    "hsdp-dp2x2": 4,
+    "ddp-dp2": 2,
+    "fsdp2-dp2-full": 2,
+    "fsdp2-dp2-tp2": 4,
+    "fsdp2-dp4-titan": 4,
+    "fsdp2-pp2-dp2": 4,
+}
 
 pytestmark = pytest.mark.integration
 

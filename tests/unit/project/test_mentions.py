@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.unit.project.source import PACKAGES, ROOT, source_modules, syntax_tree, tracked_files
@@ -33,11 +34,19 @@ def exists(mention: str) -> bool:
     return mention in NOT_PYTHON or can_be_imported(mention)
 
 
+@cache
+def tracked_paths() -> frozenset[str]:
+    """Every file that git knows, also without its `.py`, and every folder."""
+    files = tracked_files()
+    folders = (str(folder) for file in files for folder in file.parents)
+    return frozenset(
+        [*map(str, files), *(str(file.with_suffix("")) for file in files if file.suffix == ".py"), *folders]
+    )
+
+
 def is_tracked(path: str) -> bool:
     """Whether git knows a file or a folder, which may be named without its `.py`."""
-    name = path.rstrip("/")
-    files = {str(file) for file in tracked_files()}
-    return name in files or f"{name}.py" in files or any(file.startswith(f"{name}/") for file in files)
+    return path.rstrip("/") in tracked_paths()
 
 
 def can_be_imported(name: str) -> bool:
