@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ucp_formats.deepspeed.tp.layout import TensorLayout, TensorShapes, affine_layout, cut_layout
-from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo
+from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, recorded_layouts
 from ucp_patterns.chunk import Chunk
 
 from ucp.core.index import Fragment
@@ -77,6 +77,17 @@ def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, dp: int) 
     layout = cut_layout(dim, [own.shape for own in ranks], widths)
     assert layout.global_shape == shape
     np.testing.assert_array_equal(united(layout, ranks, dp), whole)
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=2, max_size=3), st.sampled_from([0, 1]))
+def test_recorded_blocks_add_up_to_the_shape(widths: list[list[int]], dim: int) -> None:
+    """`SubparamShape` has the sizes of the blocks in place of the dim that is cut (checkpoint/universal_checkpoint.py)."""
+    lengths = [sum(block[rank] for block in widths) for rank in range(2)]
+    layout = cut_layout(dim, [(n, 5) if dim == 0 else (5, n) for n in lengths], widths)
+    (entry,) = recorded_layouts({"w": layout})["parameter_with_sub_params"]  # type: ignore[misc]
+    assert entry["partition_dim"] == dim
+    assert entry["shape"][dim] == tuple(map(sum, widths))
+    assert entry["shape"][1 - dim] == 5
 
 
 def piece(shape: tuple[int, ...], source: tuple[int, list[int]], dest: tuple[int, list[int]]) -> dict[str, object]:
