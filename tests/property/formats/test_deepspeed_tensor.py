@@ -81,7 +81,7 @@ def test_blocks_of_any_widths(data, parts: int, blocks: int, dim: int, dp: int) 
 
 @given(st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=2), min_size=2, max_size=3), st.sampled_from([0, 1]))
 def test_recorded_blocks_add_up_to_the_shape(widths: list[list[int]], dim: int) -> None:
-    """`SubparamShape` has the sizes of the blocks in place of the dim that is cut (checkpoint/universal_checkpoint.py)."""
+    """DeepSpeed's `SubparamShape` has the sizes of the blocks in place of the dim that is cut."""
     lengths = [sum(block[rank] for block in widths) for rank in range(2)]
     layout = cut_layout(dim, [(n, 5) if dim == 0 else (5, n) for n in lengths], widths)
     (entry,) = recorded_layouts({"w": layout})["parameter_with_sub_params"]  # type: ignore[misc]
