@@ -160,7 +160,7 @@ def test_a_family_that_lacks_rules_is_refused_with_all_names(tmp_path: Path) -> 
     plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
     rules = tmp_path / "rules.toml"
     rules.write_text(AUTOTP.read_text().replace("block.o.", "block.p."))
-    with pytest.raises(FamilyError, match=r"(?s)2 names have no rule.*block.o.weight.*block.o.bias"):
+    with pytest.raises(FamilyError, match=r"2 names .*\n.*block.o.weight\n.*block.o.bias"):
         ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=2,zero=1", patterns=rules, workers=1)
 
 
@@ -199,23 +199,18 @@ def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "topology", "error", "message"),
     [
-        ("z1-pp2-dp2", "dp=1,pp=5,zero=1", TopologyError, "expected the layers of each stage for pp=5"),
-        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", TopologyError, "no pipelines with ZeRO 2 or 3"),
-        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", TopologyError, "expected a model family that says how"),
-        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", TopologyError, "expected a model family that says how"),
-        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", TopologyError, "expected a source that was a pipeline"),
-        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", TopologyError, "there are none: drop ep"),
+        ("z1-pp2-dp2", "dp=1,pp=5,zero=1", TopologyError, "pp=5"),
+        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", TopologyError, "got zero=2: "),
+        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", TopologyError, "model family .* 2 tensor-parallel ranks"),
+        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", TopologyError, "model family .* 2 tensor-parallel ranks"),
+        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", TopologyError, "DeepSpeed for dp=1,pp=2"),
+        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", TopologyError, "drop ep"),
         ("z1-tp2-dp2", "dp=1,tp=3,zero=1", TopologyError, r"block.q.weight: \[8, 8\] along dim 0"),
         ("z1-tp2-dp2", "dp=1,cp=2,zero=1", TopologyError, "drop cp"),
-        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", TopologyError, "expected ep to divide dp and the numbers of experts"),
-        (
-            "z1-ep2-dp4",
-            "dp=3,ep=2,zero=1",
-            TopologyError,
-            r"does not divide\n  dp=3\nchoose ep among 1, 2, 4, and a dp",
-        ),
-        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "no native experts with ZeRO 3"),
-        ("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=1", UnsupportedError, "parameter groups of experts alone"),
+        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", TopologyError, r"got .*ep=3, .*\n +1"),
+        ("z1-ep2-dp4", "dp=3,ep=2,zero=1", TopologyError, r"\n  dp=3\n.*ep among 1, 2, 4"),
+        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "experts with ZeRO 3"),
+        ("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=1", UnsupportedError, "experts alone"),
     ],
 )
 def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:
@@ -242,5 +237,5 @@ def test_a_universal_checkpoint_says_that_it_is_of_a_pipeline(name: str, expecte
 
 def test_a_universal_checkpoint_of_a_pipeline_says_why_it_makes_none(tmp_path: Path) -> None:
     universal = write("z1-pp2-dp2", "", tmp_path)
-    with pytest.raises(TopologyError, match="expected the files of the layers of a pipeline"):
+    with pytest.raises(TopologyError, match=r"universal checkpoint, .*pp=1"):
         ucp.convert(universal, tmp_path / "b", to="deepspeed", topology="dp=1,pp=2,zero=1", workers=1)

@@ -143,7 +143,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
     """Headers of safetensors are UTF-8, which a lone surrogate does not have."""
     source = saved({"a\ud800b": torch.ones(2), "\udc80": torch.ones(2), "w": torch.ones(2)}, tmp_path / "src")
     same_names = "huggingface:huggingface"
-    with pytest.raises(DestinationError, match=r"got 2 names with lone surrogates") as caught:
+    with pytest.raises(DestinationError, match=r"2 names .*surrogates") as caught:
         ucp.convert(source, tmp_path / "out", to="huggingface", settings=ALONE, names=same_names)
     str(caught.value).encode()
     assert not (tmp_path / "out").exists()
@@ -169,9 +169,9 @@ def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"vocab_size": 31}, "vocab_size = 31: no tensor has a dim of it"),
+        ({"vocab_size": 31}, "vocab_size = 31: "),
         ({"hidden_size": 777}, "hidden_size = 777"),
-        ({"num_hidden_layers": 9}, "num_hidden_layers = 9: the tensors are of 2"),
+        ({"num_hidden_layers": 9}, "num_hidden_layers = 9: .* 2"),
     ],
 )
 def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_config_of_a_model_without_the_tensors_that_it_sizes(tmp_path: Path)
     ("options", "match"),
     [
         ({}, "--set config=DIR"),
-        ({"settings": {"config": "nowhere"}}, "it is no folder"),
+        ({"settings": {"config": "nowhere"}}, "config=.*nowhere"),
         ({"settings": {**ALONE, "max_shard_size": "5GiB"}}, "max_shard_size"),
         ({"settings": {**ALONE, "max_shard_size": "0GB"}}, "above 0"),
         ({"settings": {**ALONE, "max_shard_size": "-1"}}, "above 0"),
@@ -253,9 +253,9 @@ def test_a_config_is_asked_for_before_sizes(tmp_path: Path) -> None:
     names += [f"layers.0.feed_forward.w{part}.weight" for part in "123"] + ["layers.0.ffn_norm.weight"]
     names += ["tok_embeddings.weight", "norm.weight", "output.weight"]
     torch.save({name: torch.ones(8 if "norm" in name else (8, 8)) for name in names}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match=r"needs a config.json.*--set config=DIR"):
+    with pytest.raises(UsageError, match=r"--set config=DIR"):
         ucp.plan(tmp_path / "a.pt", to="huggingface")
-    with pytest.raises(UcpError, match="how many heads"):
+    with pytest.raises(UcpError, match="num_attention_heads"):
         ucp.plan(tmp_path / "a.pt", to="huggingface", settings=ALONE)
 
 
@@ -277,9 +277,9 @@ def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"head_dim": 8}, "num_key_value_heads = 2, of 8 rows each"),
+        ({"head_dim": 8}, "num_key_value_heads = 2, of 8 "),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8"),
-        ({"intermediate_size": 28}, "intermediate_size = 28: experts have 24"),
+        ({"intermediate_size": 28}, "intermediate_size = 28: .* 24"),
         ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
@@ -326,7 +326,7 @@ def test_names_of_another_framework_are_refused(tmp_path: Path) -> None:
     )
     state = torch.load(next((tmp_path / "titan").glob("*.pt")))
     source = saved({**state["model"], "freqs": torch.ones(2)}, tmp_path / "source")
-    with pytest.raises(MisfitError, match=r"names that transformers does not have.*tok_embeddings"):
+    with pytest.raises(MisfitError, match=r"config\.json.*tok_embeddings"):
         ucp.plan(source, to="huggingface", settings={"config": str(llama)})
 
 

@@ -234,7 +234,7 @@ def quantise(copy: Path) -> None:
 
 NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing file": (lambda copy: (copy / SECOND).unlink(), rf"missing: {SECOND}, which .* names for \d+ tensors"),
+    "a missing file": (lambda copy: (copy / SECOND).unlink(), rf"missing: {SECOND}, .* \d+ tensors"),
     "a name no file can have": (
         lambda copy: edit_index(copy, **{NORM: f"{'m' * 5000}.safetensors"}),
         r"missing: m{80}\.\.\., which",
@@ -256,7 +256,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         f"an index that leads to {file!r}": (
             lambda copy, file=file: edit_index(copy, **{NORM: file}),
-            "expected names of files beside",
+            f"weight_map.*{file!r}",
         )
         for file in ("../elsewhere.safetensors", "/etc/passwd", "", 3)
     },
@@ -282,7 +282,7 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_one_of_several_files_is_no_model() -> None:
-    with pytest.raises(ucp.UcpError, match="one of several files of a model; pass its folder"):
+    with pytest.raises(ucp.UcpError, match=f"{FIRST} .*folder"):
         ucp.inspect(ROOT / "llama-sharded" / "model" / FIRST)
 
 
@@ -295,18 +295,18 @@ def header(**tensors: list[Any]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "a hole or an overlap"),
-        (header(a=["F32", [2], [8, 16]]), "a hole or an overlap"),
+        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "hole or"),
+        (header(a=["F32", [2], [8, 16]]), "hole or"),
         (header(a=["F32", [3], [0, 8]]), "got 8 bytes"),
         (header(a=["F32", [2], [0, 800]]), "got 800 bytes"),
-        (header(a=["F32", [200], [0, 800]]), "expected 8.. bytes; got"),
+        (header(a=["F32", [200], [0, 800]]), "8.. bytes; got"),
         (header(a=["F99", [2], [0, 8]]), "type 'F99'"),
-        (header(a=["F32", [-2], [0, 8]]), "expected dtype, shape and data_offsets"),
-        ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "expected a header within its"),
-        (b"\x06" + bytes(7) + b'{"a":1', "expected a header of JSON"),
+        (header(a=["F32", [-2], [0, 8]]), "dtype, shape and data_offsets"),
+        ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "bytes; got one"),
+        (b"\x06" + bytes(7) + b'{"a":1', "JSON"),
         (b"\x0d" + bytes(7) + b'{"a":1,"a":2}', "'a' twice"),
-        (b"", "expected at least 10 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "not a whole safetensors file"),
+        (b"", "10 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git-lfs"),
     ],
 )
 def test_a_header_that_is_none_or_lies_is_refused(tmp_path: Path, data: bytes, found: str) -> None:
@@ -326,7 +326,7 @@ def test_a_tied_matrix_with_other_elements(tmp_path: Path) -> None:
     save_file(tied, file)
     check_refused(copy, r"model\.embed_tokens\.weight")
     save_file({**tied, "lm_head.weight": torch.zeros(3, 16)}, file)
-    check_refused(copy, "which have the shapes")
+    check_refused(copy, r"\[3, 16\]")
 
 
 def test_damage_in_torch_files_is_refused(tmp_path: Path) -> None:
@@ -335,9 +335,9 @@ def test_damage_in_torch_files_is_refused(tmp_path: Path) -> None:
     check_refused(copy, "CRC-32 differs")
     for content in ({"w": torch.zeros(2), "x": Gadget()}, Gadget()):
         torch.save(content, copy / "pytorch_model.bin")
-        check_refused(copy, "expected the state dict of a model")
+        check_refused(copy, "state dict")
     (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Gadget()))
-    check_refused(copy, "expected the magic number of torch.save")
+    check_refused(copy, "magic number")
 
 
 RANK = "shard-0000{}-model-00001-of-00001.safetensors"

@@ -91,7 +91,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "CRC-32 differs",
     ),
     "an unfinished save": (lambda copy: (copy / ".metadata").unlink(), "not finished"),
-    "a gadget": (lambda copy: (copy / ".metadata").write_bytes(pickle.dumps(Gadget())), "expected the metadata"),
+    "a gadget": (lambda copy: (copy / ".metadata").write_bytes(pickle.dumps(Gadget())), r"\.metadata"),
 }
 
 

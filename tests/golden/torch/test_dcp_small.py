@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -58,17 +59,12 @@ class TestMetadataOfEachRank:
         assert sorted((own.box.offsets[0], own.replica) for own in pieces) == [(0, 0), (0, 1), (3, 0), (3, 1)]
         assert ucp.verify(index.path).ok
 
-    def test_a_rank_of_which_all_is_missing_is_named(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("lost", [("__2.metadata", "__2_0.distcp"), ("__3.metadata",)], ids=["all", "metadata"])
+    def test_a_rank_without_metadata_is_named(self, lost: tuple[str, ...], tmp_path: Path) -> None:
         copy = copied("small/2.13.0-local", tmp_path)
-        for own in (copy / "__2_0.distcp", copy / "__2.metadata"):
-            own.unlink()
-        with pytest.raises(ucp.UcpError, match=r"metadata of every rank[\s\S]*__2\.metadata"):
-            ucp.inspect(copy)
-
-    def test_a_rank_without_metadata_is_named(self, tmp_path: Path) -> None:
-        copy = copied("small/2.13.0-local", tmp_path)
-        (copy / "__3.metadata").unlink()
-        with pytest.raises(ucp.UcpError, match=r"metadata of every rank[\s\S]*__3\.metadata"):
+        for name in lost:
+            (copy / name).unlink()
+        with pytest.raises(ucp.UcpError, match=re.escape(lost[0])):
             ucp.inspect(copy)
 
 
@@ -106,13 +102,13 @@ class TestFilesOfOtherSaves:
     def test_metadata_of_another_run(self, tmp_path: Path) -> None:
         copy = copied("fsdp2-dp4", tmp_path)
         shutil.copy(ROOT / "fsdp1-dp4" / "checkpoint" / ".metadata", copy)
-        refused(copy, r"different saves[\s\S]*__3_0\.distcp: \d+ of \d+ items not where")
+        refused(copy, r"different saves[\s\S]*__3_0\.distcp: \d+ of \d+ items not")
 
     def test_metadata_of_another_model(self, tmp_path: Path) -> None:
         for name, shape in (("a", (4, 6)), ("b", (6, 4))):
             save({"model": {"w": torch.ones(shape)}}, checkpoint_id=str(tmp_path / name))
         shutil.copy(tmp_path / "a" / ".metadata", tmp_path / "b")
-        refused(tmp_path / "b", r"different saves[\s\S]*__0_0\.distcp: 1 item not as announced, such as model\.w")
+        refused(tmp_path / "b", r"different saves[\s\S]*__0_0\.distcp: 1 item .*model\.w")
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         MODEL.format(2),
     ),
     "a missing optimizer file": (lambda copy: (copy / OPTIM.format(2)).unlink(), OPTIM.format(2)),
-    "a flipped byte": (flip_moment, "CRC-32 differs|copies that should be equal"),
+    "a flipped byte": (flip_moment, "CRC-32|copies"),
     "exchanged ranks": (lambda copy: swap(copy / MODEL.format(0), copy / MODEL.format(1)), "exchanged|saved as"),
     "another run": (lambda copy: torch.save(GROUP, copy / OPTIM.format(3)), "different runs"),
     "a setting of one rank": (
         lambda copy: edit_groups(copy, lambda group: group.setdefault("extra_key", 7)),
-        "of ranks 0 and 1 only one has extra_key",
+        "ranks 0 and 1 .*extra_key",
     ),
     "a setting lost on one rank": (
         lambda copy: edit_groups(copy, lambda group: group.pop("lr")),
-        "of ranks 0 and 1 only one has lr",
+        "ranks 0 and 1 .*lr",
     ),
     "runs of other sizes": (
         lambda copy: shutil.copy(copy / MODEL.format(0), copy / "model_world_size_8_rank_5.pt"),
-        "runs of 4 and 8 ranks",
+        "4 and 8 ranks",
     ),
-    "a tensor that is no part": (store_no_parts, "sharded on all ranks|same plain tensor"),
+    "a tensor that is no part": (store_no_parts, "all ranks|plain tensor"),
 }
 
 
@@ -160,7 +160,7 @@ def test_damage_is_refused(name: str, case: str, tmp_path: Path) -> None:
 
 
 def test_the_file_of_one_rank_is_no_checkpoint() -> None:
-    with pytest.raises(ucp.UcpError, match="file of one rank; pass the folder"):
+    with pytest.raises(ucp.UcpError, match=f"{MODEL.format(0)} .*folder"):
         ucp.inspect(ROOT / RANKS[0] / "checkpoint" / MODEL.format(0))
 
 
@@ -172,7 +172,7 @@ def test_an_object_beside_tensors_is_not_made(tmp_path: Path) -> None:
 
 def test_a_whole_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"config": 3}, tmp_path / "a.pt")
-    with pytest.raises(ucp.UcpError, match="expected tensors of a model"):
+    with pytest.raises(ucp.UcpError, match=r"names in a.pt"):
         ucp.inspect(tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes(pickle.dumps({"w": 3}))
     with pytest.raises(ucp.UcpError, match="magic number"):
@@ -191,7 +191,7 @@ def test_numbers_that_shapes_do_not_tell_are_refused(tmp_path: Path) -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
-    with pytest.raises(ucp.errors.MissingStateError, match="shapes do not tell which parameter number 0 is"):
+    with pytest.raises(ucp.errors.MissingStateError, match="number 0 "):
         ucp.convert(tmp_path / "ckpt.pt", tmp_path / "out", to="dcp")
 
 
@@ -270,15 +270,15 @@ class TestFlatModels:
         assert ucp.diff(alone, tmp_path / "out", shapes_from=other).equal
 
     def test_none_are_refused(self, alone: Path) -> None:
-        with pytest.raises(ucp.UcpError, match="LOCAL_STATE_DICT, which has neither names nor shapes"):
+        with pytest.raises(ucp.UcpError, match=r"LOCAL_STATE_DICT.*--shapes-from"):
             ucp.inspect(alone)
 
     @pytest.mark.parametrize(
         ("change", "match"),
         [
-            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements; its parameters have 880"),
+            ({"block.q.weight": [8, 9]}, "block._flat_param .* 872 .* 880"),
             ({"emb.weight": [3]}, "_flat_param has 176 elements"),
-            ({"emb.weight": "8x8"}, "expected name to shape"),
+            ({"emb.weight": "8x8"}, r"shapes\.json: .*\n +emb\.weight"),
         ],
     )
     def test_shapes_of_another_model_are_refused(self, alone: Path, shapes: Path, change: Any, match: str) -> None:
@@ -288,7 +288,7 @@ class TestFlatModels:
 
     def test_sorted_names_are_refused(self, alone: Path, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
-        with pytest.raises(ucp.UcpError, match="keeps names sorted"):
+        with pytest.raises(ucp.UcpError, match=r"model.safetensors holds"):
             ucp.inspect(alone, shapes_from=tmp_path / "model.safetensors")
 
     @pytest.mark.parametrize("case", ["fsdp2-dp4", "verl-fsdp2-dp4"])
@@ -321,7 +321,7 @@ class TestNamedPartsOfFlatModels:
     def test_a_parameter_without_a_shape_is_refused(self, shapes: Path, param: str) -> None:
         known = json.loads(shapes.read_text())
         shapes.write_text(json.dumps({name: shape for name, shape in known.items() if name != param}))
-        with pytest.raises(UnsupportedError, match=rf"shapes are not known.*\n  {param}\nPass --shapes-from"):
+        with pytest.raises(UnsupportedError, match=rf"\n  {param}\nPass --shapes-from"):
             ucp.inspect(self.SOURCE, shapes_from=shapes)
 
     def test_frozen_parameters_need_shapes(self) -> None:
@@ -336,7 +336,7 @@ def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / name)
-    with pytest.raises(ucp.errors.MalformedError, match=f"there is no model in it, .* names in {name}"):
+    with pytest.raises(ucp.errors.MalformedError, match=f"names in {name}"):
         ucp.open(tmp_path / name if name == "optimizer.pt" else tmp_path)
 
 

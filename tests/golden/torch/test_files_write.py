@@ -73,7 +73,7 @@ def test_a_checkpoint_of_deepspeed_loads_into_a_plain_optimizer(tmp_path: Path) 
 
 
 def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UcpError, match=r"keeps step as a tensor of shape \[1\]"):
+    with pytest.raises(UcpError, match=r"step .*\[1\]"):
         written(ROOT / "deepspeed" / "z1-dp2-counting" / "checkpoint", tmp_path / "out")
 
 
@@ -91,7 +91,7 @@ def test_weights_alone_and_in_another_type(tmp_path: Path) -> None:
         ({"settings": {"decoupled_weight_decay": "yes"}}, "true|false"),
         ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
         ({"compress": True}, "compress"),
-        ({"topology": "dp=2"}, "any number of ranks"),
+        ({"topology": "dp=2"}, "--topology dp=2"),
         ({"tag": "last"}, "tag"),
         ({"dtypes": {"step": "bfloat16"}}, "step in float32"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", ["float", "int32", torch.int64, None, 3])
 def test_dtypes_that_nothing_is_cast_to(dtype):
-    with pytest.raises(UsageError, match="expected STATE=DTYPE with a dtype of float64"):
+    with pytest.raises(UsageError, match=r"STATE=DTYPE .*got weight="):
         make_options(dtypes={"weight": dtype})
 
 
@@ -37,19 +39,19 @@ def test_topologies_that_are_none(topology):
 
 @pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
 def test_memory_that_is_none(memory):
-    with pytest.raises(UsageError, match="expected an amount of memory such as 512M"):
+    with pytest.raises(UsageError, match=f"512M .*got {re.escape(repr(memory))}"):
         parse_memory(memory)
 
 
 @pytest.mark.parametrize("name", ["drift", "zero_moments", "companions"])
 def test_choices(name):
-    with pytest.raises(UsageError, match=r"expected .* of .*; got 'perhaps'"):
+    with pytest.raises(UsageError, match="got 'perhaps'"):
         make_options(**{name: "perhaps"})
 
 
-@pytest.mark.parametrize("accept", [True, None, 3, [3], "equal"])
+@pytest.mark.parametrize("accept", [True, None, 3, [3], "equal", ["all"]])
 def test_doubts_that_are_none(accept):
-    with pytest.raises(UsageError, match="expected accept as a list of equal-ranks"):
+    with pytest.raises(UsageError, match=f"equal-ranks, .*got {re.escape(repr(accept))}"):
         make_options(accept=accept)
 
 
@@ -61,5 +63,5 @@ def test_what_is_on_or_off_is_true_or_false(name):
 
 
 def test_extras_of_a_diff_are_compared_or_not():
-    with pytest.raises(UsageError, match="expected extras to be True or False; got 'no'"):
+    with pytest.raises(UsageError, match=r"extras .*got 'no'"):
         ucp.diff("a", "b", extras="no")

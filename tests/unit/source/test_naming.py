@@ -112,23 +112,23 @@ def test_a_name_without_a_rule_stays_and_is_told(store: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[[rename]]\nfrom = "heads.weight"\nto = "b"', r"fit no name of the checkpoint:\n  heads.weight -> b"),
-        ('[[rename]]\nfrom = "head.weight"\nto = "emb.weight"', r"two tensors under one name.*\n  emb.weight"),
-        ('[[rename]]\nfrom = "blocks.{layer}.up"\nto = "{other}.up"', "the same fields on both sides"),
-        ('[[rename]]\nfrom = ["a", "b"]\nto = ["c", "d"]', "one name on one of the two sides"),
-        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [1, 2]', "a, b are not 8 long together"),
-        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b", "c"]', "a, b, c are not 8 long together"),
+        ('[[rename]]\nfrom = "heads.weight"\nto = "b"', r"\n  heads\.weight -> b"),
+        ('[[rename]]\nfrom = "head.weight"\nto = "emb.weight"', r"two tensors .*\n  emb\.weight"),
+        ('[[rename]]\nfrom = "blocks.{layer}.up"\nto = "{other}.up"', "the same fields"),
+        ('[[rename]]\nfrom = ["a", "b"]\nto = ["c", "d"]', "two sides"),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [1, 2]', "a, b are not 8 "),
+        ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b", "c"]', "a, b, c are not 8 "),
         ('[[rename]]\nfrom = "head.weight"', r"field `to` - at `\$\.rename\[0\]`"),
         (
             '[[rename]]\nfrom = "head.weight"\nto = "x"\n[[rename]]\nfrom = "emb.weight"\nto = "x"',
-            r"several tensors would have these names.*\n  x",
+            r"several tensors .*\n  x",
         ),
         ('[[rename]]\nfrom = "head.weight"\nto = ["x", "x"]', "names that differ"),
         ('[[rename]]\nfrom = "head.weight"\nto = ["a", "b"]\nlengths = [0, 8]', "none is empty"),
-        ('[[rename]]\nfrom = ["head.weight", "emb.weight"]\nto = "x"', "agree but for dim 0"),
+        ('[[rename]]\nfrom = ["head.weight", "emb.weight"]\nto = "x"', "for dim 0"),
         ('[[rename]]\nfrom = "head.weight"\nto = "{=1+2}.x"', "rename"),
         ('[[rename]]\nfrom = "head.weight"\nview = [-2, 16]\nto = "x"', "`int` >= -1"),
-        ('[[rename]]\nfrom = "head.weight"\nview = [4, 4]\nto = "x"', "with its dims taken apart"),
+        ('[[rename]]\nfrom = "head.weight"\nview = [4, 4]\nto = "x"', r"\[16\] is not \[4, 4\]"),
         ("[rename]\na = 1", "got `object`"),
         ("a = 1", "a"),
         ("", "field `rename`"),
@@ -140,12 +140,12 @@ def test_rules_that_cannot_be_meant(store: Path, tmp_path: Path, text: str, said
 
 
 def test_styles_that_are_none(store: Path) -> None:
-    with pytest.raises((FamilyError, MisfitError), match="Only models of a known family can be written under --names"):
+    with pytest.raises((FamilyError, MisfitError), match="--names"):
         plan(store, names="huggingface")
     for text in ("", ":", ":huggingface"):
-        with pytest.raises(UsageError, match="expected a naming style, as in --names"):
+        with pytest.raises(UsageError, match=f"nanogpt:huggingface; got {text!r}"):
             plan(store, names=text)
-    with pytest.raises(UsageError, match=r"has names of its own, mcore: drop --names huggingface"):
+    with pytest.raises(UsageError, match=r"megatron .*mcore: drop --names huggingface"):
         plan(store, names="huggingface", to="megatron", topology="tp=1")
 
 
@@ -153,7 +153,7 @@ def test_styles_that_are_none(store: Path) -> None:
 def test_a_size_that_is_none_of_the_family_is_refused(setting: str) -> None:
     """Latent attention has no query groups; other families have."""
     source = KEPT / "deepseek-tp2-ep2-dp2-full" / "checkpoint"
-    with pytest.raises(UsageError, match=rf"dcp has no such setting[^\n]*\n  {setting}"):
+    with pytest.raises(UsageError, match=rf"dcp .*--set.*\n  {setting}"):
         plan(source, to="dcp", names="torchtitan", settings={setting: 3})
 
 
