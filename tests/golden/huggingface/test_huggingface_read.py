@@ -295,8 +295,8 @@ def header(**tensors: list[Any]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "hole or"),
-        (header(a=["F32", [2], [8, 16]]), "hole or"),
+        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "'b' at byte"),
+        (header(a=["F32", [2], [8, 16]]), "'a' at byte"),
         (header(a=["F32", [3], [0, 8]]), "got 8 bytes"),
         (header(a=["F32", [2], [0, 800]]), "got 800 bytes"),
         (header(a=["F32", [200], [0, 800]]), "8.. bytes; got"),

@@ -174,7 +174,7 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
         ({"topology": "dp=2,zero=1"}, "got zero"),
         ({"tag": "last"}, "no tag"),
         ({"dtypes": {"step": "bfloat16"}}, "step in float32"),
-        ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
+        ({"settings": {"decoupled_weight_decay": "false"}}, "drop --set decoupled_weight_decay"),
     ],
 )
 def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_weights_alone_and_in_another_type(tmp_path: Path) -> None:
     [
         ({"settings": {"style": "nested"}}, "style"),
         ({"settings": {"decoupled_weight_decay": "yes"}}, "true|false"),
-        ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
+        ({"settings": {"decoupled_weight_decay": "false"}}, "drop --set decoupled_weight_decay"),
         ({"compress": True}, "compress"),
         ({"topology": "dp=2"}, "--topology dp=2"),
         ({"tag": "last"}, "tag"),
