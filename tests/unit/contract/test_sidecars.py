@@ -20,7 +20,7 @@ from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import CorruptError, MalformedError, TagError, UsageError
+from ucp.errors import CorruptError, MalformedError, TagError, UnknownFormatError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 TRAINER = FIXTURES / "deepspeed" / "z2-dp2-hf-trainer" / "checkpoint-3"
@@ -274,7 +274,7 @@ def test_megatron_names_its_folder_by_the_iteration(tmp_path):
 
 def test_checkpoints_of_a_trainer_are_listed_where_their_parent_is_passed(saved):
     shutil.copytree(saved, saved.with_name("checkpoint-10"))
-    with pytest.raises(ucp.UcpError, match=r"\n.*checkpoint-10\n.*checkpoint-3\n"):
+    with pytest.raises(UnknownFormatError, match=r"\n.*checkpoint-10\n.*checkpoint-3\n"):
         ucp.inspect(saved.parent)
 
 

@@ -31,7 +31,8 @@ from ucp.errors import (
     IncompleteError,
     OverlapError,
     ReplicaError,
-    UcpError,
+    SourceError,
+    UnknownFormatError,
     UsageError,
 )
 from ucp.source.read import index_of
@@ -354,7 +355,7 @@ class TestSystem:
         with pytest.raises(DestinationError, match=r"no space .*--resume"):
             ucp.convert(large, small_disk / "out", workers=workers, layout=layout)
         assert not (small_disk / "out").exists()
-        with pytest.raises(UcpError):
+        with pytest.raises(UnknownFormatError):
             ucp.open(small_disk / "out")
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
         ucp.convert(large, small_disk / "out", resume=True, layout=layout)
@@ -398,7 +399,7 @@ class TestSystem:
             return real(path, *args, **more)
 
         monkeypatch.setattr(os, "open", denied)
-        with pytest.raises(ucp.UcpError, match=r"cannot read .*exp_avg\.bin: Permission denied"):
+        with pytest.raises(SourceError, match=r"cannot read .*exp_avg\.bin: Permission denied"):
             ucp.convert(source, tmp_path / "out", workers=1)
         assert not (tmp_path / "out").exists()
 

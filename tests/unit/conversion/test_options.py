@@ -12,7 +12,7 @@ from ucp.conversion.option import parse_memory
 from ucp.conversion.options import make_options
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import UcpError, UsageError
+from ucp.errors import TopologyError, UsageError
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16, DType.BFLOAT16, "torch.bfloat16"])
@@ -31,15 +31,25 @@ def test_topologies(topology):
     assert make_options(topology=topology).topology == Topology(dp=4, zero=3)
 
 
-@pytest.mark.parametrize("topology", [3, ["dp=4"], {"dp": "four"}, {"ranks": 4}, {}, ""])
-def test_topologies_that_are_none(topology):
-    with pytest.raises(UcpError, match="expected"):
+@pytest.mark.parametrize(
+    ("topology", "error", "got"),
+    [
+        (3, UsageError, "3"),
+        (["dp=4"], UsageError, r"\['dp=4'\]"),
+        ({"dp": "four"}, TopologyError, "'dp=four'"),
+        ({"ranks": 4}, TopologyError, "'ranks=4'"),
+        ({}, TopologyError, "''"),
+        ("", TopologyError, "''"),
+    ],
+)
+def test_topologies_that_are_none(topology, error, got):
+    with pytest.raises(error, match=f"got {got}"):
         make_options(topology=topology)
 
 
 @pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
 def test_memory_that_is_none(memory):
-    with pytest.raises(UsageError, match=f"512M .*got {re.escape(repr(memory))}"):
+    with pytest.raises(UsageError, match=f"512M .*got '?{re.escape(str(memory))}"):
         parse_memory(memory)
 
 

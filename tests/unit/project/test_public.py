@@ -18,7 +18,7 @@ from ucp.conversion.arguments import CompareArguments, ConvertArguments
 from ucp.conversion.options import OPTIONS, ConvertOptions, make_options
 from ucp.conversion.prepare import prepare
 from ucp.core.tensor import TensorRef
-from ucp.errors import MissingLibraryError, UcpError, UsageError
+from ucp.errors import IdleOptionError, MissingLibraryError, TopologyError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
@@ -73,10 +73,14 @@ def test_a_plan_is_what_a_conversion_does(source, tmp_path):
 
 
 def test_what_is_refused_is_refused_before(source, tmp_path):
-    for asked in ({"to": "deepspeed", "topology": "tp=2,zero=1"}, {"include": "nothing"}, {"family": "llama"}):
-        with pytest.raises(UcpError) as early:
+    for asked, error in (
+        ({"to": "deepspeed", "topology": "tp=2,zero=1"}, TopologyError),
+        ({"include": "nothing"}, UsageError),
+        ({"family": "llama"}, IdleOptionError),
+    ):
+        with pytest.raises(error) as early:
             ucp.plan(source, **asked)
-        with pytest.raises(type(early.value)) as late:
+        with pytest.raises(error) as late:
             ucp.convert(source, tmp_path / "out", **asked)
         assert str(early.value) == str(late.value)
 

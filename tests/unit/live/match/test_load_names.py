@@ -139,7 +139,7 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
         ({"names": "hugingface"}, "got 'hugingface'; did you mean 'huggingface'?"),
         ({"names": ":"}, "got ':'"),
         ({"names": "huggingface", "settings": {"klingons": 3}}, "klingons"),
-        ({"rename": 3}, "as rename; got 3"),
+        ({"rename": 3}, "function; got 3"),
         ({"family": "klingon", "names": "huggingface"}, "got 'klingon'"),
         ({"rank_extras": "some"}, "drop, carry, replicate; got 'some'"),
         ({"dtype": "int8"}, "int8"),

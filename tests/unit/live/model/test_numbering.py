@@ -162,7 +162,7 @@ def test_experts_that_make_no_row_are_refused():
         ({0: []}, r"got 0: \[\]"),
         ({0: "01"}, "got 0: '01'"),
         ([0, 1], r"as {expert: ranks} or {layer: {expert: ranks}}; got \[0, 1\]"),
-        ({0: {0: 0}, 1: 1}, "by layer for every layer, or for none"),
+        ({0: {0: 0}, 1: 1}, "got both"),
         ({0: {0: 7}}, "got layer 0: 0: 7"),
     ],
 )

@@ -267,30 +267,30 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dealt", "said"),
+    ("dealt", "error", "said"),
     [
-        ({4: 0, 3: 0, 2: 1, 1: 1}, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
-        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, r"\(0\); got .*layer 5"),
-        ({0: [0, 0], 1: [1, 1]}, r"layers.0.experts.up: experts 2, 3 are"),
+        ({4: 0, 3: 0, 2: 1, 1: 1}, UsageError, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
+        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, UsageError, r"\(0\); got .*layer 5"),
+        ({0: [0, 0], 1: [1, 1]}, LoadError, r"layers.0.experts.up: experts 2, 3 are"),
     ],
 )
-def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, said):
+def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, error, said):
     saved = Saved(tmp_path, {STACKED: (4, 3, 2)})
-    with pytest.raises((LoadError, UsageError), match=said):
+    with pytest.raises(error, match=said):
         load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: split(saved[STACKED], 2, rank)}, experts=dealt)
 
 
 @pytest.mark.parametrize(
-    ("name", "topology", "said"),
+    ("name", "topology", "error", "said"),
     [
-        (STACKED, "dp=2,ep=2", r"; ep=2 pieces.*\[2, 3, 2\] of \[4, 3, 2\]"),
-        (STACKED, None, "no topology"),
-        ("w", "dp=2,ep=2", r"\(none .*; got .*all layers"),
+        (STACKED, "dp=2,ep=2", LoadError, r"; ep=2 pieces.*\[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, None, UsageError, "no topology"),
+        ("w", "dp=2,ep=2", UsageError, r"\(none .*; got .*all layers"),
     ],
 )
-def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, said):
+def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, error, said):
     saved = Saved(tmp_path, {name: (4, 3, 2)})
-    with pytest.raises((LoadError, UsageError), match=said):
+    with pytest.raises(error, match=said):
         load(saved.path, topology, lambda rank: {name: saved[name]}, experts={3: 0, 2: 0, 1: 1, 0: 1})
 
 
