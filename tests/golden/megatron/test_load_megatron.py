@@ -10,7 +10,7 @@ from torch import nn
 
 import ucp
 from tests.unit.live.cluster import module
-from ucp.errors import FamilyError, NoSuchNameError, UsageError
+from ucp.errors import MisfitError, NoSuchNameError, UsageError
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
 FUSED = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -44,7 +44,7 @@ def test_the_family_named_is_the_one_that_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "error", "said"),
     [
-        ({"family": "llama"}, FamilyError, "family 'llama': "),
+        ({"family": "llama"}, MisfitError, "family 'llama': "),
         ({"family": "lama"}, UsageError, "did you mean 'llama'"),
         ({"family": "gpt", "patterns": "mine.toml"}, UsageError, "got both"),
         ({"patterns": "nowhere.toml"}, UsageError, "nowhere.toml"),

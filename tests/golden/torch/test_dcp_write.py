@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import ucp
 from ucp.core.index import Index
-from ucp.errors import CorruptError, MisfitError, UcpError, UsageError
+from ucp.errors import CorruptError, MisfitError, UsageError
 from ucp.source.read import index_of
 
 ROOT = Path(__file__).parents[3] / "fixtures"
@@ -90,7 +90,7 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
 
 def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
     source = ROOT / "deepspeed" / "z1-dp2-counting" / "checkpoint"
-    with pytest.raises(UcpError, match=r"step .*\[1\]"):
+    with pytest.raises(MisfitError, match=r"step .*\[1\]"):
         ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=2")
 
 
