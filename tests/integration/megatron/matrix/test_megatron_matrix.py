@@ -42,7 +42,7 @@ REFUSED = {
     ("gpt-dp4-dp", "tp=3"): "tp=3 does not divide num_attention_heads=4",
     ("llama-tp2-dp2-dp", "pp=3"): "3 stages of 1 chunk do not divide 4",
     ("llama-tp2-dp2-dp", "pp=4,vpp=2"): "4 stages of 2 chunks do not divide 4",
-    ("gpt-dp4-dp", "ep=4,dp=4"): "ep=4, and the model has none",
+    ("gpt-dp4-dp", "ep=4,dp=4"): "ep=4, but the model has no experts",
     ("mixtral-ep4-dp4-full", "ep=3,dp=3"): "ep=3 does not divide 4",
 }
 """A kept source and a target at which Megatron would not start -> the reason that is given."""

@@ -58,8 +58,8 @@ def test_what_holds_may_be_said(tmp_path: Path) -> None:
     ("source", "pattern", "told"),
     [
         (LLAMA, "*-*-*-*-", "every layer has attention and a feed-forward"),
-        (MAMBA, "M*MM", "by their tensors the layers are 'M\\*M-'"),
-        (MAMBA, "M*M", "by their tensors the layers are"),
+        (MAMBA, "M*MM", "the tensors of the layers give 'M\\*M-'"),
+        (MAMBA, "M*M", "the tensors of the layers give"),
     ],
 )
 def test_a_pattern_of_other_layers(source: Path, pattern: str, told: str, tmp_path: Path) -> None:

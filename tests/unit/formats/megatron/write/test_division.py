@@ -41,7 +41,7 @@ def test_every_reason_is_told_at_once(layout, source, to_megatron, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_experts_without_experts(layout, source, to_megatron, tmp_path):
     src = source("gpt")
-    with pytest.raises(TopologyError, match=r"experts: ep=2, and the model has none"):
+    with pytest.raises(TopologyError, match=r"experts: ep=2, but the model has no experts"):
         to_megatron(src, tmp_path / "b", "ep=2,dp=2", layout)
 
 
