@@ -164,7 +164,7 @@ class GroupRule:
         return None if high is None else high * factor, None if low is None else low * factor
 
     def describe_gap(self) -> str:
-        """Why the rule does not decide, for the user."""
+        """Why the rule leaves parameters without a group, for the user."""
         if not self.recorded:
             return (
                 "it depends on apply_wd_to_qk_layernorm, embedding_init_method_std and decoupled_lr, and the arguments "

@@ -47,7 +47,7 @@ class ModuleChoice:
     """Why they were chosen, for the note; empty for the default."""
 
     def note(self, *, same_keys: bool) -> str:
-        """The choice and the reason for it. `same_keys`: whether the keys of the other kind are the same."""
+        """The choice and the reason for it. `same_keys`: whether the other modules have the same keys."""
         local = self.settings[_ARGUMENT] == _LOCAL
         which = "megatron-core's own" if local else "Transformer Engine's"
         keys = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"

@@ -104,7 +104,7 @@ class _Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Terrain:
+class _WalkInputs:
     """Inputs of a walk; the fields are those of `walk`."""
 
     numels: Sequence[int]
@@ -174,9 +174,9 @@ def walk(
     last
         Return the last layout in the order of choices, not the first. If the two differ, several layouts fit.
     """
-    terrain = _Terrain(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
+    inputs = _WalkInputs(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
     path = [_Step(None, len(numels), 0, 0, 0)]
-    branches = [terrain.next_steps(path[0], last=last)]
+    branches = [inputs.next_steps(path[0], last=last)]
     dead_ends: set[tuple[int, int, int, int]] = set()
     while branches:  # depth first: two matches are rare, and a wrong one soon leads to a dead end
         step = next((step for step in branches[-1] if step.position is None or step.key not in dead_ends), None)
@@ -188,5 +188,5 @@ def walk(
             return tuple(positions.get(number) for number in range(len(numels)))
         else:
             path.append(step)
-            branches.append(terrain.next_steps(step, last=last))
+            branches.append(inputs.next_steps(step, last=last))
     return None

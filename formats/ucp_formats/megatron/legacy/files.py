@@ -90,7 +90,7 @@ class Grid:
 
     @classmethod
     def of(cls, arguments: Arguments, folders: tuple[RankFolder, ...]) -> Grid:
-        """The grid by the arguments; degrees they lack are taken from the names of the folders."""
+        """The grid that the arguments record; degrees they lack are taken from the names of the folders."""
         tp = arguments.tp or 1 + max(folder.tp for folder in folders)
         numbers = [folder.numbers for folder in folders if folder.numbers]
         # runs without arguments are older than experts: a single number is a stage

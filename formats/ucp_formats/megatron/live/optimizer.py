@@ -43,7 +43,7 @@ class ChainMember:
     outer: Any
     """The MegatronOptimizer."""
     inner: TorchOptimizer
-    """The optimizer it steps with, by the names of the parameters."""
+    """The inner optimizer that it steps with; parameters have their canonical names."""
     masters: Mapping[str, torch.Tensor]
     """Parameter to its fp32 master, or this rank's range of it."""
     copied: frozenset[str]

@@ -213,7 +213,7 @@ class DistNames:
         self._parsed: dict[str, ModelKey] = {}
 
     def parse(self, key: str) -> ModelKey:
-        """The parsed key of a tensor, with the template of its canonical name; several states share a key."""
+        """The parsed key of a tensor, with the template of its canonical name; cached."""
         if key not in self._parsed:
             parsed = parse_model_key(key)
             self._parsed[key] = parsed._replace(template=self.template(parsed.full_key))

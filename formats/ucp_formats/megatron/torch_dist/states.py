@@ -28,7 +28,7 @@ _MASTERS = frozenset({"param", "fp32_param", "master_param"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketRange:
-    """The range of a parameter in a bucket of which every data-parallel rank stored an equal share."""
+    """The range of a parameter in a bucket that the data-parallel ranks stored in equal shares."""
 
     start: int
     """First element, in the bucket."""
@@ -67,7 +67,7 @@ class DistStates:
     """What was inferred."""
 
     def merge(self, other: DistStates) -> DistStates:
-        """These states and those of other parameters.
+        """These states, and the states that `other` has of other parameters.
 
         With a layer-wise optimizer, matrices have states under their own keys; the distributed optimizer has the rest.
         """

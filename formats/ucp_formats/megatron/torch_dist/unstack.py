@@ -61,7 +61,7 @@ OriginalShape = Callable[[str], Shape | None]
 def unstack(
     tensors: Iterable[tuple[str, StoredTensor]], parse: Callable[[str], ModelKey], original_shape: OriginalShape
 ) -> dict[str, GlobalTensor]:
-    """Parameters in `tensors`, each given with its key of the model.
+    """Parameters in `tensors`: pairs of a key of the model and a stored tensor.
 
     `parse`: parses a key, with the template of the canonical name.
 

@@ -60,7 +60,7 @@ class TargetTensor:
     def to_part(
         self, pairs: tuple[RegionPair, ...], local_shape: tuple[int, ...], state: str, dtype: DType, layout: Layout
     ) -> Part:
-        """The slice that fills a local tensor with `pairs` of this one. `layout`: of the state over ranks."""
+        """The slice that fills a local tensor with boxes of this tensor. `layout`: of the state over ranks."""
         numel = Box.full(local_shape).numel
         part = Slice(
             param=self.name, state=state, dtype=dtype, pairs=pairs, local_shape=local_shape, start=0, stop=numel
@@ -184,7 +184,7 @@ class TargetRun:
 
     @property
     def is_legacy(self) -> bool:
-        """Whether each rank saves a file, for one topology."""
+        """Whether each rank has a folder (`--layout torch`), for one topology."""
         return self.arguments["ckpt_format"] == "torch"
 
     @property

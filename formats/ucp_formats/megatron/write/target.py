@@ -54,11 +54,11 @@ from ucp_formats.megatron.write.model import (
 from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
 
 _LAYOUTS = ("torch_dist", "torch")
-_GROUPS_UNSAID = (
+_GROUPS_NOT_RECORDED = (
     "torch_dist, and legacy files with the distributed optimizer, do not record the members of groups: write "
     "torch_dist, or legacy files with --set use_distributed_optimizer=true"
 )
-_EXPERTS_ALONG = (
+_EXPERTS_SEPARATE = (
     "With more than one expert-parallel rank, experts have a separate optimizer: write for ep=1, or use a checkpoint "
     "that records the members of groups"
 )
@@ -68,7 +68,7 @@ _TWO_OPTIMIZERS = (
     "Megatron ucp writes only one optimizer. Write the weights only (--include '*/weight') and let the run "
     "reinitialize the optimizer, or keep all states with --to ucp"
 )
-_ANEW = (
+_NO_MOMENTS = (
     "no parameter has a moment, and Megatron loads no optimizer without moments: none is written. Start the run with "
     "--no-load-optim: it reinitializes the optimizer, with masters made from the weights in the dtype it computes in"
 )
@@ -156,13 +156,13 @@ def _build_run(
     trained = [tensor for tensor in model.tensors if tensor.kind is Kind.PARAMETER]
     has_moments = any(tensor.states.keys() - {WEIGHT} for tensor in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
-        chain, notes = (), (_ANEW,)
+        chain, notes = (), (_NO_MOMENTS,)
     if chain:
         _check_states(index, model, arguments)
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
-        optimizer.check_grouped(_find_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
+        optimizer.check_grouped(_find_stepped(index, index.atoms), remedy=_GROUPS_NOT_RECORDED)
     elif len(chain) > 1:
-        optimizer.check_grouped(_find_stepped(index, model.expert_params), remedy=_EXPERTS_ALONG)
+        optimizer.check_grouped(_find_stepped(index, model.expert_params), remedy=_EXPERTS_SEPARATE)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
