@@ -123,7 +123,7 @@ def _translate_group(group: ParamGroup) -> ParamGroup:
 
 
 def _find_step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: bool) -> int | float | None:
-    """Steps of all parameters of a group. `exact`: keep the type of the source; else an int, as Apex's Adam needs it."""
+    """Steps of all parameters of a group. `exact`: keep the type of the source; else an int, as Apex's Adam needs."""
     remedy = "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
     first = optimizer.find_common_count(group.params, keeper="Megatron keeps it", remedy=remedy)
     recorded = group.hyper.get("step")
