@@ -55,8 +55,8 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
     steps = (run.root.get(key) for key in ("iteration", "total_iters"))
     modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
     unread = (
-        f"{path}, which is not read: "
-        f"{'states of a layer-wise optimizer (Muon)' if 'optimizer' in path else 'the position of a data loader'}"
+        f"{path}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in path else 'position of a data loader'}, "
+        "which ucp does not read"
         for path in run.unread
     )
     return Index(

@@ -55,7 +55,9 @@ def test_groups_that_share_ranks(source, to_megatron, tmp_path):
 
 def test_the_vocabulary_of_the_run(source, to_megatron, tmp_path):
     src, rows = source("gpt"), 16
-    with pytest.raises(TopologyError, match=rf"padded_vocab_size={rows + 2}; set the rows of the run.*={rows + 4}"):
+    with pytest.raises(
+        TopologyError, match=rf"padded_vocab_size={rows + 2}; set the number of rows in the run.*={rows + 4}"
+    ):
         to_megatron(src, tmp_path / "a2", "tp=4", padded_vocab_size=rows + 2)
     more = to_megatron(src, tmp_path / "b", "tp=4", padded_vocab_size=rows + 4)
     assert any(f"fills rows {rows} to {rows + 3} with zeros" in note for note in more.notes)
