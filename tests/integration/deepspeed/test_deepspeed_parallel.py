@@ -86,7 +86,7 @@ class Cell:
         degrees = {
             "PP": mp // tp,
             "TP": tp,
-            "EP": run.get("expert_parallel_size", 2 if run["kind"] == "moe" else 1),
+            "EP": run.get("expert_parallel_size", 2) if run["kind"].startswith("moe") else 1,
             "DP": self.ranks // mp,
         }
         words = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1 or axis == "DP"]
