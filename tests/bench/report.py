@@ -40,8 +40,8 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Ma
         "medians of all runs. Times are of whole processes; the page cache holds the source. Memory is the largest sum "
         "of proportional set sizes over the process tree. `ucp convert` waits until everything is on the disk and "
         "`cp -r` does not. So on a disk compare `ucp convert` with `cp -r; sync`, and `ucp convert --no-fsync` with "
-        "`cp -r`. In RAM `cp -r` and `cp -r; sync` do the same: their difference shows how much times vary.\n\nSources: "
-        f"{titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
+        "`cp -r`. In RAM `cp -r` and `cp -r; sync` do the same: their difference shows how much times vary.\n\n"
+        f"Sources: {titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
     )
     _plot(folder / "convert.svg", rows)
 

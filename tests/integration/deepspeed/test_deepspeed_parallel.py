@@ -331,8 +331,8 @@ from the uninterrupted run.
 
 {table}
 
-[3] Each tensor-parallel rank of this model trains its own scale, and a conversion to another degree averages the scales.
-That makes it another model, so losses are not compared.
+[3] Each tensor-parallel rank of this model trains its own scale, and a conversion to another degree averages the
+scales. That makes it another model, so losses are not compared.
 
 [DeepSpeed files](deepspeed.md#what-is-written-natively) says which degrees are possible and what is refused.
 """

@@ -161,10 +161,10 @@ Runs of other kinds:
 For native files (`--to deepspeed`) only the last of these applies.
 
 - **Stage 0 loads no universal checkpoint**: the engine looks for the optimizer in the model-states file.
-- **A universal load does not load frozen parameters and buffers**: they stay as the model was built. For this table they
-  were copied in afterwards. `ucp` writes them under `module` of `mp_rank_00_model_states.pt`.
-- **After a universal load, all sub-groups of stage 3 share one step tensor**, and a torch optimizer increases it once for
-  each sub-group. For this table, each state got its own:
+- **A universal load does not load frozen parameters and buffers**: they stay as the model was built. For this table
+  they were copied in afterwards. `ucp` writes them under `module` of `mp_rank_00_model_states.pt`.
+- **After a universal load, all sub-groups of stage 3 share one step tensor**, and a torch optimizer increases it
+  once for each sub-group. For this table, each state got its own:
 
       for state in engine.optimizer.optimizer.state.values():
           state["step"] = state["step"].clone()

@@ -30,17 +30,17 @@ it, and it trains {steps} steps.
 
 ## State after the load
 
-After `load_into`, the tensors of all ranks (weights, fp32 masters and both moments) and the step were compared with what
-`ucp.open` reads from the source, bit for bit. A cell gives the number of tensors.
+After `load_into`, the tensors of all ranks (weights, fp32 masters and both moments) and the step were compared with
+what `ucp.open` reads from the source, bit for bit. A cell gives the number of tensors.
 
 {states}
 
 ## Losses
 
-A cell gives the largest relative difference of a loss from the uninterrupted run of the source, in the first {first}
-steps and in all {steps}. Other layouts sum floats in another order, so the last bits differ from the first step on, and the
-differences grow with every step. In the Mixtral they grow faster: if the scores of two experts for a token are nearly
-equal, a last bit can send the token to the other expert.
+A cell gives the largest relative difference of a loss from the uninterrupted run of the source, in the first
+{first} steps and in all {steps}. Other layouts sum floats in another order, so the last bits differ from the first
+step on, and the differences grow with every step. In the Mixtral they grow faster: if the scores of two experts for
+a token are nearly equal, a last bit can send the token to the other expert.
 
 {gaps}
 

@@ -163,9 +163,9 @@ Four pipeline stages of two chunks need eight layers; the other models have four
 
 ### Oracles 1 and 3: what is read
 
-Megatron saved the same state at every layout, so `ucp` must read the same atoms from all of these checkpoints. A cell is
-the number of comparisons x the number of states in each (names, shapes, values and groups of weights, moments and
-steps). No state differed.
+Megatron saved the same state at every layout, so `ucp` must read the same atoms from all of these checkpoints. A
+cell is the number of comparisons x the number of states in each (names, shapes, values and groups of weights,
+moments and steps). No state differed.
 
 | column | compares |
 |---|---|
@@ -178,10 +178,10 @@ steps). No state differed.
 
 ### Oracle 2: what is loaded
 
-`ucp convert --to megatron` wrote each source for each target, and real Megatron loaded it into a job with other weights.
-"exact" means that after the load the ranks held the same as the ranks of a run that trained at that layout: model
-weights, masters and both moments bit for bit, and the step. That is so for {count} of {of} loads, {tensors} tensors in
-all. A cell stands for three loads:
+`ucp convert --to megatron` wrote each source for each target, and real Megatron loaded it into a job with other
+weights. "exact" means that after the load the ranks held the same as the ranks of a run that trained at that
+layout: model weights, masters and both moments bit for bit, and the step. That is so for {count} of {of} loads,
+{tensors} tensors in all. A cell stands for three loads:
 
 | from | written as | loaded by |
 |---|---|---|
