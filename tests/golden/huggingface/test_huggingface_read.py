@@ -326,7 +326,7 @@ def test_a_tied_matrix_with_other_elements(tmp_path: Path) -> None:
     save_file(tied, file)
     check_refused(copy, r"model\.embed_tokens\.weight")
     save_file({**tied, "lm_head.weight": torch.zeros(3, 16)}, file)
-    check_refused(copy, "which have the shapes")
+    check_refused(copy, "but their shapes")
 
 
 def test_damage_in_torch_files_is_refused(tmp_path: Path) -> None:
