@@ -1,5 +1,4 @@
-"""The few operations on elements that are more than copies of bytes: strided copies, casts, means, comparison,
-compression.
+"""The few operations on elements that are more than copies of bytes: strides, casts, means, comparison, compression.
 
 An encoded block holds its elements in planes, compressed with zstd. Plane `i` holds byte `i` of every element: the high
 bytes of neighbouring floats (sign, exponent) are alike, so they compress well side by side.

@@ -142,7 +142,7 @@ def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str]) -> tu
 
 
 def _check_known(what: str, names: Iterable[str], known: Container[str]) -> None:
-    """Raise ValueError with all names that are not known. `what`: the place of the names, and what is expected there."""
+    """Raise ValueError with all names that are not known. `what`: the place of the names, and what is expected."""
     unknown = sorted(name for name in names if name not in known)
     if unknown:
         place, _, expected = what.rpartition(": ")

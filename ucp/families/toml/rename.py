@@ -86,7 +86,7 @@ def _rule(number: int, table: RenameTable) -> Rule:
     longest = max(fields, key=len)
     if any(set(names) - set(longest) for names in fields):
         raise ValueError(
-            "expected the same fields on both sides; a side may lack a field whose numbers it stacks in one tensor; got "
+            "expected the same fields on both sides; a side may lack a field whose numbers a tensor stacks; got "
             f"{[table.old, table.new]}"
         )
     name = Template(".".join((f"rule{number}", *(f"{{{field}}}" for field in longest))))
