@@ -5,7 +5,7 @@
     block.weight          with `use_orig_params`: the rank's part of a parameter of `block`, flattened
 
 Shapes and their order come from what the user points to (`--shapes-from`), or from the optimizer beside the model, if
-it was saved with names. Every flat parameter must be exactly as long as the parameters in it together (`lengths`).
+it was saved with names. Every flat parameter must be as long as the parameters in it, with padding if any (`lengths`).
 """
 
 from __future__ import annotations
