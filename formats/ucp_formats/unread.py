@@ -23,7 +23,7 @@ _KINDS = (
     _Kind(
         "a LoRA adapter (peft)",
         ("adapter_config.json", "adapter_model.*"),
-        "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
+        "Keep it unchanged, since it is the same for every parallel layout, or merge it into its model with peft",
     ),
     _Kind(
         "a folder of safetensors files with unknown names",

@@ -1,7 +1,7 @@
 """Name templates: a parameter name with numbers left open.
 
-`{layer}` stands for a whole number. `{layer+3}` for one that is 3 larger than the field: a style that counts other
-modules too. Two names are of one *shape* when they differ in numbers only; that is how a template is found quickly.
+`{layer}` stands for a whole number, `{layer+3}` for one that is 3 larger than the field, in a style that counts other
+modules too. Names that differ only in numbers have the same `outline`, by which their template is found quickly.
 
 >>> Template("decoder.layers.{layer}.mlp.linear_fc1.weight").fields_in("decoder.layers.7.mlp.linear_fc1.weight")
 {'layer': 7}

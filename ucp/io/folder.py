@@ -114,7 +114,7 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def read_short_text(file: Path, *, most_bytes: int) -> str | None:
-    """Text of a file of UTF-8 without the blanks around it; None if there is none, or one of more than `most_bytes`."""
+    """Text of a UTF-8 file without surrounding blanks; None if it cannot be read, or has more than `most_bytes`."""
     try:
         if not file.is_file() or file.stat().st_size > most_bytes:
             return None

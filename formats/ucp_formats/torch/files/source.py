@@ -42,7 +42,7 @@ from ucp_formats.torch.state_dict.numbered import UnnamedError, read_order
 from ucp_formats.torch.state_dict.sort import sort_entries
 
 _PATHS: Mapping[Item, TreePath] = {"model": ("model",), "optimizer": ("optimizer",), "others": (), "all": ()}
-"""Where the value of a file stands in the state dict of the whole checkpoint."""
+"""Path of a file's value in the state dict of the whole checkpoint."""
 
 
 class TorchFormat(Format):

@@ -43,7 +43,7 @@ class StateEntry:
 
 @dataclass(slots=True, kw_only=True)
 class StateDict:
-    """The entries, by what they are."""
+    """The entries, sorted into model, optimizer and the rest."""
 
     root: Path = ()
     """Keys to the model's dict."""
