@@ -90,12 +90,12 @@ def parse_topology(topology: object) -> Topology:
     return Topology.parse(topology)
 
 
-def choice_parser(choices: type[T], what: str) -> Callable[[str], T]:
-    """A parser of the names of `choices`, which raises UsageError. `what`: what is chosen, for the message."""
+def choice_parser(choices: type[T], argument: str) -> Callable[[str], T]:
+    """A parser of the name of one of `choices`, passed as `argument`, which raises UsageError."""
 
     def parse_choice(name: str) -> T:
         if name not in set(choices):
-            raise UsageError(f"expected {what} of {', '.join(choices)}; got {name!r}")
+            raise UsageError(f"expected {argument} to be {' or '.join(repr(str(c)) for c in choices)}; got {name!r}")
         return choices(name)
 
     return parse_choice
@@ -117,7 +117,7 @@ def text_parser(argument: str) -> Callable[[str], str]:
 
     def parse_text(value: str) -> str:
         if not isinstance(value, str):
-            raise UsageError(f"expected {argument} as text; got {value!r}")
+            raise UsageError(f"expected the argument {argument!r} to be text; got {value!r}")
         return value
 
     return parse_text

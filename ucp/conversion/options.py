@@ -169,14 +169,14 @@ class ConvertOptions:
         "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
         default=Drift.ERROR,
         python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
-        parse=choice_parser(Drift, "a policy for copies that differ"),
+        parse=choice_parser(Drift, "drift"),
         identity="of copies that differ",
     )
     zero_moments: ZeroMoments = option(
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
         default=ZeroMoments.ERROR,
         python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
-        parse=choice_parser(ZeroMoments, "a policy for moments that are zero"),
+        parse=choice_parser(ZeroMoments, "zero_moments"),
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
@@ -185,7 +185,7 @@ class ConvertOptions:
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,
-        parse=choice_parser(NewOptimizer, "an optimizer to make"),
+        parse=choice_parser(NewOptimizer, "optimizer"),
         identity="new optimizer",
     )
     accept: frozenset[DoubtKind] = option(
@@ -211,7 +211,7 @@ class ConvertOptions:
         default=SidecarPolicy.SMALL,
         python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
         'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
+        parse=choice_parser(SidecarPolicy, "companions"),
         identity="companion files",
     )
     engine: Engine | None = option(

@@ -47,14 +47,17 @@ class ModuleChoice:
     """Why they were chosen, for the note; empty for the default."""
 
     def note(self, *, same_keys: bool) -> str:
-        """The choice and the reason for it. `same_keys`: whether the keys of the other kind are the same."""
+        """The choice and the reason for it. `same_keys`: whether both kinds of modules would have the written keys."""
         local = self.settings[_ARGUMENT] == _LOCAL
         which = "megatron-core's own" if local else "Transformer Engine's"
         keys = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
         if self.known_from:
             return f"{keys}, as {self.known_from}"
         if same_keys:
-            return f"the source does not say which modules its layers were built of ({_ARGUMENT}): the keys fit both"
+            return (
+                f"the source does not record whether its layers were built of megatron-core's own modules or of "
+                f"Transformer Engine's ({_ARGUMENT}): runs with either find the written keys"
+            )
         return (
             f"{keys}, Megatron's default, because the source does not say which its layers were built of. A run with "
             f"megatron-core's own modules does not find all of these keys: for it, add --set {_ARGUMENT}={_LOCAL}"

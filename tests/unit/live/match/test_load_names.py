@@ -141,7 +141,7 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
         ({"names": "huggingface", "settings": {"klingons": 3}}, "expected sizes of the model as settings"),
         ({"rename": 3}, "expected a path as rename"),
         ({"family": "klingon", "names": "huggingface"}, "expected one of the families"),
-        ({"rank_extras": "some"}, "expected rank_extras as one of drop, carry, replicate"),
+        ({"rank_extras": "some"}, "expected rank_extras to be 'drop' or 'carry' or 'replicate'; got 'some'"),
         ({"dtype": "int8"}, "expected dtype of"),
         ({"progress": 3}, "expected progress as True, False or an observer"),
     ],

@@ -90,12 +90,12 @@ def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stages": "0,3,6"}, "stages: 2 of them for pp=3"),
-        ({"stages": "0,2,3,5"}, "5 layers: there are layers up to number 5"),
-        ({"partition": "uniform", "layers": "3"}, "3 layers: there are layers up to number 5"),
-        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: tied layers of the source are emb"),
-        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file of its own"),
-        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 of 8; layers says how many there are"),
+        ({"stages": "0,3,6"}, "stages: expected 3 stages for pp=3; got 2"),
+        ({"stages": "0,2,3,5"}, "expected at least 6 layers, because the source has layer 5; got 5"),
+        ({"partition": "uniform", "layers": "3"}, "expected at least 6 layers, because the source has layer 5; got 3"),
+        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: the tied layers of the source are emb"),
+        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file, and is not tied by emb"),
+        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 is not among the 8 layers"),
     ],
 )
 def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message: str) -> None:
@@ -106,12 +106,15 @@ def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message
 
 @pytest.mark.parametrize(
     ("count", "settings", "bare"),
-    [(5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 none are on 1"), (2, {"stages": "0,6,7"}, "none are on 1")],
+    [
+        (5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 there are none on stage 1"),
+        (2, {"stages": "0,6,7"}, "there are none on stage 1"),
+    ],
 )
 def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bare: str) -> None:
     with pytest.raises(TopologyError, match="expected trained parameters on each stage") as error:
         stages("z1-pp2-dp2", count, {**TIED, **settings})
-    assert f"{bare}. Choose other stages" in str(error.value)
+    assert f"{bare}. Choose other or fewer stages" in str(error.value)
 
 
 def test_parameters_out_of_order_are_refused() -> None:
