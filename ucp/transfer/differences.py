@@ -120,7 +120,7 @@ def _compare_structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
             continue
         atom_a, atom_b = a.atoms[name], b.atoms[name]
         trained = Kind.PARAMETER in (atom_a.kind, atom_b.kind)  # to an optimizer, frozen and buffer are the same
-        is_either = name in unstepped or 0 in atom_a.global_shape  # whether it is trained cannot be known
+        is_either = name in unstepped or 0 in atom_a.global_shape  # such a parameter may count as either
         if trained and atom_a.kind is not atom_b.kind and not is_either:
             yield Change(param=name, state="", what="kind", a=atom_a.kind, b=atom_b.kind)
         for state in dict.fromkeys((*atom_a.states, *atom_b.states)):

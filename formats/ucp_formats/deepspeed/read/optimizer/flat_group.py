@@ -46,7 +46,9 @@ class OptimizerPart:
         """Record that states of `params` are only kept as extras; `unplaced`: a description of each state."""
         loss = LostStates(reason=f"{_UNPLACED}:\n{format_list(unplaced)}\nthey belong to")
         self.lost |= dict.fromkeys(params, loss)
-        self.notes.append(f"{_UNPLACED}; targets that need optimizer states are refused:\n{format_list(unplaced)}")
+        self.notes.append(
+            f"{_UNPLACED}; a target that needs the optimizer states cannot be written:\n{format_list(unplaced)}"
+        )
 
     def take_group_steps(self) -> None:
         """Copy the `step` of a group to its parameters if none of them has one (as in apex and early FusedAdam).

@@ -3,7 +3,7 @@
 Stages 1 and 2, and BF16_Optimizer: one buffer per parameter group, and an equal share of it on each rank. The offset of
 a parameter follows from `param_shapes`, `param_alignment_paddings` and the number of ranks. It is checked against
 `param_slice_mappings`, and against the module's tensors where they are views of the buffer. `group_paddings` is
-ignored: BF16_Optimizer and versions before 2025 write it wrong.
+ignored: BF16_Optimizer and versions before 2025 save wrong values there.
 
 Stage 3: each parameter is split into a chunk per rank, and the chunks of a sub-group follow one another in a flat
 tensor. `param_shapes`, `fp32_flat_groups` and the keys of `state` use the number of the sub-group; a parameter group
