@@ -118,7 +118,7 @@ def test_rules_of_a_family_cut_as_the_record_does(between: str, topology: str, t
     recorded = write("z1-tp2-dp2", topology, tmp_path)
     plain, ruled = without_record("z1-tp2-dp2", tmp_path, between), tmp_path / "ruled"
     report = ucp.convert(plain, ruled, to="deepspeed", topology=topology, patterns=AUTOTP, workers=1, verify=True)
-    assert any("by the family autotp: --patterns" in note for note in report.notes)
+    assert any("from the family autotp: --patterns" in note for note in report.notes)
     files = sorted(path.relative_to(recorded) for path in recorded.rglob("*.pt"))
     assert files == sorted(path.relative_to(ruled) for path in ruled.rglob("*.pt"))
     for file in files:
@@ -166,7 +166,7 @@ def test_a_family_that_lacks_rules_is_refused_with_all_names(tmp_path: Path) -> 
 
 def test_a_degree_that_a_family_cannot_cut_by(tmp_path: Path) -> None:
     plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
-    with pytest.raises(TopologyError, match=r"(?s)block.q.weight: \[8, 8\] along dim 0.*are cut: 1, 2, 4, 8"):
+    with pytest.raises(TopologyError, match=r"(?s)block.q.weight: \[8, 8\] along dim 0.*of all tensors: 1, 2, 4, 8"):
         ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=3,zero=1", patterns=AUTOTP, workers=1)
 
 
@@ -176,7 +176,7 @@ def test_a_run_of_megatron_is_cut_by_its_family(tp: int, tmp_path: Path) -> None
     src = FIXTURES.parent / "megatron" / "llama-tp2-pp2-dp2-full" / "checkpoint"
     dst, name = tmp_path / "dst", "decoder.layers.0.mlp.linear_fc1.weight"
     report = ucp.convert(src, dst, to="deepspeed", topology=f"dp=2,tp={tp},zero=1", workers=1, verify=True)
-    assert any("by the family llama: " in note for note in report.notes)
+    assert any("from the family llama: " in note for note in report.notes)
     whole = ucp.open(src).read(name, "weight")
     gate, up = whole.chunk(2)
     for rank in range(tp):

@@ -177,9 +177,7 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     if is_pipeline:
         _check_layers(layers, runs, tp, problems)
     stray = by_role[Role.LAYER] if models and not is_pipeline else ()
-    problems.wrong += [
-        f"extra: {file.name.name} is a pipeline layer, but the model-states files hold the module" for file in stray
-    ]
+    problems.wrong += [f"extra: {file.name.name} is a pipeline layer; the run is not a pipeline" for file in stray]
     expert_optimizers = []
     if not runs[0].optimizers:
         expert_optimizers = parse_files(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
@@ -307,18 +305,13 @@ def _find_stage(names: Iterable[FileName], models: Iterable[ModelStates], optimi
 
 
 def _check_names(names: Sequence[FileName], layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
-    """Check that one model-parallel rank has all its files and no others.
-
-    `layout`: ZeRO stage, data-parallel ranks, and the model-parallel rank whose files these are.
-    """
+    """Check that a model-parallel rank has all its files and no others; `layout`: ZeRO stage, ranks, and that rank."""
     stage, ranks, mp = layout
     seen: dict[tuple[bool, int], str] = {}
     for name in names:
         other = seen.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
         if other != name.name:
-            problems.wrong.append(
-                f"extra: {name.name} and {other} hold the same part of a checkpoint: one is of another run"
-            )
+            problems.wrong.append(f"extra: {name.name} and {other} hold the same part: one is of another run")
     model = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt" if stage == 3 else "mp_rank_{1:02d}_model_states.pt"
     optimizer = prefix + "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
     counts = {Role.OPTIMIZER: ranks if stage else 0, Role.SHARDED_MODEL if stage == 3 else Role.MODEL: 1}

@@ -83,13 +83,13 @@ def test_an_optimizer_file_of_another_world_size(kept) -> None:
 def test_model_states_of_two_stages(kept) -> None:
     tag, other = kept("z3-dp4-fp32"), kept("z1-dp4-fp32")
     shutil.copy(other / "mp_rank_00_model_states.pt", tag)
-    assert "hold the same part of a checkpoint" in problems(tag, MalformedError)
+    assert "hold the same part: one is of another run" in problems(tag, MalformedError)
 
 
 def test_optimizer_files_of_two_prefixes(kept) -> None:
     tag = kept("z1-dp4-fp32")
     shutil.copy(tag / OPTIMIZER.format(1), tag / f"bf16_{OPTIMIZER.format(1)}")
-    assert "hold the same part of a checkpoint" in problems(tag, MalformedError)
+    assert "hold the same part: one is of another run" in problems(tag, MalformedError)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -65,7 +65,7 @@ def test_a_missing_tied_layer_is_in_doubt(case: str, file: str, bare: str, copie
     (doubt,) = read(tag).doubts
     assert doubt.kind == "missing-layers"
     assert "tied parameters tied_modules.emb" in doubt.text
-    assert f"(there is none for {bare})" in doubt.text
+    assert f"(no file: {bare})" in doubt.text
     assert ucp.verify(tag).problems == (doubt.text,)
     pp = case[5]
     target = {"to": "deepspeed", "topology": f"dp=1,pp={pp},zero=1"}
@@ -86,7 +86,8 @@ def test_a_layer_in_the_place_of_another(copied) -> None:
     tag = copied("z1-pp4-tied")
     shutil.copyfile(tag / "layer_00-model_00-model_states.pt", tag / "layer_04-model_00-model_states.pt")
     with pytest.raises(
-        MalformedError, match=r"layer_04-model_00-model_states.pt: expected 4.weight, 4.bias, as its stage"
+        MalformedError,
+        match=r"layer_04-model_00-model_states.pt: expected 4.weight, 4.bias, which the pipeline stage records",
     ):
         read(tag)
 
@@ -122,7 +123,7 @@ def test_files_of_too_many_ranks(copied) -> None:
 def test_layers_beside_a_module(copied) -> None:
     tag = copied("z1-tp2-dp2")
     shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "layer_00-model_states.pt")
-    with pytest.raises(MalformedError, match=r"extra: layer_00-model_states.pt is of a pipeline"):
+    with pytest.raises(MalformedError, match=r"extra: layer_00-model_states.pt is a pipeline layer"):
         read(tag)
 
 
@@ -222,7 +223,7 @@ def test_rules_of_the_users_own_say_what_is_not_recorded(copied, tmp_path: Path)
     for name, atom in index.atoms.items():
         assert atom.patterns == recorded[name].patterns
         assert atom.states == recorded[name].states
-    assert any("by the family small: --patterns" in note for note in index.notes)
+    assert any("from the family small: --patterns" in note for note in index.notes)
 
 
 @pytest.mark.parametrize(("key", "value"), [("universal_checkpoint_version", 0.9), ("affine_map", {"version": 2})])

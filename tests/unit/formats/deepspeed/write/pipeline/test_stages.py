@@ -57,7 +57,9 @@ def test_what_the_user_says(settings: Mapping[str, str], expected: list[list[str
 
 @pytest.mark.parametrize("settings", [{}, {"stages": "0,2,4,6"}, {"partition": "uniform"}])
 def test_nothing_is_inferred(settings: Mapping[str, str]) -> None:
-    with pytest.raises(TopologyError, match=r"z1-pp2-dp2.* is of pp=2, and DeepSpeed does not record") as error:
+    with pytest.raises(
+        TopologyError, match=r"z1-pp2-dp2.* was saved with pp=2, and DeepSpeed does not record"
+    ) as error:
         stages("z1-pp2-dp2", 3, settings)
     assert "which layers use tied_modules.emb again" in str(error.value)
     ways = ["--set tied=emb:", "--to deepspeed-universal", *([] if settings else ["--set stages=", "--set partition="])]
