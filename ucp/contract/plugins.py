@@ -109,7 +109,7 @@ def pattern(name: str, **fields: object) -> Pattern:
 
 
 def describe_pattern(value: Pattern) -> tuple[str, dict[str, object]] | None:
-    """Registered name of a pattern, and its fields without defaults; None if it is not registered.
+    """Registered name of a pattern, and its fields that differ from their defaults; None if it is not registered.
 
     >>> describe_pattern(pattern("shard", dim=1))
     ('shard', {'dim': 1})
