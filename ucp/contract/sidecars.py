@@ -165,7 +165,7 @@ def _names_text(names: Iterable[str]) -> str:
 def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable[[Path], bool]) -> Index:
     """`index` with the files of `folder` as extras, and a line for other entries there (links, folders).
 
-    `is_own`: whether an entry belongs to the format: a checkpoint, or a file that names one. No `folder`: no sidecar files.
+    `is_own`: whether an entry belongs to the format: a checkpoint, or a file that names one. No `folder`: no sidecars.
     """
     if folder is None:
         return index
