@@ -220,8 +220,7 @@ class ConvertOptions:
         identity="companion files",
     )
     engine: Engine | None = option(
-        "What does the work: {engines}. --set takes its settings.  [default: processes, or serial where one is "
-        "enough]",
+        "What does the work: {engines}. --set takes its settings.  [default: processes, or serial where one is enough]",
         python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
         'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
         '"processes", or "serial" where one process is enough.',
