@@ -148,7 +148,7 @@ class TestBesideOtherRuns:
     @pytest.mark.parametrize("options", [{}, {"finalize": True}, {"resume": True}, {"overwrite": True}])
     def test_what_needs_the_place_for_itself_is_refused(self, source, dst, running, options):
         before = tree(partial(dst))
-        with pytest.raises(BusyError, match=rf"(?s)1 part is running .*part 1/2 on .*process {os.getpid()}"):
+        with pytest.raises(BusyError, match=rf"(?s)1 part of the conversion .*part 1/2 on .*process {os.getpid()}"):
             ucp.convert(source, dst, **options)
         assert tree(partial(dst)) == before
 
