@@ -98,7 +98,8 @@ def test_a_scheduler_of_a_file_is_loaded_from_dcp_as_lr_scheduler(tmp_path, kind
 def test_a_step_that_is_written_is_not_said_to_be_left_out(tmp_path):
     source = Run().save_file(tmp_path / "all.pt", step=7, note="mine")
     report = ucp.convert(source, tmp_path / "dcp", to="dcp")
-    assert report.dropped == ("extras that the style nested has no keys for: note",)
+    (dropped,) = report.dropped
+    assert dropped.endswith("--set style=nested has no keys for: note")
     assert ucp.inspect(tmp_path / "dcp").step == 7
 
 
