@@ -141,7 +141,7 @@ def test_steps_that_differ(model, tmp_path):
         states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
     groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
-    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that join to one"):
+    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that are joined into one"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
 
 
