@@ -105,7 +105,7 @@ def test_a_name_without_a_rule_stays_and_is_told(store: Path, tmp_path: Path) ->
     text = '[[rename]]\nfrom = "head.weight"\nto = "lm_head.weight"'
     report = plan(store, rename=rules(tmp_path, text))
     assert set(MODEL) - set(report.source.atoms) == {"head.weight"}
-    (note,) = [own for own in report.notes if "left under their names" in own]
+    (note,) = [own for own in report.notes if "are unchanged:" in own]
     assert "blocks.1.experts" in note
 
 
@@ -145,7 +145,7 @@ def test_styles_that_are_none(store: Path) -> None:
     for text in ("", ":", ":huggingface"):
         with pytest.raises(UsageError, match="expected a naming style, as in --names"):
             plan(store, names=text)
-    with pytest.raises(UsageError, match=r"has names of its own, mcore: drop --names huggingface"):
+    with pytest.raises(UsageError, match=r"writes the names of mcore only: drop --names huggingface"):
         plan(store, names="huggingface", to="megatron", topology="tp=1")
 
 

@@ -153,7 +153,7 @@ def test_counts_that_differ_are_no_step(tmp_path):
     run = Run()
     run.optimizer.state[run.model.bias]["step"] += 1
     report = ucp.plan(run.save_file(tmp_path / "all.pt"), to="deepspeed", topology="dp=1,zero=0")
-    assert "the optimizer counts from 3 to 4 for its parameters" in "\n".join(report.dropped)
+    assert "range from 3 to 4" in "\n".join(report.dropped)
 
 
 def test_scripts_of_dcp_find_their_scheduler_where_it_was_too(tmp_path):

@@ -141,7 +141,7 @@ def test_steps_that_differ(model, tmp_path):
         states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
     groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
-    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that join to one"):
+    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that are joined into one"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
 
 
@@ -238,7 +238,7 @@ def test_modules_that_nothing_tells_are_said(store, tmp_path):
     assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
     assert note.endswith("add --set transformer_impl=local")
     (note,) = without_modules(store, tmp_path / "c")
-    assert note.endswith("(transformer_impl): the keys fit both")
+    assert note.endswith("(transformer_impl): runs with either find the written keys")
 
 
 def test_modules_that_megatron_does_not_have(store, tmp_path):
