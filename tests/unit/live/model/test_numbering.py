@@ -114,7 +114,7 @@ def test_numbers_from_modules_must_make_a_row():
 
 
 def test_ranks_of_one_stage_must_agree():
-    with pytest.raises(LoadError, match=r"rank 1 has 0, and another of pp rank 0 has 0, 1"):
+    with pytest.raises(LoadError, match=r"rank 1 has 0, and another rank with pp=0 has 0, 1"):
         named([model(*layers(0, 1)), model(*layers(0)), model(*layers(0)), model(*layers(0))], "dp=2,pp=2")
 
 
