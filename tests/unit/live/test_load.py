@@ -420,7 +420,7 @@ def test_a_function_that_fails_is_named(saved):
 def test_the_report_says_what_was_verified(saved):
     report = load_into(Net(), checkpoint=saved.path, verify=True)
     assert report.is_verified
-    assert "\nverified      read again and equal" in str(report)
+    assert "\nverified  read again and equal" in str(report)
 
 
 class Deaf:

@@ -196,7 +196,7 @@ def test_attributes_go_before_rules(tmp_path):
 def test_a_cut_tensor_of_the_shape_of_the_whole_is_refused(tmp_path, stride):
     """A model of twice the width of the checkpoint: what a rank holds has the checkpoint's shape."""
     saved = Saved(tmp_path, {"w": (4, 3)})
-    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*leaves \[2, 3\] of \[4, 3\] in the checkpoint"
+    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*gives \[2, 3\] of \[4, 3\] in the checkpoint"
     with pytest.raises(LoadError, match=cut):
         load(saved.path, "tp=2", lambda _: {"w": saved["w"]}, mark=marked(w=(0, stride)))
 
@@ -283,9 +283,9 @@ def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, de
 @pytest.mark.parametrize(
     ("name", "topology", "said"),
     [
-        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* leaves \[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* gives \[2, 3, 2\] of \[4, 3, 2\]"),
         (STACKED, None, "no topology: pass one"),
-        ("w", "dp=2,ep=2", r"have some \(none has a number\); got a map of all layers"),
+        ("w", "dp=2,ep=2", r"have experts \(none has a number\); got one for all layers"),
     ],
 )
 def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, said):
@@ -316,7 +316,7 @@ def test_replicas_of_an_expert_each_get_its_states(tmp_path):
         param = own.get_parameter(f"layers.0.experts.{number}.w")
         for state, held in {**optimizer.state[param], "weight": param.detach()}.items():
             assert torch.equal(held, torch.from_numpy(saved.arrays[names[whole], state]))
-    assert any("are loaded from one atom" in note and "replicas" in note for note in report.notes)
+    assert any("are loaded from one tensor" in note and "replicas" in note for note in report.notes)
 
 
 WORDS = "model.embed_tokens.weight"
@@ -413,7 +413,7 @@ def test_what_is_no_module_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (2,)})
     with pytest.raises(UsageError, match=r"a list of them \(chunks of a virtual pipeline\); got Linear, str"):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
-    with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer\), or none; got dict"):
+    with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer, or none; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
 
 

@@ -80,7 +80,7 @@ def test_masters_of_other_values_are_not_taken_for_such(saved):
     net, masters = net_and_masters()
     with torch.no_grad():
         masters["1.bias"] += 1
-    with pytest.raises(LoadError, match="it has others"):
+    with pytest.raises(LoadError, match="of the model; got others"):
         load_into(net, checkpoint=folder, optimizer=stepper(masters.values(), arrays))
 
 

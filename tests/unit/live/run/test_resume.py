@@ -205,7 +205,7 @@ def test_random_states_of_the_trainer_are_set(tmp_path):
         restored = "RNG states (python, numpy, torch), from companion/rng_state.pth"
         assert all(restored in own.restored for own in reports)
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    with pytest.raises(LoadError, match="expected as many ranks as were saved, 2"):
+    with pytest.raises(LoadError, match="expected as many ranks as the saved run had, 2"):
         ucp.load_into(model, folder, rank_extras="carry")
     ucp.load_into(model, folder, rank_extras="replicate")
     assert (random.random(), np.random.random(), torch.rand(1).item()) == drawn[0]
