@@ -186,7 +186,7 @@ class ConvertOptions:
         "If replicas of a tensor differ: stop (error), take that of the first rank (first), or take the mean (mean).",
         default=Drift.ERROR,
         python='If replicas of a tensor differ: "error" (stop), "first" (take that of the first rank) or "mean".',
-        parse=choice_parser(Drift, "a policy for copies that differ"),
+        parse=choice_parser(Drift, "drift"),
         identity="of copies that differ",
     )
     zero_moments: ZeroMoments = option(
@@ -195,7 +195,7 @@ class ConvertOptions:
         default=ZeroMoments.ERROR,
         python="If all of the optimizer's moments are zero although it has stepped (its state was lost): "
         '"error" (stop) or "keep" (keep the zeros).',
-        parse=choice_parser(ZeroMoments, "a policy for moments that are zero"),
+        parse=choice_parser(ZeroMoments, "zero_moments"),
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model. zero: moments of zero, step 0, "
@@ -204,7 +204,7 @@ class ConvertOptions:
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,
-        parse=choice_parser(NewOptimizer, "an optimizer to make"),
+        parse=choice_parser(NewOptimizer, "optimizer"),
         identity="new optimizer",
     )
     accept: frozenset[DoubtKind] = option(
@@ -233,7 +233,7 @@ class ConvertOptions:
         default=SidecarPolicy.SMALL,
         python="Which files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
         '...) to copy: those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
+        parse=choice_parser(SidecarPolicy, "companions"),
         identity="companion files",
     )
     engine: Engine | None = option(
@@ -327,12 +327,12 @@ class ConvertOptions:
 
     @property
     def source(self) -> SourceOptions:
-        """What the user says of the source."""
+        """The options for the source."""
         return SourceOptions(self.family, self.patterns, self.shapes_from, self.param_order)
 
     @property
     def target(self) -> TargetOptions:
-        """What the user says of the destination."""
+        """The options for the destination."""
         return TargetOptions(
             dtypes=self.dtypes,
             layout="virtual" if self.virtual else self.layout,
@@ -363,7 +363,7 @@ OPTIONS: Mapping[str, Option] = _declare_options()
 
 
 def make_options(**arguments: object) -> ConvertOptions:
-    """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
+    """The checked options, from arguments as users pass them; the engine gets its settings. Raises UsageError."""
     values: dict[str, Any] = {
         name: OPTIONS[name].parse_argument(value)
         for name, value in arguments.items()

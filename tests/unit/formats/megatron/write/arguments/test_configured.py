@@ -86,14 +86,14 @@ def test_other_scaling_is_told_and_not_lost_on_the_way_back(rope, tmp_path):
 
 @pytest.mark.parametrize("name", ["num_attention_heads", "num_query_groups", "kv_channels"])
 def test_what_config_and_tensors_contradict_is_refused(name, tmp_path):
-    with pytest.raises(MisfitError, match=r"are 16, 8, 8 long, not heads \* head_dim"):
+    with pytest.raises(MisfitError, match=r"lengths are 16, 8, 8; expected heads \* head_dim"):
         to_megatron(tmp_path, {name: "8"})
 
 
 def test_what_is_said_comes_before_the_config(tmp_path):
     said, notes = to_megatron(tmp_path, {"max_position_embeddings": "64", "norm_epsilon": "1e-5"})
     assert (said["max_position_embeddings"], said["norm_epsilon"]) == (64, 1e-5)
-    assert "--set max_position_embeddings=64, where config.json says 32" in notes
+    assert "--set max_position_embeddings=64 is used, but config.json says 32" in notes
 
 
 def test_latent_attention_has_no_such_widths():
