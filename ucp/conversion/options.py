@@ -175,9 +175,9 @@ class ConvertOptions:
     )
     param_order: Path | ParamOrder | None = option(
         "JSON file of parameter names in the order of the saved optimizer, if that identifies them only by number: "
-        "one list, or a list per parameter group.",
+        "one list, or a list per param group.",
         python="Names of the parameters in the order of the saved optimizer, if that identifies them only by "
-        "number: one list, a list per parameter group, or a JSON file with either.",
+        "number: one list, a list per param group, or a JSON file with either.",
         metavar="FILE",
         parse=parse_param_order,
         identity="order of the optimizer",
@@ -199,8 +199,8 @@ class ConvertOptions:
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model. zero: moments of zero, step 0, "
-        "and one parameter group with --set lr=, beta1=, beta2=, eps=, weight_decay=.",
-        python='"zero": make moments of zero, a step of 0 and one parameter group for a source without '
+        "and one param group with --set lr=, beta1=, beta2=, eps=, weight_decay=.",
+        python='"zero": make moments of zero, a step of 0 and one param group for a source without '
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,

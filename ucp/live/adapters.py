@@ -56,7 +56,7 @@ class LiveOptimizer(Protocol):
     """An optimizer of this rank, whose parameters all belong to the model."""
 
     def groups(self) -> Sequence[LiveGroup]:
-        """Its parameter groups: names as in `LiveTensor.name`, hyper-parameters as plain values."""
+        """Its param groups: names as in `LiveTensor.name`, hyper-parameters as plain values."""
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> Sequence[LiveParam]:
         """The states that it keeps for each parameter, once its groups have the hyper-parameters `hyper`."""

@@ -240,7 +240,7 @@ def check_agreement(ranks: Ranks, index: Index, arguments: Mapping[str, object])
 
 
 def _plain_groups(index: Index) -> Sequence[ParamGroup]:
-    """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
+    """Param groups in which hyper-parameters that were stored as tensors are numbers."""
 
     def to_plain(value: object) -> object:
         if not isinstance(value, InlineTensor | TensorRef) or value.numel != 1:

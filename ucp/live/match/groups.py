@@ -25,7 +25,7 @@ _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveGroup:
-    """A parameter group of a live optimizer."""
+    """A param group of a live optimizer."""
 
     params: tuple[str, ...]
     """Its parameters: names in the model; names in the checkpoint once they are matched."""
