@@ -91,8 +91,9 @@ def test_what_is_planned_is_what_is_prepared(source):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"to": None}, "expected to as text; got None"),
-        ({"layout": None}, "expected layout as text; got None"),
+        ({"to": None}, "expected the argument 'to' to be text; got None"),
+        ({"layout": None}, "expected the argument 'layout' to be text; got None"),
+        ({"optimizer": "adam"}, "expected optimizer to be zero; got 'adam'"),
         ({"dtypes": "weight=bfloat16"}, r"expected dtypes by state, as in \{'weight': 'bfloat16'\}; got 'weight=bf"),
         ({"dtypes": {"weight": float}}, "expected STATE=DTYPE with a dtype of float64, "),
         ({"settings": ["a=b"]}, r"expected settings by name, .* each a text or a number; got \['a=b'\]"),
