@@ -94,8 +94,8 @@ def test_what_leaving_out_means_holds(ucp: Run, zero3: Path) -> None:
     assert planned() == {"dp": 4, "tp": 1, "pp": 1, "zero": 3}
     assert planned("--topology", "zero=1") == {"dp": 1, "tp": 1, "pp": 1, "zero": 1}
     told = " ".join(ucp("plan", "--help").stdout.split())
-    assert "Axes left out are 1" in told
-    assert "Without the option: a run like the source" in told
+    assert "axes that are not given are 1" in told
+    assert "Without this option, the layout of the source" in told
 
 
 @pytest.mark.parametrize("words", ["tp=2", "pp=2", "tp=2,pp=2"])
