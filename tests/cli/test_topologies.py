@@ -30,25 +30,25 @@ def test_what_no_run_can_have(ucp: Run, target: str, topology: str) -> None:
     ("source", "words", "said"),
     [
         (ZERO3, ["ucp", "dp=2"], "atoms are rank-independent"),
-        (ZERO3, ["deepspeed", "dp=2,tp=2,zero=1"], "Or write files for tp=1"),
-        (ZERO3, ["deepspeed", "dp=2,pp=2,zero=1"], "DeepSpeed for dp=2,pp=2"),
+        (ZERO3, ["deepspeed", "dp=2,tp=2,zero=1"], "with tp=1"),
+        (ZERO3, ["deepspeed", "dp=2,pp=2,zero=1"], "DeepSpeed pipeline saved"),
         (ZERO3, ["deepspeed", "dp=2,cp=2,zero=1"], "drop cp"),
         (ZERO3, ["deepspeed", "dp=2,etp=1,zero=1"], "drop vpp and etp"),
         (PIPELINE, ["deepspeed", "dp=2,pp=2,vpp=2,zero=1"], "drop vpp and etp"),
         (PIPELINE, ["deepspeed", "pp=50,zero=1"], "--set stages=FIRST,FIRST"),
-        (PIPELINE, ["deepspeed", "pp=2,zero=1", "--set", "stages=0,2"], "stages: 1 of them for pp=2"),
+        (PIPELINE, ["deepspeed", "pp=2,zero=1", "--set", "stages=0,2"], "2 stages for pp=2; got 1"),
         ("deepspeed/z1-pp2-tp2-dp2-bf16", ["deepspeed", "tp=8,zero=1"], ": 1, 2, 4"),
         (PIPELINE, ["deepspeed", "pp=2,zero=3"], "ZeRO 2 or 3"),
         ("deepspeed/z1-tp2-dp2", ["deepspeed", "tp=3,zero=1"], ": 1, 2, 4, 8"),
         (EXPERTS, ["deepspeed", "dp=3,ep=3,zero=1"], "got dp=3,ep=3"),
-        ("deepspeed/z1-pp2-ep2-dp2", ["deepspeed", "dp=2,pp=2,ep=2,zero=1"], "tp=1, pp=1 and"),
+        ("deepspeed/z1-pp2-ep2-dp2", ["deepspeed", "dp=2,pp=2,ep=2,zero=1"], "tp=1, pp=1 and zero=0 to 2"),
         (EXPERTS, ["deepspeed", "dp=2,ep=2,zero=3"], "experts with ZeRO 3"),
         (
             ZERO3,
             ["deepspeed-universal", "tp=2"],
             "16 tensors are split over 2 tensor-parallel ranks",
         ),
-        (ZERO3, ["deepspeed-universal", "pp=2"], "DeepSpeed for pp=2"),
+        (ZERO3, ["deepspeed-universal", "pp=2"], "DeepSpeed pipeline saved"),
         ("deepspeed/z1-tp2-dp2", ["deepspeed-universal", "tp=3"], ": 1, 2, 4, 8"),
         (ZERO3, ["deepspeed-universal", "dp=2"], "Only tp and pp"),
         (ZERO3, ["deepspeed-universal", "zero=1"], "for dp=1,zero=1"),
@@ -71,13 +71,13 @@ def test_the_stage_has_to_be_said_and_what_is_left_out_is_told(ucp: Run, zero3: 
     said = ucp("plan", zero3, "--to", "deepspeed", "--topology", "dp=2", code=2).stderr
     assert "as in --topology dp=2,zero=3; got dp=2" in said
     assert "out are 1" in said
-    assert "source was, dp=4,zero=3" in said
+    assert "the source: dp=4,zero=3" in said
 
 
 def test_a_source_without_a_stage_has_none_to_keep(ucp: Run) -> None:
     said = ucp("plan", FIXTURES / LLAMA / "checkpoint", "--to", "deepspeed", code=2).stderr
     assert "as in --topology dp=2,zero=1" in said
-    assert "dp=2,tp=2,pp=2, and has no ZeRO" in said
+    assert "dp=2,tp=2,pp=2, and records no ZeRO" in said
 
 
 def test_what_leaving_out_means_holds(ucp: Run, zero3: Path) -> None:
@@ -90,8 +90,8 @@ def test_what_leaving_out_means_holds(ucp: Run, zero3: Path) -> None:
     assert planned() == {"dp": 4, "tp": 1, "pp": 1, "zero": 3}
     assert planned("--topology", "zero=1") == {"dp": 1, "tp": 1, "pp": 1, "zero": 1}
     told = " ".join(ucp("plan", "--help").stdout.split())
-    assert "Axes left out are 1" in told
-    assert "Without the option: a run like the source" in told
+    assert "axes that are not given are 1" in told
+    assert "Without this option, the layout of the source" in told
 
 
 @pytest.mark.parametrize("words", ["tp=2", "pp=2", "tp=2,pp=2"])

@@ -151,12 +151,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], Errors, str]] = {
     "a setting of one rank": (
         lambda copy: edit_groups(copy, lambda group: group.setdefault("extra_key", 7)),
         MalformedError,
-        "ranks 0 and 1 .*extra_key",
+        "ranks 0 and 1 has extra_key",
     ),
     "a setting lost on one rank": (
         lambda copy: edit_groups(copy, lambda group: group.pop("lr")),
         MalformedError,
-        "ranks 0 and 1 .*lr",
+        "ranks 0 and 1 has lr",
     ),
     "runs of other sizes": (
         lambda copy: shutil.copy(copy / MODEL.format(0), copy / "model_world_size_8_rank_5.pt"),
@@ -353,7 +353,7 @@ def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / name)
-    with pytest.raises(MalformedError, match=f"names in {name}"):
+    with pytest.raises(MalformedError, match=f"tensors in {name}"):
         ucp.open(tmp_path / name if name == "optimizer.pt" else tmp_path)
 
 

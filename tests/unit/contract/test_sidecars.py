@@ -125,9 +125,9 @@ def test_links_are_not_followed_and_folders_not_entered(saved, tmp_path):
     assert beside(tmp_path / "out") == wanted(saved, without={"link.json", "inside.json", "two\nlines"})
     assert [line for line in report.dropped if "beside the checkpoint" in line] == [
         "inside.json, link.json, beside the checkpoint: links are not followed",
-        "pipe, beside the checkpoint: no regular files",
+        "pipe, beside the checkpoint: not regular files",
         "runs, beside the checkpoint: folders are not carried along",
-        "two\\nlines, beside the checkpoint: names that are no plain text",
+        "two\\nlines, beside the checkpoint: their names are not printable text",
     ]
 
 
@@ -137,7 +137,7 @@ def test_what_lies_beside_belongs_to_the_checkpoint_saved_last(saved, tmp_path):
     assert beside(tmp_path / "out") == {}
     (line,) = report.dropped
     assert "scheduler.pt" in line
-    assert line.endswith("beside the checkpoint: of global_step3, which was saved last")
+    assert line.endswith("beside the checkpoint: saved with global_step3, the newest checkpoint")
 
 
 def test_destinations_beside_the_checkpoint_are_no_part_of_it(saved):
@@ -164,7 +164,7 @@ def test_a_file_of_a_name_that_the_target_writes_itself_is_left(saved):
     placed = add_sidecars(index, plan, reserved=("scheduler.pt",))
     assert {"config.json", "scheduler.pt"}.isdisjoint(file.path for file in placed.files)
     assert placed.dropped == (
-        "config.json, scheduler.pt, beside the checkpoint: the target writes what has that name itself",
+        "config.json, scheduler.pt, beside the checkpoint: the target writes a file of that name itself",
     )
 
 
@@ -242,10 +242,10 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("tag", "why"),
     [
-        ("../outside", r"part '\.\.' names"),
-        ("/absolute", "part '' names"),
-        ("a//b", "part '' names"),
-        (".", r"part '\.' names"),
+        ("../outside", r"part '\.\.' cannot"),
+        ("/absolute", "part '' cannot"),
+        ("a//b", "part '' cannot"),
+        (".", r"part '\.' cannot"),
         ("a\0b", "NUL"),
         ("two\nlines", "unprintable"),
         (" blank", "blanks"),
@@ -253,7 +253,7 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
         ("latest", "latest.* checkpoint itself"),
         ("latest_universal/x", "latest_universal/x.* checkpoint itself"),
         ("ucp-conversion.json", "ucp-conversion.json.* checkpoint itself"),
-        ("mp_rank_00_model_states.pt", "named so"),
+        ("mp_rank_00_model_states.pt", "a file of"),
     ],
 )
 def test_a_tag_that_is_no_folder_of_the_destination_is_refused(saved, tag, why):

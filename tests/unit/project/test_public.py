@@ -95,8 +95,9 @@ def test_what_is_planned_is_what_is_prepared(source):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"to": None}, "expected to .*; got None"),
-        ({"layout": None}, "expected layout .*; got None"),
+        ({"to": None}, "'to' .*; got None"),
+        ({"layout": None}, "'layout' .*; got None"),
+        ({"optimizer": "adam"}, "optimizer .*zero; got 'adam'"),
         ({"dtypes": "weight=bfloat16"}, "expected dtypes .*; got 'weight=bf"),
         ({"dtypes": {"weight": float}}, "STATE=DTYPE .*got weight="),
         ({"settings": ["a=b"]}, r"expected settings .*; got \['a=b'\]"),

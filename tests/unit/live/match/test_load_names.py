@@ -56,7 +56,7 @@ def test_a_style_that_is_said(styled, style):
     assert not report.missing
     assert not report.unexpected
     check(model, optimizer, wanted)
-    assert f"under names of {style}, by the family llama" in report.notes
+    assert f"names are translated to {style} by the rules of the family llama" in report.notes
 
 
 def test_names_of_all_ranks_together_show_the_style(styled):

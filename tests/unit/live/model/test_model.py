@@ -108,9 +108,7 @@ def test_extra_state_is_noted():
         def get_extra_state(self):
             return {"seen": 1}
 
-    assert describe_modules([nn.Sequential(Extra(2, 2))]).notes == (
-        "restore yourself what modules keep beside tensors: 0._extra_state",
-    )
+    assert describe_modules([nn.Sequential(Extra(2, 2))]).notes == ("not restored, set it yourself: 0._extra_state",)
 
 
 def test_parameters_without_a_shape_are_refused_all_at_once():

@@ -270,7 +270,7 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
     ("dealt", "error", "said"),
     [
         ({4: 0, 3: 0, 2: 1, 1: 1}, UsageError, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
-        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, UsageError, r"\(0\); got .*layer 5"),
+        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, UsageError, r"\(0\); got one .*layer 5"),
         ({0: [0, 0], 1: [1, 1]}, LoadError, r"layers.0.experts.up: experts 2, 3 are"),
     ],
 )
@@ -316,7 +316,7 @@ def test_replicas_of_an_expert_each_get_its_states(tmp_path):
         param = own.get_parameter(f"layers.0.experts.{number}.w")
         for state, held in {**optimizer.state[param], "weight": param.detach()}.items():
             assert torch.equal(held, torch.from_numpy(saved.arrays[names[whole], state]))
-    assert any("are loaded from one atom" in note and "replicas" in note for note in report.notes)
+    assert any("are loaded from one tensor" in note and "replicas" in note for note in report.notes)
 
 
 WORDS = "model.embed_tokens.weight"
@@ -346,7 +346,8 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path, tp, rows):
     reports = run(tp, one)
     assert all(isinstance(own, LoadReport) for own in reports), reports
     assert any(
-        f"{WORDS} is padded to 16 rows in the model and 10 in the checkpoint" in note for note in reports[-1].notes
+        f"{WORDS} has 16 rows in the model, with padding, and 10 in the checkpoint" in note
+        for note in reports[-1].notes
     )
 
 
@@ -410,7 +411,7 @@ def test_what_is_no_module_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (2,)})
     with pytest.raises(UsageError, match="; got Linear, str"):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
-    with pytest.raises(UsageError, match=r"LiveOptimizer\), .*; got dict"):
+    with pytest.raises(UsageError, match=r"LiveOptimizer, .*; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
 
 

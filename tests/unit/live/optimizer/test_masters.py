@@ -110,11 +110,11 @@ def test_masters_that_are_none_are_refused_all_at_once(saved):
         load_into(net, checkpoint=folder, optimizer=optimizer, masters=wrong)
     assert "2.weight: the model" in str(error.value)
     assert "0.bias: the optimizer" in str(error.value)
-    assert "1.bias: has shape [3, 3], and its weight [3]" in str(error.value)
+    assert "1.bias: has shape [3, 3], " in str(error.value)
 
 
 def test_an_optimizer_without_masters_is_said_to_go_on_from_rounded_weights(saved):
     folder, arrays = saved
     net, _ = net_and_masters()
     report = load_into(net, checkpoint=folder, optimizer=stepper(net.parameters(), arrays), strict=False)
-    assert any("4 weights are stepped in bfloat16, and float32 in the checkpoint" in note for note in report.notes)
+    assert any("4 weights are stepped in bfloat16, but saved in float32" in note for note in report.notes)

@@ -90,12 +90,12 @@ def test_a_scheduler_of_another_class_is_told(tmp_path, kind, other):
 def test_a_scheduler_of_other_groups_is_told(tmp_path):
     path = pickled(tmp_path, scheduler=stepped("step", 3).state_dict())
     fresh = MAKERS["step"](adam(groups=2))
-    with pytest.raises(LoadError, match=r"base_lrs .*1 groups, .* has 2"):
+    with pytest.raises(LoadError, match=r"base_lrs has 1 entry, .* 2"):
         ucp.load_into(Net(), path, scheduler=fresh)
 
 
 def test_no_scheduler_at_all_is_told(tmp_path):
-    with pytest.raises(LoadError, match=r"scheduler StepLR: .*none"):
+    with pytest.raises(LoadError, match=r"scheduler StepLR: .* no state"):
         ucp.load_into(Net(), pickled(tmp_path), scheduler=stepped("step", 0))
     with pytest.raises(UsageError, match="state_dict and load_state_dict; got int"):
         ucp.load_into(Net(), pickled(tmp_path), scheduler=3)
@@ -173,10 +173,10 @@ def test_what_ranks_kept_goes_where_the_policy_says(policy, wanted):
             assert rng["random"] == kept[source]["random"]
             assert np.array_equal(rng["numpy"][1], kept[source]["numpy"][1])
             assert torch.equal(rng["cpu"], kept[source]["cpu"])
-        dropped = "rng: of single ranks; rank_extras='carry' or 'replicate' takes them"
+        dropped = "rng: of single ranks; rank_extras='carry' or 'replicate' loads it"
         assert (dropped in own.dropped, bool(own.carried)) == (source is None, source is not None)
         assert "rng" not in own.extras
-        assert "\nIgnored\n" in str(own)
+        assert "\nUnused extras\n" in str(own)
         assert "lr_scheduler" in own.extras
 
 
@@ -256,4 +256,4 @@ def test_the_report_tells_what_happened(tmp_path):
     assert told["seconds"] == pytest.approx(report.seconds)
     assert told["nbytes_loaded"] == 20
     assert "B/s" in str(report)
-    assert "Ignored\n  - epoch" in str(report)
+    assert "Unused extras\n  - epoch" in str(report)
