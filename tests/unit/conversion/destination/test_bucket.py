@@ -365,7 +365,7 @@ def test_a_scratch_disk_that_is_full(memory, scratch, source, monkeypatch, small
 
 def test_the_environment_names_the_scratch_folder(memory, scratch, source, monkeypatch):
     monkeypatch.setenv("UCP_SCRATCH", str(scratch / "absent"))
-    with pytest.raises(DestinationError, match=f"{scratch}/absent; create"):
+    with pytest.raises(DestinationError, match=f"folder at {scratch}/absent"):
         ucp.convert(source, DST)
     with pytest.raises(UsageError, match="drop --scratch"):
         ucp.convert(source, scratch / "out", scratch=scratch)
