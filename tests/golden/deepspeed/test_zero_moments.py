@@ -147,9 +147,7 @@ def test_a_live_optimizer_does_not_take_them(tmp_path):
     with pytest.raises(MalformedError, match="zero_moments='keep'"):
         ucp.load_into(model, checkpoint=tmp_path / "lost", **options)
     for fine in ({"checkpoint": case}, {"checkpoint": tmp_path / "lost", "zero_moments": "keep"}):
-        with pytest.raises(
-            ucp.errors.LoadError, match=f"no tensor of {fine['checkpoint']}"
-        ):  # both got past the moments
+        with pytest.raises(ucp.errors.LoadError, match=f"tensor of {fine['checkpoint']}"):  # both got past the moments
             ucp.load_into(model, **fine, **options)
     with pytest.raises(ucp.errors.LoadError):
         ucp.load_into(model, checkpoint=tmp_path / "lost", strict=False)
