@@ -60,7 +60,7 @@ _MOST_ROWS = 20
 
 
 def _short_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Section:
-    return table(title, columns, rows, most=_MOST_ROWS, all_in="`changes` and --json list all differences")
+    return table(title, columns, rows, most=_MOST_ROWS, all_in="--json lists all (in Python: `changes`)")
 
 
 def make_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:

@@ -73,7 +73,7 @@ class ConvertOptions:
         identity="topology",
     )
     layout: str = option(
-        "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
+        "For atoms: packed (default) or per-parameter. For megatron: torch_dist (default) or torch.",
         default="",
         alternative="--megatron-format",
         metavar="NAME",
@@ -102,7 +102,9 @@ class ConvertOptions:
         parse=parse_globs,
         identity="left out",
     )
-    weights: bool = option("Compare weights alone, as of a run and an export: --include '*/weight'.", default=False)
+    weights: bool = option(
+        "Compare weights alone, e.g. those of a run and of its export: short for --include '*/weight'.", default=False
+    )
     dtypes: Mapping[str, str] = option(
         "Cast a state, e.g. weight=bfloat16. May be repeated.",
         default={},
@@ -114,9 +116,10 @@ class ConvertOptions:
         identity="dtypes",
     )
     settings: Mapping[str, str] = option(
-        "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name "
-        "lists those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says "
-        "what is frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
+        "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name gets "
+        "a list of the known ones). Also: drop=EXTRA,... leaves out extras of the source; frozen=GLOB,... (or "
+        "none) names the frozen parameters; step=N and scheduler=KEY choose the step and the scheduler state to "
+        "resume from; and settings of --engine.",
         default={},
         python='What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.',
         flag="--set",
@@ -126,14 +129,14 @@ class ConvertOptions:
         identity="settings",
     )
     names: str | None = option(
-        "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
-        "FROM:STYLE where the source's names are those of several.",
+        "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... Use "
+        "FROM:STYLE if the source's names fit several styles.",
         metavar="STYLE",
         parse=lambda names: Naming.parse(names, None) and names,
         identity="names",
     )
     rename: Path | None = option(
-        "Other names by rules of your own, as a TOML file.",
+        "TOML file with rules of your own that change names.",
         metavar="FILE",
         parse=path_parser("rename"),
         identity="renamed by",
@@ -146,19 +149,20 @@ class ConvertOptions:
         identity="family",
     )
     patterns: Path | None = option(
-        "Model family of your own, as a TOML file.",
+        "TOML file with a model family of your own.",
         metavar="FILE",
         parse=path_parser("patterns"),
         identity="rules of the family",
     )
     shapes_from: Path | None = option(
-        "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+        "Checkpoint, or JSON file of name to shape, with the shapes that the source lacks (FSDP1's LOCAL_STATE_DICT).",
         metavar="PATH",
         parse=path_parser("shapes_from", parse_path),
         identity="shapes",
     )
     param_order: Path | ParamOrder | None = option(
-        "JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
+        "JSON file of the names of the parameters that the source's optimizer numbers, in its order: one list "
+        "per group, or one for all.",
         python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
         "of its groups, one for all of them, or a JSON file with either.",
         metavar="FILE",
@@ -169,14 +173,14 @@ class ConvertOptions:
         "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
         default=Drift.ERROR,
         python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
-        parse=choice_parser(Drift, "a policy for copies that differ"),
+        parse=choice_parser(Drift, "drift"),
         identity="of copies that differ",
     )
     zero_moments: ZeroMoments = option(
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
         default=ZeroMoments.ERROR,
         python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
-        parse=choice_parser(ZeroMoments, "a policy for moments that are zero"),
+        parse=choice_parser(ZeroMoments, "zero_moments"),
     )
     optimizer: NewOptimizer | None = option(
         "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
@@ -185,16 +189,17 @@ class ConvertOptions:
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,
-        parse=choice_parser(NewOptimizer, "an optimizer to make"),
+        parse=choice_parser(NewOptimizer, "optimizer"),
         identity="new optimizer",
     )
     accept: frozenset[DoubtKind] = option(
-        "Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
+        "Ignore a doubt about the source, such as equal-ranks (the files of two ranks are copies of one another) or "
+        "missing-layers (a pipeline layer has no file). May be repeated.",
         default=frozenset(),
         python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
         'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
         'do not have the shapes of their parameters), "config" (config.json is that of another '
-        'model), "layout" (ranks cut tensors otherwise than the model family says).',
+        'model), "layout" (ranks hold other pieces of tensors than the model family says).',
         choices=DoubtKind,
         repeats=True,
         parse=DoubtKind.accepted,
@@ -206,20 +211,19 @@ class ConvertOptions:
         identity="tag",
     )
     companions: SidecarPolicy = option(
-        "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
-        "...), keep those of up to 64 MiB each, all, or none.",
+        "Which files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, ...) "
+        "to copy: those of up to 64 MiB each (small), all, or none.",
         default=SidecarPolicy.SMALL,
-        python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
-        'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
+        python="Which files that a training script saved beside the checkpoint (Trainer state, scheduler, "
+        'tokenizer) to copy: those of up to 64 MiB each ("small"), "all", or "none".',
+        parse=choice_parser(SidecarPolicy, "companions"),
         identity="companion files",
     )
     engine: Engine | None = option(
-        "What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one "
-        "is enough]",
+        "What does the work: {engines}. --set takes its settings.  [default: processes, or serial where one is enough]",
         python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
         'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
-        "processes, or none where one is enough.",
+        '"processes", or "serial" where one process is enough.',
         metavar="NAME",
         parse=engine_named,
     )
@@ -238,7 +242,7 @@ class ConvertOptions:
         parse=parse_memory,
     )
     scratch: Path | None = option(
-        "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
+        "Folder where files are put before their upload to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
         "system's temporary folder]",
         metavar="DIR",
         parse=path_parser("scratch"),
@@ -263,11 +267,11 @@ class ConvertOptions:
         default=False,
     )
     part: Share | None = option(
-        "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
-        "side, again after a failure. auto: as Slurm's variables say (srun, job arrays).",
+        "Do part K of N alone, here or on another machine that sees the same folders. Parts may run in any order, "
+        "at the same time, and again after a failure. auto: the part that Slurm's variables name (srun, job arrays).",
         python='Do this part of the work alone, into the folder beside DST that all parts share: "3/8", (3, '
-        '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
-        "and again.",
+        '8), or "auto" for the part that Slurm\'s variables name. Parts may run in any order, at the same '
+        "time, and again.",
         metavar="K/N",
         parse=parse_part,
     )
@@ -302,12 +306,12 @@ class ConvertOptions:
 
     @property
     def source(self) -> SourceOptions:
-        """What the user says of the source."""
+        """The options for the source."""
         return SourceOptions(self.family, self.patterns, self.shapes_from, self.param_order)
 
     @property
     def target(self) -> TargetOptions:
-        """What the user says of the destination."""
+        """The options for the destination."""
         return TargetOptions(
             dtypes=self.dtypes,
             layout="virtual" if self.virtual else self.layout,
@@ -338,7 +342,7 @@ OPTIONS: Mapping[str, Option] = _declare_options()
 
 
 def make_options(**arguments: object) -> ConvertOptions:
-    """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
+    """The checked options, from arguments as users pass them; the engine gets its settings. Raises UsageError."""
     values: dict[str, Any] = {
         name: OPTIONS[name].parse_argument(value)
         for name, value in arguments.items()

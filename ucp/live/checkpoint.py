@@ -136,7 +136,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
             for name, atom in self.index.atoms.items()
         ]
         columns = ("name", "shape", "states", "dtypes")
-        parameters = table("Parameters", columns, rows, most=_SHOWN, all_in="iterate over the checkpoint for all")
+        parameters = table("Parameters", columns, rows, most=_SHOWN, all_in="iterate over the checkpoint to see all")
         return (*self.index.page(), parameters)
 
     @property

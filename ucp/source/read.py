@@ -30,7 +30,7 @@ class Survey:
     evidence: tuple[str, ...]
     """What the format was recognised by."""
     files: tuple[SourceFile, ...]
-    """Every file there, by name; what they hold is not known."""
+    """Every file there, sorted by name; their roles are not known."""
 
 
 def survey(path: Path) -> Survey:
@@ -77,9 +77,9 @@ def index_of(
     source: SourceOptions | None = None,
     unfinished: bool = False,
 ) -> Index:
-    """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
+    """Index of the checkpoint at `path`, after proving that its shards tile every tensor; only what `names` keeps.
 
-    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
+    `source`: the user's options for it. `unfinished`: accept the working folder of a conversion, too.
 
     Raises SourceError, CoverError, UsageError.
     """
@@ -91,7 +91,7 @@ def index_of(
 
 
 def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: bool = False) -> Index:
-    """Index of the checkpoint at `path`, nothing proved of it, with a note on other files that it could have been."""
+    """Index of the checkpoint at `path`, unchecked, with a note on files there that could be other checkpoints."""
     fmt, evidence = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     if not evidence.not_read:
@@ -104,12 +104,12 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 
 def add_doubts(index: Index) -> Index:
-    """`index` with what its own contents tell against it: copied files, and states that were lost."""
+    """`index` with doubts that its contents raise (copied files, odd moments), and with states that were lost."""
     return add_state_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
 
 
 def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
-    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
+    """`index_of`, without the options that the format has no use for: they may be meant for another checkpoint."""
     for options in dict.fromkeys((source, source.without_family())):
         try:
             return index_of(path, source=options, unfinished=unfinished)

@@ -155,4 +155,4 @@ def test_a_table_has_twenty_rows_and_a_count(ucp: Run, tmp_path: Path) -> None:
         torch.save(tensors, tmp_path / f"{name}.pt")
     page = ucp("diff", tmp_path / "a.pt", tmp_path / "b.pt", code=3).stdout
     assert page.count("shape") == 20
-    assert "and 5 more rows (`changes` and --json list all differences)" in page
+    assert "and 5 more rows: --json lists all" in page

@@ -144,7 +144,7 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unrecorded")
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
-    assert "no model family fits the names of this checkpoint; none has a rule for a single name\n" in message
+    assert "no model family fits the names of this checkpoint; none has a rule for any of them\n" in message
     assert "write rules in a file for --patterns my.toml" in message
     assert len(message.splitlines()) == 2
 

@@ -110,9 +110,9 @@ class LoadRequest:
                 naming=Naming.parse(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _parse_dtype(dtype),
-            rank_extras=choice_parser(RankPolicy, "rank_extras as one")(rank_extras),
+            rank_extras=choice_parser(RankPolicy, "rank_extras")(rank_extras),
             carry=CarryOptions(
-                exchange=choice_parser(Exchange, "exchange as one")(exchange),
+                exchange=choice_parser(Exchange, "exchange")(exchange),
                 memory=options.memory,
                 verify=switch_parser("verify")(verify),
                 observer=choose_observer(progress, rank=rank),

@@ -56,7 +56,7 @@ def test_a_style_that_is_said(styled, style):
     assert not report.missing
     assert not report.unexpected
     check(model, optimizer, wanted)
-    assert f"under names of {style}, by the family llama" in report.notes
+    assert f"names are translated to {style} by the rules of the family llama" in report.notes
 
 
 def test_names_of_all_ranks_together_show_the_style(styled):
@@ -141,7 +141,7 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
         ({"names": "huggingface", "settings": {"klingons": 3}}, "expected sizes of the model as settings"),
         ({"rename": 3}, "expected a path as rename"),
         ({"family": "klingon", "names": "huggingface"}, "expected one of the families"),
-        ({"rank_extras": "some"}, "expected rank_extras as one of drop, carry, replicate"),
+        ({"rank_extras": "some"}, "expected rank_extras to be one of drop, carry, replicate"),
         ({"dtype": "int8"}, "expected dtype of"),
         ({"progress": 3}, "expected progress as True, False or an observer"),
     ],
