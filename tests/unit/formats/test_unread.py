@@ -81,7 +81,7 @@ def test_a_url_is_no_local_path(path, library, extra, source, tmp_path, monkeypa
 def test_urls_of_other_schemes(source):
     with pytest.raises(UsageError, match=r"s3://.*; got ftp://host/run"):
         ucp.inspect("ftp://host/run")
-    with pytest.raises(DestinationError, match=r"s3://.*; got file:/tmp/run "):
+    with pytest.raises(DestinationError, match=r"s3://.*; got file:/tmp/run\b"):
         ucp.convert(source, "file:///tmp/run")
     with pytest.raises(UnknownFormatError, match="without file://"):
         ucp.inspect("file:///tmp/run")

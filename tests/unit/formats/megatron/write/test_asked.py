@@ -34,8 +34,8 @@ MAMBA = FIXTURES / "mamba-tp2-dp2-full" / "checkpoint"
         ),
         ("bf16", "false", "bf16 = False: .* bfloat16"),
         ("fp16", "true", "fp16 = True: .* bfloat16"),
-        ("tensor_model_parallel_size", "8", "tensor_model_parallel_size = 8: .*--topology.* 2\\b"),
-        ("world_size", "3", "world_size = 3: .*--topology.* 2\\b"),
+        ("tensor_model_parallel_size", "8", r"tensor_model_parallel_size = 8: .*--topology.* 2\b"),
+        ("world_size", "3", r"world_size = 3: .*--topology.* 2\b"),
     ],
 )
 def test_what_the_tensors_or_the_layout_contradict(name: str, value: str, facts: str, tmp_path: Path) -> None:
