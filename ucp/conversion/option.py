@@ -95,7 +95,8 @@ def choice_parser(choices: type[T], argument: str) -> Callable[[str], T]:
 
     def parse_choice(name: str) -> T:
         if name not in set(choices):
-            raise UsageError(f"expected {argument} to be one of {', '.join(choices)}; got {name!r}")
+            several = "one of " if len(set(choices)) > 1 else ""
+            raise UsageError(f"expected {argument} to be {several}{', '.join(choices)}; got {name!r}")
         return choices(name)
 
     return parse_choice
@@ -117,7 +118,7 @@ def text_parser(argument: str) -> Callable[[str], str]:
 
     def parse_text(value: str) -> str:
         if not isinstance(value, str):
-            raise UsageError(f"expected {argument} as text; got {value!r}")
+            raise UsageError(f"expected the argument {argument!r} to be text; got {value!r}")
         return value
 
     return parse_text

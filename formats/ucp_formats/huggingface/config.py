@@ -248,8 +248,8 @@ def refusal_note(config: ModelConfig) -> str | None:
     if config.get("model_type") in _EVEN and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
         return (
             "from_pretrained of transformers 5 will refuse this model: it requires the hidden_size of a "
-            f"{config.get('model_type')} to be a multiple of num_attention_heads; by {config.where} these are {hidden} "
-            f"and {heads}. The weights are complete, for programs that read safetensors themselves"
+            f"{config.get('model_type')} to be a multiple of num_attention_heads; these are {hidden} and {heads} in "
+            f"{config.where}. The weights are complete, for programs that read safetensors themselves"
         )
     return None
 

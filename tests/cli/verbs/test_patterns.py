@@ -100,7 +100,7 @@ def test_check_explains_every_parameter(ucp: Run, llama: Path) -> None:
 def test_a_name_of_several_rules_is_told_with_what_would_decide(ucp: Run, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "norms", {"backbone.layers.0.norm.weight": (4,), "backbone.norm_f.weight": (4,)})
     page = ucp("patterns", "check", source, "--family", "mcore-hybrid", code=3).stdout
-    assert "Of several rules\n  - in the family 'mcore-hybrid', backbone.layers.0.norm.weight can be " in page
+    assert "With several rules\n  - in the family 'mcore-hybrid', backbone.layers.0.norm.weight can be " in page
     assert "(beside decoder.layers.0.mixer.in_proj.weight)" in page
     assert "Without a rule" not in page
 

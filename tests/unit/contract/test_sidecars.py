@@ -248,12 +248,12 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
         (".", "cannot be the name of a folder"),
         ("a\0b", "NUL"),
         ("two\nlines", "unprintable"),
-        (" blank", "blanks at its ends"),
+        (" blank", "blanks at either end"),
         ("x" * 300, "a file system allows 255"),
         ("latest", "a file of the checkpoint itself"),
         ("latest_universal/x", "a file of the checkpoint itself"),
         ("ucp-conversion.json", "a file of the checkpoint itself"),
-        ("mp_rank_00_model_states.pt", "files of a checkpoint are named so"),
+        ("mp_rank_00_model_states.pt", "the name of a file of a checkpoint"),
     ],
 )
 def test_a_tag_that_is_no_folder_of_the_destination_is_refused(saved, tag, why):

@@ -227,7 +227,7 @@ def test_names_without_data_are_named_as_dropped(tmp_path: Path, fake_run) -> No
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
     index = read(run.save(tmp_path))
     assert "frozen" not in index.atoms
-    assert any(line.startswith("frozen: the checkpoint has no data of it") for line in index.dropped)
+    assert any(line.startswith("frozen: the checkpoint holds only its name") for line in index.dropped)
     assert any("exclude_frozen_parameters" in note for note in index.notes)
 
 

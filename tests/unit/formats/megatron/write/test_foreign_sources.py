@@ -238,7 +238,7 @@ def test_modules_that_nothing_tells_are_said(store, tmp_path):
     assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
     assert note.endswith("add --set transformer_impl=local")
     (note,) = without_modules(store, tmp_path / "c")
-    assert note.endswith("(transformer_impl): the keys fit both")
+    assert note.endswith("(transformer_impl): runs with either find the written keys")
 
 
 def test_modules_that_megatron_does_not_have(store, tmp_path):
