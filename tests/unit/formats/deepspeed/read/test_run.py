@@ -120,11 +120,11 @@ def test_model_states_that_differ(tmp_path: Path, fake_run, key: str, value: obj
 def test_a_wrong_number_of_groups(tmp_path: Path, fake_run) -> None:
     run = fake_run(1, 2)
     run.models[0]["param_shapes"].append({"c": torch.Size([2])})
-    refused(run.save(tmp_path), MalformedError, r"param_shapes .*, 3; got\n.* 2\n")
+    refused(run.save(tmp_path), MalformedError, r"\b3\b.* param_shapes .*\n  zero_pp_rank_0_.*: 2\n")
     run = fake_run(3, 2)
     for root in run.models:
         root["param_shapes"] = root["param_shapes"][:1]
-    refused(run.save(tmp_path / "b"), MalformedError, r"param_shapes .*, 1; got\n.* 2\n")
+    refused(run.save(tmp_path / "b"), MalformedError, r"\b1\b.* param_shapes .*\n  zero_pp_rank_0_.*: 2\n")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_model_states_under_their_name(kept, other: str) -> No
     """Of a pipeline's only what is no parameter is read: step, scheduler and client state would be lost."""
     tag = kept("z1-pp2-dp2")
     shutil.copyfile(tag / other, tag / "mp_rank_00_model_states.pt")
-    refused(tag, MalformedError, r"mp_rank_00_model_states\.pt .*'module' .*; got '")
+    refused(tag, MalformedError, r"mp_rank_00_model_states\.pt .*'module'.*; got .*'")
 
 
 def test_a_share_that_is_too_short(tmp_path: Path, fake_run) -> None:

@@ -155,7 +155,7 @@ def test_patterns_that_do_not_fit_the_shapes(copied) -> None:
         change(path, forget)
     with pytest.raises(MalformedError, match=r"4 parameters:\n") as caught:
         read(tag)
-    for facts in (r"1\.qkv\.weight: .*\[8, 7\] .*dim 0.*\[8, 8\]", r"4\.bias: .*dim 1"):
+    for facts in (r"1\.qkv\.weight: .*\[8, 7\].*\[8, 8\]", r"4\.bias: .*dim 1"):
         assert re.search(facts, str(caught.value)), facts
 
 
@@ -315,7 +315,7 @@ def test_a_lost_optimizer_of_experts_without_zero(copied) -> None:
     tag = copied("z0-ep2-dp4")
     for path in tag.glob("expp_rank_*"):
         path.unlink()
-    with pytest.raises(UnsupportedError, match="; got 1 ranks and 0 files"):
+    with pytest.raises(UnsupportedError, match=r"; got 1 .* and 0 "):
         read(tag)
 
 
