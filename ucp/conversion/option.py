@@ -164,7 +164,9 @@ def parse_dtypes(dtypes: Mapping[str, DtypeLike] | None) -> dict[str, str]:
 def parse_settings(settings: Mapping[str, str | int | float] | None) -> dict[str, str]:
     """Name to value as text, as on the command line. Raises UsageError."""
     settings = settings or {}
-    if not isinstance(settings, Mapping) or not all(isinstance(n, str | int | float) for n in settings.values()):
+    if not isinstance(settings, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | int | float) for name, value in settings.items()
+    ):
         raise UsageError(
             f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {settings!r}"
         )

@@ -129,7 +129,7 @@ class ConvertOptions:
         "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
         "FROM:STYLE where the source's names are those of several.",
         metavar="STYLE",
-        parse=lambda names: Naming.parse(names, None) and names,
+        parse=lambda names: Naming.parse(text_parser("names")(names), None) and names,
         identity="names",
     )
     rename: Path | None = option(
@@ -221,7 +221,7 @@ class ConvertOptions:
         'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
         "processes, or none where one is enough.",
         metavar="NAME",
-        parse=engine_named,
+        parse=lambda name: engine_named(text_parser("engine")(name)),
     )
     workers: int | None = option(
         "Processes.  [default: one per core; on a cluster, by --memory]",
