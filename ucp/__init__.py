@@ -9,6 +9,7 @@
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
+    ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
 
 `ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
@@ -20,6 +21,7 @@ from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     convert,
     diff,
+    experts,
     inspect,
     open,  # noqa: A004  # ucp.open is the name users look for
     plan,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ucp.live.checkpoint import Atom, Checkpoint
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
+    from ucp.moe.report import ExpertsReport
 
     __version__: str
 else:
@@ -43,6 +46,7 @@ else:
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
         "DiffReport": "ucp.checks.verify",
+        "ExpertsReport": "ucp.moe.report",
         "LoadReport": "ucp.live.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -67,6 +71,7 @@ __all__ = [
     "Checkpoint",
     "ConvertReport",
     "DiffReport",
+    "ExpertsReport",
     "LoadReport",
     "PlanReport",
     "Topology",
@@ -74,6 +79,7 @@ __all__ = [
     "VerifyReport",
     "convert",
     "diff",
+    "experts",
     "inspect",
     "load_into",
     "open",

@@ -18,6 +18,7 @@ from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
     CompareArguments,
     ConvertArguments,
+    ExpertArguments,
     PlanArguments,
     SourceArguments,
     takes_options,
@@ -37,6 +38,7 @@ __all__ = [
     "Survey",
     "convert",
     "diff",
+    "experts",
     "inspect",
     "is_unfinished",
     "open",
@@ -70,6 +72,25 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     index = detect_first_step(add_call_notes(add_doubts(index)))
     note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
+
+
+@takes_options(ExpertArguments)
+def experts(
+    path: type_path, *, observer: Observer | None = None, **options: Unpack[ExpertArguments]
+) -> ucp.ExpertsReport:
+    """How trained the experts of a mixture-of-experts model are, which stand out in their layer, and what is wrong.
+
+    Reads the experts and routers of the checkpoint at `path` once. Names are those of Megatron, DeepSpeed, torchtitan
+    and transformers. Raises UsageError for a model without experts, SourceError, CorruptError.
+
+    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all of them, beyond the
+    interpreter's own. `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
+    """
+    from ucp.moe.report import report_experts
+
+    checked = make_options(**options)
+    index = index_of(parse_path(path), source=checked.source)
+    return report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
 
 
 @takes_options(PlanArguments)

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ZeroMomentsName = Literal["error", "keep"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "layout"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "experts", "layout"]
 
 
 class SourceArguments(TypedDict, total=False):
@@ -37,6 +37,13 @@ class CompareArguments(SourceArguments, total=False):
     include: Iterable[str]
     exclude: Iterable[str]
     weights: bool
+    workers: int | None
+    memory: MemoryLike
+
+
+class ExpertArguments(SourceArguments, total=False):
+    """Those of `experts`."""
+
     workers: int | None
     memory: MemoryLike
 

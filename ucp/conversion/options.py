@@ -194,7 +194,8 @@ class ConvertOptions:
         python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
         'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
         'do not have the shapes of their parameters), "config" (config.json is that of another '
-        'model), "layout" (ranks cut tensors otherwise than the model family says).',
+        'model), "experts" (experts of a layer are missing, or unlike the others), "layout" (ranks cut '
+        "tensors otherwise than the model family says).",
         choices=DoubtKind,
         repeats=True,
         parse=DoubtKind.accepted,

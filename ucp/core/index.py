@@ -226,6 +226,8 @@ class DoubtKind(StrEnum):
     """Moments of the optimizer do not have the shapes of their parameters."""
     CONFIG = "config"
     """The configuration of the model beside the tensors is that of another one."""
+    EXPERTS = "experts"
+    """Experts of a layer are missing, or do not have the tensors that the others have."""
     LAYOUT = "layout"
     """Ranks cut tensors in other pieces than the rules of the model's family: it may be of another one."""
 

@@ -14,6 +14,7 @@ from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
 from ucp.errors import IdleOptionError, format_list
 from ucp.io.folder import files_below
+from ucp.moe.faults import find_odd_experts
 from ucp.source.copied_ranks import find_copied_ranks
 from ucp.source.moments import find_odd_moments
 from ucp.source.selection import NameFilter, select
@@ -104,8 +105,9 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 
 def add_doubts(index: Index) -> Index:
-    """`index` with what its own contents tell against it: copied files, and states that were lost."""
-    return add_state_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
+    """`index` with what its own contents tell against it: copied files, lost states, lost experts."""
+    doubts = (*find_copied_ranks(index), *find_odd_moments(index), *find_odd_experts(index))
+    return add_state_gaps(replace(index, doubts=(*index.doubts, *doubts)))
 
 
 def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
