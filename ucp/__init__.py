@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
+    add_to_chain,
     convert,
     diff,
     experts,
@@ -77,6 +78,7 @@ __all__ = [
     "Topology",
     "UcpError",
     "VerifyReport",
+    "add_to_chain",
     "convert",
     "diff",
     "experts",

@@ -36,6 +36,7 @@ from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, 
 __all__ = [
     "PlanReport",
     "Survey",
+    "add_to_chain",
     "convert",
     "diff",
     "experts",
@@ -91,6 +92,20 @@ def experts(
     checked = make_options(**options)
     index = index_of(parse_path(path), source=checked.source)
     return report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+
+
+def add_to_chain(
+    chain: type_path, links: Iterable[type_path], *, iteration: int | None = None
+) -> tuple[tuple[int, str], ...]:
+    """List checkpoints of one run in the folder `chain`, so that they are read as one: (iteration, path) of all of it.
+
+    `iteration`: training step of a checkpoint that records none. Nothing is copied. Raises SourceError, UsageError.
+    """
+    from ucp.chain.format import add_links
+
+    several = (links,) if isinstance(links, str | os.PathLike) else links
+    listed = add_links(parse_path(chain), [parse_path(link) for link in several], iteration=iteration)
+    return tuple((link.iteration, link.path) for link in listed)
 
 
 @takes_options(PlanArguments)

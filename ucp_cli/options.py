@@ -11,7 +11,7 @@ import click
 
 from ucp.contract import plugins, registry
 from ucp.conversion.arguments import CompareArguments, ExpertArguments, SourceArguments, list_options
-from ucp.conversion.option import Option, parse_memory
+from ucp.conversion.option import Option, parse_iteration, parse_memory, parse_share
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import parse_path
@@ -124,6 +124,8 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "family": {"shell_complete": make_completer(registry.families)},
     "engine": {"cls": _EngineOption, "shell_complete": make_completer(lambda: plugins.names("ucp.engines"))},
     "workers": {"type": parse_count},
+    "at": {"type": _raise_bad_parameter(parse_iteration)},
+    "max_plt": {"type": _raise_bad_parameter(parse_share)},
     "memory": {"type": parse_memory_option},
     "fsync": {"callback": lambda *call: not call[2]},
     **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},

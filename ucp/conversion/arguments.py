@@ -29,6 +29,9 @@ class SourceArguments(TypedDict, total=False):
     patterns: type_path | None
     shapes_from: type_path | None
     param_order: ParamOrderLike | None
+    at: int | str | None
+    exact: bool
+    max_plt: float | None
 
 
 class CompareArguments(SourceArguments, total=False):

@@ -27,10 +27,12 @@ from ucp.conversion.option import (
     option,
     parse_dtypes,
     parse_globs,
+    parse_iteration,
     parse_memory,
     parse_param_order,
     parse_part,
     parse_settings,
+    parse_share,
     parse_tag,
     parse_topology,
     parse_workers,
@@ -164,6 +166,21 @@ class ConvertOptions:
         metavar="FILE",
         parse=parse_param_order,
         identity="order of the optimizer",
+    )
+    at: int | None = option(
+        "Iteration at which a chain of checkpoints is read.  [default: the newest]",
+        metavar="ITER",
+        parse=parse_iteration,
+        identity="iteration",
+    )
+    exact: bool = option(
+        "Refuse a chain in which some parameters are older than others.",
+        default=False,
+    )
+    max_plt: float | None = option(
+        "Refuse a chain whose experts lost a larger share of their tokens, such as 0.0375.",
+        metavar="SHARE",
+        parse=parse_share,
     )
     drift: Drift = option(
         "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
@@ -304,7 +321,15 @@ class ConvertOptions:
     @property
     def source(self) -> SourceOptions:
         """What the user says of the source."""
-        return SourceOptions(self.family, self.patterns, self.shapes_from, self.param_order)
+        return SourceOptions(
+            family=self.family,
+            patterns=self.patterns,
+            shapes_from=self.shapes_from,
+            param_order=self.param_order,
+            at=self.at,
+            exact=self.exact,
+            max_plt=self.max_plt,
+        )
 
     @property
     def target(self) -> TargetOptions:

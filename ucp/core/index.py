@@ -118,6 +118,8 @@ class AtomIndex:
     """Dtype in which the model computes, if not the weight's (mixed precision)."""
     layout: Layout = field(default_factory=Layout)
     """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
+    iteration: int | None = None
+    """Training step of all its states, if that is another than the index's: of a chain, or a window."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
     """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
 

@@ -79,6 +79,9 @@ def command(
         patterns=options["patterns"],
         shapes_from=options["shapes_from"],
         param_order=options["param_order"],
+        at=options["at"],
+        exact=options["exact"],
+        max_plt=options["max_plt"],
     )
     try:
         index = api.inspect(path, **source)
