@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ucp.chain.document import CHAIN, Link, read_chain, write_chain
-from ucp.chain.merge import LinkIndex, check_staleness, choose_links, describe_staleness, measure_staleness, merge
+from ucp.chain.merge import LinkIndex, choose_links, merge
 from ucp.contract.locating import Evidence
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.registry import recognise
@@ -42,11 +42,9 @@ class ChainFormat(Format):
         folder = (path.parent if path.name == CHAIN else path).absolute()
         links = read_chain(folder)
         wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
-        of_links = replace(self.options, at=None, exact=False, max_plt=None)
+        of_links = replace(self.options, at=None)
         indexes = [LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted]
-        index = merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(wanted)} of {len(links)} links"))
-        check_staleness(index, exact=self.options.exact, max_plt=self.options.max_plt)
-        return replace(index, notes=(*index.notes, *describe_staleness(measure_staleness(index))))
+        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(wanted)} of {len(links)} links"))
 
 
 def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> tuple[Link, ...]:

@@ -4,23 +4,20 @@
    the experts is saved at a time (partial-expert checkpoints), or some operators at a time (sparse windows).
 2. `merge` takes each parameter, with all of its states, from the newest link that has all of them. States of one
    parameter never come from two links: a weight of one iteration with moments of another belong to no run.
-3. What is older than the newest link is *stale*; `describe_staleness` says by how much, and what share of tokens that
-   cost the experts (PLT: the proportion of lost tokens, MoC-System eq. 7).
+3. A parameter that is older than the newest link says so (`AtomIndex.iteration`); see `ucp.chain.staleness`.
 
 Pure: the indexes of the links go in, an index comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import mean
 from typing import TypeVar
 
-from ucp.core.index import AtomIndex, Index, ParamGroup
-from ucp.errors import MalformedError, MissingStateError, StaleError, UsageError, format_count, format_list
-from ucp.moe.layers import find_layers
+from ucp.core.index import Index, ParamGroup
+from ucp.errors import MalformedError, MissingStateError, UsageError, format_list
 
 T = TypeVar("T")
 
@@ -129,70 +126,3 @@ def _merge_groups(links: Sequence[LinkIndex]) -> tuple[ParamGroup, ...]:
         replace(group, params=tuple(name for name in names if number_of.get(name) == number))
         for number, group in enumerate(newest.index.groups)
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
-    """How much older than the newest link some parameters of a chain are."""
-
-    iteration: int
-    """Iteration of the newest link."""
-    params: Mapping[int, tuple[str, ...]]
-    """Iteration to the parameters whose states are of it, oldest first; only those that are older."""
-    plt: float
-    """Proportion of the run's tokens that experts lost, 0 to 1, if the router spreads tokens evenly (MoC-System eq. 7).
-
-    The mean over experts of how many of the run's iterations are missing in their states.
-    """
-
-
-def measure_staleness(index: Index) -> Staleness:
-    """How stale the parameters of `index`, that of a chain, are."""
-    newest = index.step or 0
-    stale: dict[int, list[str]] = {}
-    for name, atom in index.atoms.items():
-        if atom.iteration is not None and atom.iteration != newest:
-            stale.setdefault(atom.iteration, []).append(name)
-    shares = [
-        mean(
-            _missed_share(index.atoms[next(iter(tensors.values())).param], newest) for tensors in layer.experts.values()
-        )
-        for layer in find_layers(index.shapes)
-    ]
-    return Staleness(
-        iteration=newest,
-        params={iteration: tuple(names) for iteration, names in sorted(stale.items())},
-        plt=mean(shares) if shares else 0.0,
-    )
-
-
-def _missed_share(atom: AtomIndex, newest: int) -> float:
-    return 0.0 if atom.iteration is None or not newest else (newest - atom.iteration) / newest
-
-
-def describe_staleness(staleness: Staleness) -> Iterator[str]:
-    """A note that lists which parameters are stale; none where none is."""
-    if not staleness.params:
-        return
-    count = sum(map(len, staleness.params.values()))
-    lines = [
-        f"iteration {iteration:,}: {', '.join(names[:3])}{f' and {len(names) - 3:,} more' if len(names) > 3 else ''}"
-        for iteration, names in staleness.params.items()
-    ]
-    lost = f"; experts lost {staleness.plt:.2%} of their tokens (PLT, for even routing)" if staleness.plt else ""
-    yield (
-        f"{format_count(count, 'parameter')} are older than iteration {staleness.iteration:,}{lost}. A run that "
-        f"resumes from them does not go on exactly:\n{format_list(lines)}"
-    )
-
-
-def check_staleness(index: Index, *, exact: bool, max_plt: float | None) -> None:
-    """Raise StaleError for a chain that is older than the user allows."""
-    staleness = measure_staleness(index)
-    notes = "".join(describe_staleness(staleness))
-    if exact and staleness.params:
-        raise StaleError(f"expected all states of {index.path} of one iteration (--exact); {notes}")
-    if max_plt is not None and staleness.plt > max_plt:
-        raise StaleError(
-            f"expected experts of {index.path} that lost at most {max_plt:.2%} of their tokens (--max-plt); {notes}"
-        )

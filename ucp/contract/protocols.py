@@ -55,9 +55,9 @@ class SourceOptions:
     at: int | None = None
     """Iteration at which a chain of checkpoints is read; None for the newest."""
     exact: bool = False
-    """Whether parts of a chain that are older than the rest are refused."""
+    """Whether parameters that are older than the rest are refused."""
     max_plt: float | None = None
-    """Proportion of tokens that experts of a chain may have lost, 0 to 1; None for any."""
+    """Proportion of tokens that experts may have lost, 0 to 1; None for any."""
 
     def without_family(self) -> SourceOptions:
         """What is for the source alone: rules of a family may be for the target."""
@@ -104,7 +104,7 @@ class Format(Protocol):
     run: RunExtras = RunExtras()
     """Which of its extras a run resumes from."""
     takes_time: bool = False
-    """Whether its checkpoints are of several iterations, so that it uses `SourceOptions.at`, `exact` and `max_plt`."""
+    """Whether its checkpoints hold several iterations, so that it uses `SourceOptions.at`."""
     names: str = ""
     """Naming style of model families that its checkpoints are in; empty for any."""
 

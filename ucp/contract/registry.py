@@ -162,12 +162,10 @@ def _configured(fmt: Format, options: SourceOptions | None) -> Format:
         raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
     if options.param_order is not None and not fmt.takes_order:
         raise IdleOptionError(f"{fmt.name} checkpoints say what the states of an optimizer are of: drop --param-order")
-    if not fmt.takes_time:
-        if (options.at, options.exact, options.max_plt) != (None, False, None):
-            raise IdleOptionError(f"{fmt.name} checkpoints are of one iteration: drop --at, --exact and --max-plt")
-        if options == SourceOptions():
-            return fmt
-    return fmt.configured(options)
+    if options.at is not None and not fmt.takes_time:
+        raise IdleOptionError(f"{fmt.name} checkpoints are no chain of several iterations: drop --at")
+    options = replace(options, exact=False, max_plt=None)  # `ucp.source.read` sees to these
+    return fmt if options == SourceOptions() else fmt.configured(options)
 
 
 def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:

@@ -174,11 +174,11 @@ class ConvertOptions:
         identity="iteration",
     )
     exact: bool = option(
-        "Refuse a chain in which some parameters are older than others.",
+        "Refuse a source in which some parameters are older than others, as in a chain.",
         default=False,
     )
     max_plt: float | None = option(
-        "Refuse a chain whose experts lost a larger share of their tokens, such as 0.0375.",
+        "Refuse a source whose experts lack a larger share of the run's tokens than this, such as 0.0375.",
         metavar="SHARE",
         parse=parse_share,
     )

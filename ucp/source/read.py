@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.chain.staleness import check_staleness, describe_staleness, measure_staleness
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import add_state_gaps, check_cover, check_names
@@ -87,6 +88,8 @@ def index_of(
     index = read_index(path, source=source, unfinished=unfinished)
     check_cover(index)
     check_names(index)
+    if source is not None:
+        check_staleness(index, exact=source.exact, max_plt=source.max_plt)
     index = add_doubts(index)
     return index if names is None else select(index, names)
 
@@ -95,6 +98,8 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
     """Index of the checkpoint at `path`, nothing proved of it, with a note on other files that it could have been."""
     fmt, evidence = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
+    stale = [note for note in describe_staleness(measure_staleness(index)) if note not in index.notes]
+    index = replace(index, notes=(*index.notes, *stale))
     if not evidence.not_read:
         return index
     note = (
