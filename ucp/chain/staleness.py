@@ -51,6 +51,19 @@ def measure_staleness(index: Index) -> Staleness:
     )
 
 
+def map_experts(index: Index) -> dict[int, list[float]]:
+    """Iteration to the share of layers, 0 to 1, in which each expert is of it; in increasing iteration."""
+    layers = find_layers(index.shapes)
+    width = max((layer.num_experts for layer in layers), default=0)
+    counts: dict[int, list[int]] = {}
+    for layer in layers:
+        for expert, tensors in layer.experts.items():
+            atom = index.atoms[next(iter(tensors.values())).param]
+            row = counts.setdefault(index.step or 0 if atom.iteration is None else atom.iteration, [0] * width)
+            row[expert] += 1
+    return {iteration: [count / len(layers) for count in counts[iteration]] for iteration in sorted(counts)}
+
+
 def _missed_share(atom: AtomIndex, newest: int) -> float:
     return 0.0 if atom.iteration is None or not newest else (newest - atom.iteration) / newest
 

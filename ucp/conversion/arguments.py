@@ -74,6 +74,7 @@ class PlanArguments(LoadArguments, total=False):
     dtypes: Mapping[str, DtypeLike] | None
     rename: type_path | None
     drift: Literal["error", "first", "mean"]
+    step: Literal["error", "newest"]
     optimizer: Literal["zero"] | None
     tag: str | None
     companions: Literal["small", "all", "none"]

@@ -48,6 +48,7 @@ from ucp.source.moments import ZeroMoments
 from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
 from ucp.source.selection import NameFilter
+from ucp.source.steps import StepPolicy
 from ucp.transfer.plan.tasks import Share
 
 
@@ -188,6 +189,15 @@ class ConvertOptions:
         python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
         parse=choice_parser(Drift, "a policy for copies that differ"),
         identity="of copies that differ",
+    )
+    step: StepPolicy = option(
+        "If parameters differ in the optimizer steps that they count, as in a chain: leave that to the target, or take "
+        "the newest for all.",
+        default=StepPolicy.ERROR,
+        python="If parameters differ in the optimizer steps that they count, as in a chain: leave that to the target, "
+        'which may refuse it ("error"), or take the newest for all ("newest").',
+        parse=choice_parser(StepPolicy, "a policy for step counts that differ"),
+        identity="step counts",
     )
     zero_moments: ZeroMoments = option(
         "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",

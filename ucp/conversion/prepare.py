@@ -28,6 +28,7 @@ from ucp.source.read import index_of, pause_gc, read_with_options
 from ucp.source.replica_policy import resolve_drift
 from ucp.source.run_state import RUN_SETTINGS, place_run_state
 from ucp.source.selection import DROP, FROZEN, describe_part, drop_extras, select, set_frozen
+from ucp.source.steps import unify_steps
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -159,6 +160,7 @@ def prepare(
         raise MissingStateError(index.unnamed.reason)
     check_moments(full, options.zero_moments, selection=index)
     index = resolve_drift(index, options.drift, observer or SilentObserver(), memory=options.memory)
+    index = unify_steps(index, options.step)
     index, settings = set_frozen(index, options.target.settings)
     if options.optimizer is not None:
         index = add_optimizer(index, settings)

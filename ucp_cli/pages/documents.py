@@ -126,6 +126,7 @@ def _source(index: Index) -> dict[str, object]:
 def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:
     return {
         "kind": atom.kind.value,
+        "iteration": atom.iteration,
         "shape": list(atom.global_shape),
         "model_dtype": None if atom.model_dtype is None else atom.model_dtype.value,
         "group": group,
