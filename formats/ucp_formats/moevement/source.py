@@ -19,9 +19,9 @@ What a window promises is checked, as its file has no checksum:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -307,11 +307,29 @@ class _WindowReader:
                 f"expected {prod(shape)} elements of {param}/{state} in the windows of "
                 f"{format_count(len(sharing), 'rank')} that share it; got {lengths}"
             )
+        self._check_lengths(param, flat, sharing)
         held = tuple((pairs[rank],) if rank in pairs else () for rank in sharing)
         pattern = pattern_factory("pieces")(held=held)
         axis = AxisLayout("dp", len(sharing), pattern, known_from="lengths of ranges in window_rank*.pt")
         shards = tuple(StoredShard({"dp": sharing.index(part.rank)}, part.ref) for part in flat)
         return ShardedTensor(dtype=flat[0].ref.dtype, shape=shape, shard_sets=(ShardSet(Layout(flat=(axis,)), shards),))
+
+    def _check_lengths(self, param: str, flat: Sequence[_Range], sharing: Sequence[int]) -> None:
+        """Raise MalformedError for ranges that are not as long as those of the same ranks in the dense checkpoint."""
+        atom = self._dense.atoms.get(param)
+        axis = (
+            next((axis for axis in atom.layout.flat if axis.parts == len(sharing)), None) if atom is not None else None
+        )
+        if atom is None or axis is None:
+            return
+        for part in flat:
+            regions = axis.pattern.regions((prod(atom.global_shape),), axis.parts, sharing.index(part.rank))
+            expected = sum(region.global_box.numel for region in regions)
+            if part.ref.numel != expected:
+                raise MalformedError(
+                    f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
+                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or of another run"
+                )
 
     @staticmethod
     def _starts(flat: Sequence[_Range]) -> dict[int, int]:
@@ -320,36 +338,52 @@ class _WindowReader:
         return {part.rank: stop - part.ref.numel for part, stop in zip(flat, stops, strict=True)}
 
     def check_peers(self) -> Iterator[str]:
-        """A line for each range that holds what a peer should hold, as far as the dense checkpoint tells."""
-        by_key: dict[tuple[str, int], list[tuple[str, int, _Range]]] = {}
+        """A line for every two operators of different ranks that hold one another's ranges, as the dense weights tell.
+
+        Experts of a model may start alike, so that one range tells little: those of two operators are nearer to the
+        dense weights of their own places together, or of the other's.
+        """
+        places: dict[tuple[int, str], dict[str, tuple[str, int, TensorRef]]] = {}
         for (param, state), ranges in self._ranges.items():
+            if state != WEIGHT or param not in self._dense.atoms:
+                continue
             flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda p: p.rank)
-            if state == WEIGHT and param in self._dense.atoms:
-                starts = self._starts(flat)
-                for part in flat:
-                    key = (part.tensor.key + part.operator, part.ref.numel)
-                    by_key.setdefault(key, []).append((param, starts[part.rank], part))
+            starts = self._starts(flat)
+            for part in flat:
+                place = (param, starts[part.rank], part.ref)
+                places.setdefault((part.rank, part.operator), {})[part.tensor.key] = place
+        alike: dict[object, list[tuple[int, str]]] = {}
+        for operator, tensors in places.items():
+            lengths = sorted((key, ref.numel) for key, (_, _, ref) in tensors.items())
+            alike.setdefault(tuple(lengths), []).append(operator)
         with Prober() as prober:
-            for several in by_key.values():
-                for param, start, part in several:
-                    places = [(other, at) for other, at, _ in several if (other, at) != (param, start)]
-                    if self._is_of_a_peer(prober, part.ref, (param, start), places):
-                        yield f"{part.tensor.key} of {part.operator} in {self._path_of(part.rank)}"
+            for operators in alike.values():
+                for one, other in combinations(operators, 2):
+                    if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
+                        yield f"{one[1]} of {self._path_of(one[0])}, {other[1]} of {self._path_of(other[0])}"
 
-    def _is_of_a_peer(
-        self, prober: Prober, ref: TensorRef, place: tuple[str, int], others: Iterable[tuple[str, int]]
+    def _are_exchanged(
+        self,
+        prober: Prober,
+        one: Mapping[str, tuple[str, int, TensorRef]],
+        other: Mapping[str, tuple[str, int, TensorRef]],
     ) -> bool:
-        """Whether the dense weights at another place are nearer to a range than those at its own."""
-        count = min(ref.numel, _SAMPLED)
-        values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
+        """Whether the ranges of two operators are nearer to the dense weights at one another's places."""
 
-        def distance(param: str, start: int) -> float:
-            state = self._dense.atoms[param].states[WEIGHT]
-            dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
-            return sum((a - b) ** 2 for a, b in zip(values, dense, strict=True))
+        def distance(
+            ranges: Mapping[str, tuple[str, int, TensorRef]], at: Mapping[str, tuple[str, int, TensorRef]]
+        ) -> float:
+            total = 0.0
+            for key, (_, _, ref) in ranges.items():
+                param, start, _ = at[key]
+                count = min(ref.numel, _SAMPLED)
+                state = self._dense.atoms[param].states[WEIGHT]
+                values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
+                dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
+                total += sum((a - b) ** 2 for a, b in zip(values, dense, strict=True))
+            return total
 
-        near = distance(*place)
-        return any(distance(*other) < near for other in others)
+        return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
 
     def _path_of(self, rank: int) -> str:
         return next(window.path for window in self._windows if window.rank == rank)
