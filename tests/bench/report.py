@@ -35,13 +35,13 @@ def write_report(folder: Path, rows: Sequence[Row], *, machine: str, sources: Ma
     titles = "; ".join(f"{label} = {title}" for label, title in sources.items())
     print(table)
     (folder / "convert.md").write_text(
-        f"# Converting beside `cp -r`, and the tools of DeepSpeed, torch and accelerate\n\n"
+        f"# Converting, compared with `cp -r` and the tools of DeepSpeed, torch and accelerate\n\n"
         f"Measured by `make bench` on {day} ({machine}); "
-        "medians over the runs, whole processes, page cache warm. Memory is the largest sum of proportional set sizes "
-        "over the process tree. `ucp convert` waits until everything is on the disk, which `cp -r` does not: on a disk "
-        "`cp -r; sync` is what it compares with, and `--no-fsync` is what compares with `cp -r`. In RAM both "
-        "copies do the same: how far they lie apart is the noise of the machine.\n\nSources: "
-        f"{titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
+        "medians of all runs. Times are of whole processes; the page cache holds the source. Memory is the largest sum "
+        "of proportional set sizes over the process tree. `ucp convert` waits until everything is on the disk and "
+        "`cp -r` does not. So on a disk compare `ucp convert` with `cp -r; sync`, and `ucp convert --no-fsync` with "
+        "`cp -r`. In RAM `cp -r` and `cp -r; sync` do the same: their difference shows how much times vary.\n\n"
+        f"Sources: {titles}.\n\n{table}\n![seconds per command](convert.svg)\n"
     )
     _plot(folder / "convert.svg", rows)
 

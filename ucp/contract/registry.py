@@ -109,10 +109,10 @@ def choose_family(
     """
     known = library()
     name = options.family if options is not None else None
-    why = f"--family {name}"
+    why = f"chosen with --family {name}"
     if options is not None and options.patterns is not None:
         known, own_family = known.with_file(options.patterns)
-        name, why = (name, why) if name else (own_family, f"--patterns {options.patterns}")
+        name, why = (name, why) if name else (own_family, f"chosen with --patterns {options.patterns}")
         if replaced := known.list_replaced(own_family):
             why += (
                 f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "

@@ -1,15 +1,15 @@
 """The arguments of a run, which Megatron saves: an argparse.Namespace of some 600 values.
 
-Those that later steps need are typed fields, None where they were not saved. `raw` has all of them; the expressions of
-a model family are evaluated over it.
+The arguments that later steps need are typed fields, None if they were not saved. `raw` has all arguments; a model
+family computes its sizes from it.
 
 >>> arguments = read_arguments(Stub(GlobalName("argparse", "Namespace"), state={"model_parallel_size": 2}), "a.pt")
 >>> arguments.tp, arguments.pp, arguments.topology()
 (2, None, Topology(dp=1, tp=2, pp=1, ep=1, cp=1, zero=None, vpp=1, etp=None, dp_replicate=None, dp_shard=None))
 
 A family computes its sizes both from arguments and from shapes of tensors. If the two differ, the arguments were edited
-or belong to another run, or the rules fused the wrong rows. The sizes are data of the family (its [sizes]), so rules of
-a user are compared with the recorded arguments, too.
+or belong to another run, or the rules joined the wrong rows. The formulas are in the family's rules file ([sizes]), so
+this check covers the rules of a user, too.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ _SIZES = frozenset[str]().union(
 _COUNTS = frozenset({"ddp_bucket_size", "ddp_num_buckets", "consumed_train_samples"})
 _CHECKED = (_COUNTS | _SIZES | _FLAGS).union(*_NAMES.values())
 READ_ARGUMENTS = _CHECKED | {"transformer_impl", "moe_grouped_gemm"}
-"""Names of all arguments that are read; the last two say which names a target writes."""
+"""Names of all arguments that ucp reads; the last two determine the keys that a target writes."""
 _WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Degrees of a further cut of each tensor-parallel shard of a weight."""
+"""Degrees of Generalized Tensor Parallelism, which shards each tensor-parallel shard of a weight again."""
 _MOST_LAYERS = 999_999
 """Upper bound of the number of layers: names with more digits are not parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Arguments of a run; None where they were not saved."""
+    """Arguments of a run; None if they were not saved."""
 
     raw: Mapping[str, object]
     """All of them, by name."""
@@ -89,7 +89,7 @@ class Arguments:
     dp: int | None = None
     """Data-parallel ranks."""
     world: int | None = None
-    """All ranks."""
+    """Ranks in total."""
     num_layers: int | None = None
     """Transformer layers (of the decoder)."""
     num_experts: int | None = None
@@ -116,10 +116,10 @@ class Arguments:
 
 
 def read_arguments(value: object, where: str) -> Arguments:
-    """Arguments from the entry `args` of a file: a namespace, a dict, or None where they were not saved.
+    """Arguments from the entry `args` of a file: a namespace, a dict, or None if they were not saved.
 
-    Raises MalformedError; all sizes that no model has are named together. Raises UnsupportedError for a run whose
-    weights are cut over more than tensor-parallel ranks.
+    Raises MalformedError, which names all impossible sizes together. Raises UnsupportedError for a run with Generalized
+    Tensor Parallelism.
     """
     match value:
         case None:
@@ -134,11 +134,11 @@ def read_arguments(value: object, where: str) -> Arguments:
     shards = [f"{name}={ranks}" for name in _WEIGHT_SHARDS if isinstance(ranks := raw.get(name), int) and ranks > 1]
     if shards:  # megatron-core 0.20
         raise UnsupportedError(
-            f"{where} is of a run with Generalized Tensor Parallelism ({', '.join(shards)}), which ucp does not read: "
-            "its weights are cut over these ranks too, with rows of padding in every cut, and legacy files do not hold "
-            "all of them. Load it in a Megatron run without this (--tensor-parallel-num-weight-shards equal to the "
-            "number of tensor-parallel ranks, --expert-tensor-parallel-num-weight-shards to that of experts), save it "
-            "with --ckpt-format torch_dist, and convert that"
+            f"{where} was saved with Generalized Tensor Parallelism ({', '.join(shards)}), which ucp does not read: it "
+            "shards weights over further ranks and pads every shard, and legacy files do not contain all shards. Load "
+            "the checkpoint in a Megatron run without it (--tensor-parallel-num-weight-shards equal to the "
+            "tensor-parallel size, --expert-tensor-parallel-num-weight-shards equal to the expert tensor-parallel "
+            "size), save it with --ckpt-format torch_dist, and convert the result"
         )
     wrong = []
     for name in sorted(_CHECKED & {name for name, argument in raw.items() if argument is not None}):
@@ -153,7 +153,7 @@ def read_arguments(value: object, where: str) -> Arguments:
     if wrong:
         raise MalformedError(
             f"expected sizes of a model in the arguments of {where}; got\n{format_list(wrong)}\n"
-            "They are damaged or were edited: use another copy"
+            "The arguments are damaged or were edited: use another copy"
         )
     typed: dict[str, int | bool | None] = {}
     for field, names in _NAMES.items():
@@ -163,9 +163,9 @@ def read_arguments(value: object, where: str) -> Arguments:
 
 
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-"""Arguments of a model whose layers differ in size; no other argument tells these sizes."""
+"""Arguments of a model whose layers differ in size; no other argument records these sizes."""
 _PADDING = "padded_vocab_size"
-"""Rows that a run pads its embedding to; torch_dist adds and drops padding at loading, so files may have others."""
+"""Rows of the padded embedding. Loading torch_dist adds or drops padding, so files may have another number of rows."""
 
 
 def compare_sizes(
@@ -173,7 +173,8 @@ def compare_sizes(
 ) -> tuple[str, ...]:
     """Sizes for which arguments and global tensors give different values, a line each.
 
-    `shapes`: canonical name to global shape. `pads_on_load`: whether the run may pad the vocabulary otherwise.
+    `shapes`: canonical name to global shape. `pads_on_load`: whether loading adds or drops padding of the vocabulary,
+    so that its padded size is not compared.
     """
     if any(arguments.get(name) for name in _HETEROGENEOUS):
         return ()
@@ -197,7 +198,7 @@ def check_recorded(
     if lines:
         raise MalformedError(
             f"expected the tensors of {where} to have the sizes that its arguments record; joined by the rules "
-            f"of the family {family.name!r} they have others:\n{format_list(lines)}\n"
+            f"of the family {family.name!r}, they have other sizes:\n{format_list(lines)}\n"
             "Either the arguments were edited or belong to another run: use another copy. Or your own rules "
             "(--patterns) join the wrong rows: correct them. If the tensors are right and the arguments wrong, give "
             "the size under [given] in a rules file"
@@ -211,10 +212,10 @@ def check_gaps(
     *,
     without_master: Collection[str] = (),
 ) -> None:
-    """Raise MalformedError naming every parameter that lacks states, with these.
+    """Raise MalformedError naming every parameter that lacks optimizer states, and the missing states.
 
-    `states`: parameter to its states with a value per element. `optimizers`: parameter to its optimizer, where there
-    are several and that is known. `without_master`: parameters that need none.
+    `states`: parameter to its states with a value per element. `optimizers`: parameter to its optimizer, if the run has
+    several and it is known. `without_master`: parameters that need no master.
     """
     lacking: dict[str, list[str]] = {}
     for name, missing in find_lacking_states(

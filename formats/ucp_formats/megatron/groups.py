@@ -1,10 +1,10 @@
-"""Assigns parameters to optimizer groups by Megatron's rule, because their names are not recorded.
+"""Assigns parameters to optimizer groups by Megatron's rule, because checkpoints do not record the members of groups.
 
-The arguments of a run determine weight decay, learning rate and optimizer of a parameter, which are compared with the
-saved groups. Learning rates decide only where flags leave several groups: a run resumed with other rates keeps those of
-its first groups.
+From the arguments of a run follow the weight decay, learning rate and optimizer of every parameter; its group is the
+saved group with these settings. Learning rates are compared only if several groups remain: a run that was resumed with
+other rates keeps those that its groups were saved with.
 
-Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__.py, and in megatron/training:
+The rule, from megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__.py, and from megatron/training:
 
 * Biases and tensors of one dim are not decayed (`wd_mult` 0), in all versions (_get_param_groups; since 0.16
   get_standard_config_overrides).
@@ -15,10 +15,10 @@ Read in megatron-core 0.13.1, 0.15.3, 0.16.1 and 0.19.2, core/optimizer/__init__
   (default_skip_embedding_weight_decay, which training.py passes; not since 0.16).
 * `decoupled_lr`: embedding and output layer have their own group: `is_decoupled_lr` up to 0.15, since then another
   `max_lr` (and `min_lr`) with `default_config` false.
-* `use_mup` (0.17 and later): `max_lr` and `min_lr` of hidden matrices are divided by the width, not those of vectors;
-  the other way round for SGD (get_mup_config_overrides).
+* `use_mup` (0.17 and later): `max_lr` and `min_lr` of hidden matrices are divided by the width multiplier, except for
+  matrices that Muon trains; with SGD, those of vectors are multiplied by it instead (get_mup_config_overrides).
 * `muon` (0.17 and later), `lion` (0.19 and later): vectors, embedding and output layer have another `optimizer`.
-* Experts have their own groups where they are parallel (`is_expert_parallel`).
+* With expert parallelism, experts have their own groups (`is_expert_parallel`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADAM_OR_SGD = ("adam", "sgd")
 """Optimizers that train all parameters of a run alike."""
 _QK = ("q_layernorm.", "k_layernorm.")
 _DECAYS_QK = ("apply_wd_to_qk_layernorm", "qwen3_next")
-"""Values of `no_weight_decay_cond_type`: of Megatron-LM, and of Megatron-Bridge."""
+"""Values of `no_weight_decay_cond_type` that decay these norms, in Megatron-LM and in Megatron-Bridge."""
 _EXPERT = re.compile(r"(?P<layer>.+\.local_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
 
 _Rate = tuple[float | None, float | None]
@@ -45,10 +45,10 @@ _Rate = tuple[float | None, float | None]
 
 
 def is_by_named_optimizer(arguments: Mapping[str, object], name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the optimizer that a run names trains a parameter; else Adam (or Lion) does.
+    """Whether Muon or Lion trains a parameter, if the run names one of them as its optimizer.
 
-    Muon and Lion train matrices only, and neither embedding nor output layer (0.19
-    core/optimizer/emerging_optimizers.py: default_param_overrides). They keep one moment, Adam two.
+    Both train matrices only, and neither embedding nor output layer (0.19 core/optimizer/emerging_optimizers.py:
+    default_param_overrides): Adam, or Lion beside Muon, trains the others. They keep one moment, Adam two.
 
     >>> is_by_named_optimizer({"optimizer": "lion"}, "decoder.layers.0.mlp.linear_fc2.weight", (8, 12))
     True
@@ -62,7 +62,7 @@ def _optimizer(arguments: Mapping[str, object]) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to one expert of many.
+    """Whether a parameter belongs to a routed expert.
 
     >>> is_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"), is_expert("mlp.shared_experts.x")
     (True, False)
@@ -75,13 +75,13 @@ class SavedGroup:
     """A parameter group as it was saved: without the names of its parameters."""
 
     chain: int | None
-    """Number of its optimizer in a chain."""
+    """Number of its optimizer in a ChainedOptimizer, if known."""
     hyper: Mapping[str, object]
     """Its hyper-parameters."""
 
     @property
     def decays(self) -> bool | None:
-        """Whether its parameters are decayed; None where that is not recorded."""
+        """Whether its parameters have weight decay; None if that is not recorded."""
         scale = self.hyper.get("wd_mult")
         if not isinstance(scale, int | float):
             scale = self.hyper.get("weight_decay")
@@ -93,13 +93,13 @@ class GroupRule:
     """How a run assigns parameters to groups."""
 
     decays_qk: bool | None = False
-    """Whether norms of queries and keys are decayed; None where that is not recorded."""
+    """Whether norms of queries and keys have weight decay; None if that is not recorded."""
     decays_embedding: bool | None = True
-    """Whether the embedding is decayed; None where that is not recorded."""
+    """Whether the embedding has weight decay; None if that is not recorded."""
     recorded: bool = True
     """Whether arguments were saved."""
     known: bool = True
-    """False for a condition on decay that Megatron does not have."""
+    """False if `no_weight_decay_cond_type` has a value that Megatron does not know."""
     rate: _Rate = (None, None)
     """Learning rate of the run."""
     ends_rate: _Rate | None = None
@@ -122,7 +122,7 @@ class GroupRule:
         return self.ends_rate is not None or self.width != 1.0
 
     def _allows(self, group: SavedGroup, groups: Sequence[SavedGroup], name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter may be in one of `groups`, its learning rate aside."""
+        """Whether a parameter may be in `group`, one of `groups`. Learning rates are not compared here."""
         decays = self.decays(name, shape)
         if (
             None not in (decays, group.decays)
@@ -142,7 +142,7 @@ class GroupRule:
         return bool(group.hyper["default_config"]) == (self._special_rate(name, shape) is None)
 
     def decays(self, name: str, shape: tuple[int, ...]) -> bool | None:
-        """Whether a parameter is decayed; None if unknown."""
+        """Whether a parameter has weight decay; None if unknown."""
         if not self.known:
             return None
         if len(shape) == 1 or name.endswith(".bias"):
@@ -164,26 +164,29 @@ class GroupRule:
         return None if high is None else high * factor, None if low is None else low * factor
 
     def describe_gap(self) -> str:
-        """Why the rule does not decide, for the user."""
+        """Why the rule leaves parameters without a group, for the user."""
         if not self.recorded:
-            return "arguments were not saved; apply_wd_to_qk_layernorm, embedding_init_method_std, decoupled_lr decide"
+            return (
+                "it depends on apply_wd_to_qk_layernorm, embedding_init_method_std and decoupled_lr, and the arguments "
+                "were not saved"
+            )
         if not self.known:
-            return "the no_weight_decay_cond_type in the arguments is none of Megatron's"
-        return "by the arguments it fits none of the groups, or several that differ"
+            return "the no_weight_decay_cond_type in the arguments is not one of Megatron's"
+        return "by the arguments, each fits none of the groups, or several that differ"
 
     def describe(self) -> Iterator[str]:
         """The rule, for the user."""
         if not self.recorded:
-            yield "which were not saved"
-        yield "biases and tensors of one dim are not decayed"
+            yield "the arguments were not saved"
+        yield "biases and tensors of one dim have no weight decay"
         if self.decays_qk:
-            yield "norms of q and k are (apply_wd_to_qk_layernorm)"
+            yield "norms of q and k have weight decay (apply_wd_to_qk_layernorm)"
         if self.decays_embedding is False:
-            yield "nor is the embedding (embedding_init_method_std)"
+            yield "the embedding has no weight decay (embedding_init_method_std)"
         if self.ends_rate is not None:
-            yield "embedding and output layer have a learning rate of their own (decoupled_lr)"
+            yield "embedding and output layer have a separate learning rate (decoupled_lr)"
         if self.width != 1.0:
-            yield f"learning rates go by the width (use_mup, {self.width:g})"
+            yield f"learning rates depend on the width multiplier (use_mup, {self.width:g})"
 
 
 DEFAULT_RULE = GroupRule()
@@ -193,8 +196,9 @@ DEFAULT_RULE = GroupRule()
 def group_rule(arguments: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> GroupRule:
     """The rule of a run, by its arguments and by the hyper-parameters of its groups.
 
-    Both show a version from 0.16 on: groups by `default_config`, unless they were loaded from an older checkpoint.
-    Without arguments, what they decide in that version is unknown.
+    Both show whether the version is 0.16 or later; groups show it by `default_config`, unless they were loaded from an
+    older checkpoint. If no arguments were saved, it is unknown whether norms of queries and keys (0.16 and later) or
+    the embedding (before) have weight decay.
     """
     is_modern = "apply_wd_to_qk_layernorm" in arguments or any("default_config" in group for group in groups)
     if not arguments:
@@ -245,10 +249,10 @@ def assign_params(
 ) -> tuple[tuple[ParamGroup, ...], list[str]]:
     """The groups with the names of their parameters, and the parameters that fit none, or several that differ.
 
-    Equal groups are one: the first of them takes the parameters.
+    Of equal groups, the first takes the parameters.
 
     `shapes`: trained parameter to its shape, in the order of registration. `chains`: parameter to the number of its
-    optimizer in a chain, where that is known. `rule`: of the run.
+    optimizer in a chain, if known. `rule`: of the run.
     """
     members: list[list[str]] = [[] for _ in groups]
     unassigned = []
@@ -266,14 +270,14 @@ def assign_params(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedGroups:
-    """What is known of the groups of a run."""
+    """The groups of a run, and what is unknown about them."""
 
     groups: tuple[ParamGroup, ...]
     """The saved groups, with the names of their parameters."""
     lost: Mapping[str, LostStates]
     """Parameters whose group is unknown, and why."""
     step: object
-    """The step of these: the one that all groups record; None where they differ, or record none."""
+    """Step of the parameters in `lost`: the one that all groups record; None if groups differ or record none."""
     note: str
     """How parameters were assigned, for the user."""
     dropped: tuple[str, ...]
@@ -286,13 +290,13 @@ def assign_groups(
     arguments: Mapping[str, object],
     chains: Mapping[str, int | None] | None = None,
 ) -> AssignedGroups:
-    """The groups of a run of these arguments; `shapes`, `chains`: as in `assign_params`."""
+    """The groups of a run with these arguments; `shapes`, `chains`: as in `assign_params`."""
     rule = group_rule(arguments, [group.hyper for group in saved])
     groups, unassigned = assign_params(saved, shapes, chains or {}, rule)
     why = (
         f"the optimizer group of {format_count(len(unassigned), 'parameter')}, which is not recorded: "
-        f"{rule.describe_gap()}. Megatron records it with --ckpt-format torch and without --use-distributed-optimizer: "
-        "save the run so"
+        f"{rule.describe_gap()}. Megatron records groups with --ckpt-format torch and without "
+        "--use-distributed-optimizer: save the checkpoint that way"
     )
     lines = "\n".join(f"  {name}: {list(shapes[name])}" for name in unassigned)
     steps = [group.hyper[STEP] for group in saved if group.hyper.get(STEP) is not None]
@@ -300,18 +304,18 @@ def assign_groups(
         groups=groups,
         lost={name: LostStates(reason=why, detail=str(list(shapes[name]))) for name in unassigned},
         step=steps[0] if steps and all(type(step) is type(steps[0]) and step == steps[0] for step in steps) else None,
-        note="which parameters are in which optimizer group is not recorded: taken from Megatron's rule and the "
-        f"arguments ({'; '.join(rule.describe())}); a no_weight_decay_cond or config_overrides of the run's own would "
-        "not show",
+        note="the members of optimizer groups are not recorded: assigned by Megatron's rule and the arguments "
+        f"({'; '.join(rule.describe())}). If the run passed a no_weight_decay_cond or config_overrides, its groups may "
+        "differ from these",
         dropped=(f"{why}\n{lines}",) if unassigned else (),
     )
 
 
 def drop_rank_settings(group: ParamGroup, names_with_step: Container[str]) -> ParamGroup:
-    """A group without settings that follow from the layout of the run or are states of its parameters.
+    """The group without settings that depend on the topology of the run or repeat a state of its parameters.
 
-    `is_expert_parallel` is true only where experts are spread over ranks. The step is a state of every parameter;
-    `names_with_step`: names of parameters that have it.
+    `is_expert_parallel` is true only with expert parallelism. The step is dropped if every parameter of the group has
+    it as a state. `names_with_step`: names of the parameters that do.
     """
     settings = {"is_expert_parallel"}
     if all(name in names_with_step for name in group.params):

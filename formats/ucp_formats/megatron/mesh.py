@@ -48,7 +48,7 @@ def pipeline_axes(pp: int, vpp: int, chunks: Collection[tuple[int, int]], known_
 
 
 def with_source(layout: Layout, known_from: str) -> tuple[AxisLayout, ...]:
-    """The axes of a layout over dims, with this source of the knowledge."""
+    """The axes of a layout over dims, each with `known_from` as the source it is known from."""
     return tuple(replace(axis, known_from=known_from) for axis in layout.axes)
 
 
@@ -66,11 +66,11 @@ _BAR = "|"
 
 
 def split_layers(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]) -> dict[Chunk, range]:
-    """Layers of every chunk, in the order of the layers. Raises TopologyError if they cannot be split so."""
+    """Layers of every chunk, in order. Raises TopologyError if the layers cannot be split over these stages."""
     if arguments.get(_LAYOUT):
         raise UnsupportedError(
             "expected stages of equal length; the arguments give a pipeline_model_parallel_layout, which ucp cannot "
-            "write. Write torch_dist (--layout torch_dist), which any layout of stages can load"
+            "write. Write torch_dist (--layout torch_dist), which can be loaded with any layout of stages"
         )
     problem = stage_problem(layers, pp=pp, vpp=vpp, arguments=arguments)
     if problem is not None:
@@ -117,7 +117,8 @@ def stage_problem(layers: int, *, pp: int, vpp: int, arguments: Mapping[str, obj
     uneven = any(count is not None and count % vpp for count in (first, last))
     if not uneven and rest >= 0 and rest % max(parts, 1) == 0 and (parts or not rest):
         return None
-    ends = f", {first or 'as many'} in the first stage, {last or 'as many'} in the last" if first or last else ""
+    fixed = [f"{n} in the {which} stage" for n, which in ((first, "first"), (last, "last")) if n]
+    ends = f" ({' and '.join(fixed)}, as the arguments say)" if fixed else ""
     return f"layers: {pp} stages of {vpp} chunk{'s' if vpp > 1 else ''} do not divide {layers}{ends}"
 
 
@@ -130,7 +131,7 @@ def hybrid_pattern(arguments: Mapping[str, object]) -> str | None:
 def _shares(
     layers: int, *, pp: int, vpp: int, arguments: Mapping[str, object]
 ) -> tuple[int | None, int | None, int, int]:
-    """Layers of the first and of the last stage if set, layers of all others, and the chunks that share the latter."""
+    """Layers of the first and last stage (None if not set), layers of the other stages, and chunks that share these."""
     first, last = _number(arguments, _FIRST), _number(arguments, _LAST)
     middle = pp - (first is not None) - (last is not None)
     pseudo = bool(arguments.get(_EMBEDDING)) + bool(arguments.get(_LOSS))

@@ -1,4 +1,4 @@
-"""Which modules a run builds its layers of: megatron-core's own (`transformer_impl` "local") or Transformer Engine's.
+"""Which modules a run builds its layers from: megatron-core's own (`transformer_impl` "local") or Transformer Engine's.
 
 Keys depend on the modules, so a run with one kind does not find every key that was written for the other. Readers
 translate keys to canonical names, and record in an extra which modules the keys show. A target uses the modules that
@@ -47,17 +47,18 @@ class ModuleChoice:
     """Why they were chosen, for the note; empty for the default."""
 
     def note(self, *, same_keys: bool) -> str:
-        """The choice and the reason for it. `same_keys`: whether the keys of the other kind are the same."""
+        """The choice and the reason for it. `same_keys`: whether the other modules have the same keys."""
         local = self.settings[_ARGUMENT] == _LOCAL
         which = "megatron-core's own" if local else "Transformer Engine's"
         keys = f"keys are those of {which} modules (transformer_impl {self.settings[_ARGUMENT]})"
         if self.known_from:
             return f"{keys}, as {self.known_from}"
         if same_keys:
-            return f"the source does not say which modules its layers were built of ({_ARGUMENT}): the keys fit both"
+            return f"the source does not say from which modules its layers were built ({_ARGUMENT}): the keys fit both"
         return (
-            f"{keys}, Megatron's default, because the source does not say which its layers were built of. A run with "
-            f"megatron-core's own modules does not find all of these keys: for it, add --set {_ARGUMENT}={_LOCAL}"
+            f"{keys}, Megatron's default, because the source does not say from which modules its layers were built. A "
+            "run with megatron-core's own modules does not find all of these keys: to write for such a run, add --set "
+            f"{_ARGUMENT}={_LOCAL}"
         )
 
 
@@ -117,12 +118,12 @@ def find_modules_by_state(empty: Collection[str]) -> dict[str, object]:
 
 
 def is_recorded(arguments: Mapping[str, object]) -> bool:
-    """Whether the arguments say which modules the layers were built of."""
+    """Whether the arguments say from which modules the layers were built."""
     return arguments.get(_ARGUMENT) in _VALUES
 
 
 def with_modules(arguments: Mapping[str, object], shown: Mapping[str, object]) -> Mapping[str, object]:
-    """`arguments` completed by the modules in `shown`, if arguments were saved and do not name any."""
+    """`arguments` completed by the modules in `shown`, if arguments were saved and do not name modules."""
     if not arguments or is_recorded(arguments) or _ARGUMENT not in shown:
         return arguments
     return {**arguments, _ARGUMENT: shown[_ARGUMENT]}
@@ -145,7 +146,7 @@ def choose_modules(index: Index, recorded: Mapping[str, object], requested: Mapp
         chosen, why = requested[_ARGUMENT], "--set asks for"
     elif seen in _VALUES and (recorded_kind not in _VALUES or (recorded_kind == _LOCAL) != (seen == _LOCAL)):
         against = f", though its arguments say {recorded_kind}" if recorded_kind in _VALUES else ""
-        chosen, why = seen, f"those of the source are: it has {shown.get(_SEEN)}{against}"
+        chosen, why = seen, f"the key {shown.get(_SEEN)} of the source shows{against}"
     elif recorded_kind not in _VALUES:
         chosen, why = _ENGINE, ""
     return ModuleChoice(settings={**settings, _ARGUMENT: chosen}, known_from=why)

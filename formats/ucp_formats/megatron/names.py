@@ -41,7 +41,7 @@ COMMON = "common.pt"
 """Values common to all ranks, in torch_dist up to 0.18."""
 
 MODULES = "modules"
-"""Name of the extra that says which modules the layers are built of."""
+"""Name of the extra that records which modules the layers are built from."""
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -129,7 +129,7 @@ def parse_iteration(name: str) -> int | None:
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a rank's folder has this known file besides those of the model and the distributed optimizer.
+    """Whether this is a known file in the folder of a rank, other than the model and the distributed optimizer.
 
     >>> is_side_file("layer_wise_optimizer_3.pt"), is_side_file("train_dataloader_dprank007.pt")
     (True, True)

@@ -62,7 +62,7 @@ _TRACKER = Pointer(
 
 
 def locate(path: Path) -> Located[SavedAs] | None:
-    """Where the checkpoint at `path` lies, or None if there is none."""
+    """Where the checkpoint at `path` is, or None if there is none."""
     located = locating.locate(path, _look, (_TRACKER,)) if path.is_dir() else None
     if located is None or located.choices or located.saved_in is None or located.saved_in.path != path:
         return located
@@ -71,14 +71,14 @@ def locate(path: Path) -> Located[SavedAs] | None:
     text = read_short_text(path / TRACKER, most_bytes=_MOST_BYTES)
     shown = "no short text" if text is None else f"{text!r}" if text else "nothing"
     note = (
-        f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, the only one there. Megatron "
-        "fails on such a file. There may have been a later iteration"
+        f"{TRACKER} holds {shown}, which is no iteration: {located.root.name} was read, because it is the only one "
+        "there. Megatron fails on such a file. There may have been a later iteration"
     )
     return replace(located, notes=(note,))
 
 
 def require_folder(located: Located[SavedAs] | None, path: Path) -> Located[SavedAs]:
-    """The iteration folder found.
+    """The iteration folder that `locate` found at `path`.
 
     Raises UnknownFormatError if there is none, MalformedError if the tracker names one that does not exist, and
     UsageError if there are several.
@@ -98,7 +98,7 @@ def is_of_the_format(path: Path) -> bool:
 def _look(path: Path) -> Located[SavedAs] | None:
     """The iteration folder: `path` itself, a folder in it, or its parent if `path` is the folder of one rank."""
     if parse_rank_folder(path.name) is not None and (path / MODEL).is_file():
-        return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, a rank of it",))
+        return Located(root=path.parent, content=SavedAs.TORCH, reasons=(f"{path.name}, the folder of a rank",))
     return next(filter(None, (_look_at_iteration(path / name if name else path) for name in _INNER)), None)
 
 
@@ -148,7 +148,7 @@ def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
     if exists(file):  # folders of torch_dcp have neither this file nor a common state
         text = read_short_text(file, most_bytes=_MOST_BYTES) if file.is_file() else None
         shown = "no short text" if text is None else repr(text[:_SHOWN]) if text else "nothing"
-        return MalformedError(f"{wanted}; got {shown}: it is damaged. {remedy}")
+        return MalformedError(f"{wanted}; got {shown}: the file is damaged. {remedy}")
     is_torch_dist = exists(folder / COMMON)
     if not is_torch_dist:
         from ucp.io.dcp.metadata import read_metadata
@@ -158,7 +158,7 @@ def _refusal(folder: Path, saved_as: SavedAs) -> SourceError | None:
             is_torch_dist = any(key.startswith(_COMMON_STATE) for key in objects)
     if is_torch_dist:
         return MissingFileError(
-            f"{wanted}; the file is missing, the rest of a torch_dist checkpoint is there. {remedy}"
+            f"{wanted}; the file is missing, although the rest of a torch_dist checkpoint is there. {remedy}"
         )
     return None
 
@@ -224,7 +224,7 @@ class MegatronFormat(Format):
         self._options = options or SourceOptions()
 
     def configured(self, options: SourceOptions) -> MegatronFormat:
-        """The same format, with the family that `options` name."""
+        """The same format with these options, which may name the model family."""
         return MegatronFormat(options)
 
     def detect(self, path: Path) -> Evidence | None:

@@ -118,7 +118,7 @@ def test_rules_of_a_family_cut_as_the_record_does(between: str, topology: str, t
     recorded = write("z1-tp2-dp2", topology, tmp_path)
     plain, ruled = without_record("z1-tp2-dp2", tmp_path, between), tmp_path / "ruled"
     report = ucp.convert(plain, ruled, to="deepspeed", topology=topology, patterns=AUTOTP, workers=1, verify=True)
-    assert any("by the family autotp: --patterns" in note for note in report.notes)
+    assert any("the family autotp: chosen with --patterns" in note for note in report.notes)
     files = sorted(path.relative_to(recorded) for path in recorded.rglob("*.pt"))
     assert files == sorted(path.relative_to(ruled) for path in ruled.rglob("*.pt"))
     for file in files:

@@ -36,8 +36,8 @@ def test_the_family_named_is_the_one_that_is_used(tmp_path: Path) -> None:
         loaded[why] = own.get_parameter(FUSED).detach().clone()
         assert torch.equal(loaded[why], ucp.open(CHECKPOINT, **chosen).read(FUSED, "weight"))  # type: ignore[arg-type]
     chosen_by = list(loaded)
-    assert chosen_by[1] == "model family gpt: --family gpt"
-    assert chosen_by[2].startswith("model family mine: --patterns ")
+    assert chosen_by[1] == "model family gpt: chosen with --family gpt"
+    assert chosen_by[2].startswith("model family mine: chosen with --patterns ")
     assert all(torch.equal(own, loaded[chosen_by[0]]) for own in loaded.values())
 
 

@@ -99,6 +99,6 @@ def test_boxes_that_contradict_the_rules_are_in_doubt(tmp_path: Path, rule: str,
     index = MegatronFormat(SourceOptions(patterns=rules)).read(ROOT / "llama-tp2-dp2-dp" / "checkpoint")
     (doubt,) = index.doubts
     assert doubt.kind == "layout"
-    assert f"linear_fc2.weight: [0:20, 0:14] [0:20, 14:28] of [20, 28], and by its rule tp=2 {shown}" in doubt.text
+    assert f"linear_fc2.weight: [0:20, 0:14] [0:20, 14:28] of [20, 28], but its rule is tp=2 {shown}" in doubt.text
     unstated = {name.rpartition("mlp.")[2] for name, atom in index.atoms.items() if atom.layout == Layout()}
     assert unstated == {"linear_fc2.weight"}

@@ -86,7 +86,7 @@ class Cell:
         degrees = {
             "PP": mp // tp,
             "TP": tp,
-            "EP": run.get("expert_parallel_size", 2 if run["kind"] == "moe" else 1),
+            "EP": run.get("expert_parallel_size", 2) if run["kind"].startswith("moe") else 1,
             "DP": self.ranks // mp,
         }
         words = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1 or axis == "DP"]
@@ -322,17 +322,17 @@ def _shown(outcome: Outcome | None) -> str:
 
 _SECTION = """## DeepSpeed with pipeline, tensor and expert parallelism
 
-Sources: checkpoints that real DeepSpeed wrote (`fixtures/deepspeed/`; a name tells ZeRO stage and degrees). `ucp`
-wrote each natively or as a universal checkpoint, also back from another layout, and real DeepSpeed loaded it:
+Sources: checkpoints that real DeepSpeed wrote (`fixtures/deepspeed/`; names give ZeRO stage and degrees). `ucp`
+wrote each natively or as a universal checkpoint, some of them by way of another layout, and real DeepSpeed loaded it:
 {versions}, on CPU with gloo.
-"exact": every rank holds the cuts of the source that its place asks for, weights and moments bit for bit, with the
+"exact": every rank holds its shards of the source's weights and moments, bit for bit, with the
 source's steps and hyper-parameters ({tensors} tensors over {loads} loads). Next losses: largest relative difference
-from the run that was not interrupted.
+from the uninterrupted run.
 
 {table}
 
-[3] Each tensor-parallel rank trains a scale of its own, which a conversion averages: at another degree it is another
-model, and its losses are not compared.
+[3] Each tensor-parallel rank of this model trains its own scale, and a conversion to another degree averages the
+scales. That makes it another model, so losses are not compared.
 
-Which degrees can be asked for, and what is refused, is in [DeepSpeed files](deepspeed.md#what-is-written-natively).
+[DeepSpeed files](deepspeed.md#what-is-written-natively) says which degrees are possible and what is refused.
 """

@@ -191,7 +191,7 @@ def test_no_row_of_the_vocabulary_depends_on_the_padding(pair: Pair, found: Foun
 @pytest.mark.parametrize("pair", UNLIKE, ids=str)
 def test_files_of_ranks_are_not_written_for_other_padding(pair: Pair, found: Found, tmp_path: Path) -> None:
     """Megatron loads them with exactly the rows that they hold."""
-    with pytest.raises(ucp.errors.TopologyError, match=f"padded_vocab_size={pair.rows(pair.dst)}, and there are"):
+    with pytest.raises(ucp.errors.TopologyError, match=f"padded_vocab_size={pair.rows(pair.dst)}, but there are"):
         ucp.convert(
             found.made / pair.source("torch-zero") / "checkpoint",
             tmp_path / "out",
@@ -205,7 +205,7 @@ def test_files_of_ranks_are_not_written_for_other_padding(pair: Pair, found: Fou
 
 def test_files_of_ranks_are_not_written_where_ranks_overwrite_one_another(found: Found, tmp_path: Path) -> None:
     source = found.made / OVERWRITTEN.source("torch-zero") / "checkpoint"
-    with pytest.raises(ucp.errors.TopologyError, match="under one name"):
+    with pytest.raises(ucp.errors.TopologyError, match="in folders of the same name"):
         ucp.convert(source, tmp_path / "out", to="megatron", topology=OVERWRITTEN.topology, layout="torch", workers=1)
 
 
@@ -232,11 +232,12 @@ def _told(pair: Pair, outcome: Found) -> str:
 
 _SECTION = """## Megatron: eight ranks, and vocabularies that do not divide
 
-Pairs of layouts and vocabularies of Megatron's own unit tests. megatron-core {maker} trained and saved the sources;
-{loader} loaded what `ucp` wrote, with the rows that it pads the vocabulary to itself (a multiple of 128 x tp). "exact":
-weights, masters and moments are bit for bit those of the source, and added rows are zeros. What is read of every source
-is what its ranks held. Torch_dist is written from `dp_reshardable`, and, where both runs pad alike, files of ranks from
-files of ranks; where they do not, these are refused.
+The pairs of layouts and the vocabularies are those of Megatron's own unit tests. megatron-core {maker} trained and
+saved the sources; {loader} loaded what `ucp` wrote. Every run pads the vocabulary to a multiple of 128 x tp rows.
+"exact": weights, masters and moments are bit for bit those of the source, and added rows are zeros. `ucp` also read
+from every source what its ranks held. The first load of a row is torch_dist, written from `dp_reshardable`. If both
+runs pad to the same rows, the second is legacy files, written from legacy files; otherwise `ucp` refuses to write
+these.
 
 | vocabulary | from | to | rows | what Megatron holds |
 |---|---|---|---|---|

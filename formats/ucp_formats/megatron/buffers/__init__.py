@@ -1,1 +1,1 @@
-"""Flat buffers of the distributed optimizer: which parameter lies where."""
+"""Flat buffers of the distributed optimizer: which parameter is where."""

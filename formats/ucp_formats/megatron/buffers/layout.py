@@ -1,13 +1,15 @@
-"""Where parameters start in a buffer of the distributed optimizer: by Megatron's rule, or found by a walk.
+"""Where parameters start in a buffer of the distributed optimizer: by Megatron's rule, or by a search.
 
 The rule (param_and_grad_buffer.py, core_v0.16; optimizer/param_layout.py, core_v0.19): parameters are in the reverse of
 registration order; each starts at a multiple of 64 elements; a bucket is closed once it holds `bucket_size` elements,
-and its end is padded to a multiple of `lcm(dp, 128)`; a tied embedding of a pipeline has a bucket of its own. Files
-leave out the padding at the ends of buckets, so a parameter that opens a bucket directly follows the one before.
+and its end is padded to a multiple of `lcm(dp, 128)`. With pipeline parallelism, a tied embedding has a separate
+bucket. Files leave out the padding at the ends of buckets, so the first parameter of a bucket directly follows the last
+one of the bucket before.
 
-Files do not record the size of buckets, and before 2024-07 nothing was aligned. So the buffer is *walked*: after a
-parameter, the next one starts at the next multiple of 64 of its bucket, or right away; the contents tell which. Frozen
-parameters are passed over. The layout is the only one if the first and the last walk in the order of choices are equal.
+Files do not record the size of buckets, and before 2024-07 parameters were not aligned. So `walk` searches the buffer
+from its start: the next parameter starts at the next multiple of 64 elements in the bucket, or directly after the
+previous parameter. The contents decide. Frozen parameters are skipped. The search runs twice and tries the choices in
+opposite orders: if both runs find the same layout, no other layout fits.
 
 >>> simulate([70, 60, 10], bucket_numel=100)
 BufferLayout(starts=(124, 64, 0), numel=194)
@@ -21,16 +23,16 @@ from math import lcm
 from typing import NamedTuple
 
 ALIGNMENT = 64
-"""Elements to whose multiple a parameter is aligned, since 2024-07-01."""
+"""Parameters start at multiples of this number of elements, since 2024-07-01."""
 
 
 class BufferPosition(NamedTuple):
     """Where a parameter starts."""
 
     segment: int
-    """Number of the tensor, of those that the buffer is stored in."""
+    """Number of the tensor, if the buffer is stored in several."""
     start: int
-    """First element in it."""
+    """First element, in that tensor."""
 
 
 class BufferLayout(NamedTuple):
@@ -43,7 +45,9 @@ class BufferLayout(NamedTuple):
 
 
 def bucket_multiple(dp: int, *, for_busbw: bool = False) -> int:
-    """Elements to whose multiple a bucket is padded over `dp` ranks (`pad_buckets_for_high_nccl_busbw`).
+    """The multiple to which a bucket is padded over `dp` ranks, in elements.
+
+    `for_busbw`: whether the run set `pad_buckets_for_high_nccl_busbw`.
 
     >>> bucket_multiple(6), bucket_multiple(2, for_busbw=True)
     (384, 65536)
@@ -58,10 +62,10 @@ def simulate(
     separate: Collection[int] = (),
     alignment: int = ALIGNMENT,
 ) -> BufferLayout:
-    """The layout of parameters of so many elements, in registration order, by the rule.
+    """The layout that Megatron's rule gives to parameters of `numels` elements, in registration order.
 
-    `bucket_numel`: elements from which a bucket is closed; None for one bucket. `separate`: numbers of the parameters
-    that have a bucket of their own. `alignment`: elements to whose multiple the start of a parameter is padded.
+    `bucket_numel`: a bucket is closed once it holds this many elements; None for a single bucket. `separate`: numbers
+    of the parameters that have a separate bucket. `alignment`: parameters start at multiples of this many elements.
     """
     starts = [0] * len(numels)
     begin = end = 0
@@ -80,14 +84,14 @@ def _pad(number: int, multiple: int) -> int:
 
 
 class _Step(NamedTuple):
-    """A parameter at a position, and how far a walk has come with it."""
+    """One step of a walk: a parameter is placed at a position."""
 
     position: BufferPosition | None
     """The position; None at the beginning and at the end of a walk."""
     number: int
-    """The parameter; all after it are placed, or passed over."""
+    """The parameter; all that were registered after it are placed or skipped."""
     segment: int
-    """Segment of its end."""
+    """Segment in which it ends."""
     end: int
     """One past its last element."""
     begin: int
@@ -95,13 +99,13 @@ class _Step(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """What the rest of a walk depends on: only the phase of a bucket counts, not where it began."""
+        """What the rest of a walk depends on; of the bucket's start, only its offset modulo the alignment matters."""
         return (self.number, self.segment, self.end, (self.end - self.begin) % ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Terrain:
-    """What a walk goes over; all as in `walk`."""
+class _WalkInputs:
+    """Inputs of a walk; the fields are those of `walk`."""
 
     numels: Sequence[int]
     segments: Sequence[int]
@@ -110,10 +114,10 @@ class _Terrain:
     zeros: Container[int]
 
     def next_steps(self, step: _Step, *, last: bool) -> Iterator[_Step]:
-        """Possible next steps: the parameter registered right before comes first; with `last`, in reverse order.
+        """Possible next steps. The parameter registered right before is tried first; with `last`, it is tried last.
 
-        Elements at the end of a segment that match a parameter are taken for padding only if nothing else leads to an
-        end.
+        Elements at the end of a segment that match a parameter count as padding only if no other choice gives a
+        complete layout.
         """
         starts = list(self._next_starts(step))
         for is_next_segment in (False, True):
@@ -131,7 +135,7 @@ class _Terrain:
     def _next_starts(self, step: _Step) -> Iterator[tuple[BufferPosition, int]]:
         """Where the next parameter may start, and where its bucket begins.
 
-        Padding is zeros, so a parameter of other contents shows that there is none.
+        Padding is zeros. So if a parameter that is not zero matches directly at the end, there is no padding.
         """
         segment, end = step.segment, step.end
         aligned = step.begin + _pad(end - step.begin, ALIGNMENT)
@@ -153,28 +157,28 @@ def walk(
     zeros: Container[int] = (),
     last: bool = False,
 ) -> tuple[BufferPosition | None, ...] | None:
-    """Where every parameter starts, None for a frozen one, which is not in the buffer; or None if there is no layout.
+    """Where every parameter starts (None for a frozen one, which is not in the buffer); None if no layout fits.
 
     Parameters
     ----------
     numels
         Elements of the parameters, in registration order.
     segments
-        Elements of the tensors that the buffer is stored in: one, or (2023-10 to 2024-04) one per bucket.
+        Lengths of the tensors that store the buffer: one tensor, or (2023-10 to 2024-04) one per bucket.
     find_params
-        Numbers of the parameters whose elements are stored at a position.
+        Gives the numbers of the parameters whose contents are stored from a position on.
     slack
         Elements of padding at the end of a segment, at most.
     zeros
-        Parameters that are zero, as padding is.
+        Numbers of the parameters that start with zeros, as padding does.
     last
-        Return the last walk in the order of choices, not the first. If they differ, there is another layout.
+        Return the last layout in the order of choices, not the first. If the two differ, several layouts fit.
     """
-    terrain = _Terrain(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
+    inputs = _WalkInputs(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
     path = [_Step(None, len(numels), 0, 0, 0)]
-    branches = [terrain.next_steps(path[0], last=last)]
+    branches = [inputs.next_steps(path[0], last=last)]
     dead_ends: set[tuple[int, int, int, int]] = set()
-    while branches:  # depth first: two parameters seldom both match, and a wrong one ends soon
+    while branches:  # depth first: two matches are rare, and a wrong one soon leads to a dead end
         step = next((step for step in branches[-1] if step.position is None or step.key not in dead_ends), None)
         if step is None:
             branches.pop()
@@ -184,5 +188,5 @@ def walk(
             return tuple(positions.get(number) for number in range(len(numels)))
         else:
             path.append(step)
-            branches.append(terrain.next_steps(step, last=last))
+            branches.append(inputs.next_steps(step, last=last))
     return None

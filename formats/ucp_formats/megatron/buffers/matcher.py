@@ -1,4 +1,4 @@
-"""Finds parameters in the flat buffers of the distributed optimizer by content, because no names are recorded there.
+"""Finds parameters in the flat buffers of the distributed optimizer by content, because files do not record names.
 
 The optimizer lays the parameters of a rank end to end in one buffer per dtype, and cuts the buffer over the
 data-parallel ranks without regard to parameters. A file holds the whole buffer, or ranges of it. The model's weights
@@ -6,9 +6,9 @@ are the fp32 masters cast to the dtype of the model, bit for bit. So the element
 tell which parameter starts there.
 
 1. At every position where a parameter can start, find the parameters whose weights are stored there.
-2. A position that one parameter matches is decided. Several match where contents are identical (norms that are all one,
-   biases that are all zero). These positions are assigned in the order of registration or its reverse, where parameters
-   may be missing (frozen, or on other ranks). If the earliest and the latest assignment differ
+2. A position that only one parameter matches is decided. Several match where contents are identical (norms of ones,
+   biases of zeros). These positions are assigned in the order of registration or its reverse; parameters may be missing
+   from that order (frozen, or on other ranks). If the earliest and the latest assignment differ
    (`ucp.core.assign.bounds`), the checkpoint is ambiguous: an error.
 3. Elements that match no parameter are reported as gaps.
 
@@ -33,7 +33,7 @@ from ucp_formats.megatron.buffers.layout import ALIGNMENT, BufferPosition, walk
 from ucp_formats.megatron.buffers.state_buffer import Candidate, StateBuffer
 
 _WINDOW = 64
-"""Elements of a window that is compared."""
+"""Length of a compared window, in elements."""
 
 _REMEDY = (
     "The checkpoint does not record which of them are trained and which are frozen. Take the checkpoint of a later "
@@ -69,7 +69,7 @@ class BufferPlacement:
     gaps: list[tuple[int, int]]
     """Elements (first, one past the last) that match no parameter and are no padding."""
     ties: list[str]
-    """Parameters with the contents of others, told apart by their order alone."""
+    """Parameters whose contents equal those of others, so that only their order tells them apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,9 @@ class BufferMatches:
 
 
 class Fingerprints:
-    """Parameters by the elements of three windows of their weights: at the start, in the middle and at the end.
+    """Finds parameters by three windows of their weights: at the start, in the middle and at the end.
 
-    The windows only tell which parameter it is. All elements are compared later, as copies.
+    The windows only identify a parameter. All elements are compared later, when masters are compared with the weights.
     """
 
     def __init__(self, candidates: Iterable[Candidate], prober: Prober) -> None:
@@ -123,7 +123,10 @@ class Fingerprints:
     def is_stored_at(
         self, buffer: StateBuffer, start: int, candidate: Candidate, *, compare_first: bool = True
     ) -> bool:
-        """Whether the contents of `candidate` are stored there. `compare_first`: compare the first window, too."""
+        """Whether the contents of `candidate` are stored from element `start` on.
+
+        `compare_first`: compare the first window, too.
+        """
         numel, dtype = candidate.numel, candidate.dtype
         if start + numel > buffer.numel:
             return False
@@ -136,7 +139,7 @@ class Fingerprints:
         )
 
     def _read(self, buffer: StateBuffer, start: int, stop: int, dtype: DType) -> bytes | None:
-        """Elements of the buffer, cast; None where not all of them are stored."""
+        """Elements of the buffer, cast; None if some of them are not stored."""
         windows, end = [], start
         for low, ref in buffer.iter_stored(start, stop):
             if low != end:
@@ -150,7 +153,7 @@ class FlatBufferMatcher:
     """Finds the parameters of one rank in flat buffers, by content."""
 
     def __init__(self, parts: Sequence[Fingerprints], *, orders: Sequence[Sequence[str]]) -> None:
-        """`parts`: the parameters, each in one part. `orders`: orders in which they may have been registered."""
+        """`parts`: disjoint sets of parameters. `orders`: orders in which these may have been registered."""
         self._parts = parts
         self._orders = orders
         self._candidates = [candidate for part in parts for candidate in part.candidates if candidate.numel]
@@ -170,12 +173,12 @@ class FlatBufferMatcher:
         buffer
             Masters (fp32) of parameters of the rank; not necessarily of all.
         starts
-            Elements at which a parameter can start, where they are known; else a parameter starts at the next aligned
-            element after the previous one, or, where a bucket ended, right after it.
+            Elements at which a parameter can start, if known. Otherwise a parameter starts at the next aligned
+            element after the previous one or, if a bucket ended there, directly after it.
         unexpected
-            Parameters that the rank does not hold by the rules of the grid: others that match are preferred.
+            Parameters that a rank at this position of the grid should not hold: other matches are preferred.
 
-        Raises MalformedError when parameters of different lengths match at one position and nothing decides.
+        Raises MalformedError if parameters of different lengths match at one position and nothing decides between them.
         """
         if starts is None:
             matches = self._match_end_to_end(buffer, alignment)
@@ -202,14 +205,14 @@ class FlatBufferMatcher:
     def place(
         self, buffer: StateBuffer, *, starts: Iterable[int] | None = None, alignment: int = ALIGNMENT
     ) -> BufferPlacement:
-        """Where the parameters in `buffer` are. Parameters and errors: those of `find` and `resolve`."""
+        """Where the parameters in `buffer` are. For arguments and errors see `find` and `resolve`."""
         return self.resolve([self.find(buffer, starts=starts, alignment=alignment)])[0]
 
     def resolve(self, buffers: Sequence[BufferMatches]) -> list[BufferPlacement]:
-        """Where the parameters of buffers are that follow one another in the order of the model, last layers first.
+        """Where the parameters in `buffers` are. The buffers are in the order of the model, last layers first.
 
-        Raises MalformedError, naming all, when the order does not decide between parameters of identical contents
-        either, or when a parameter is in a buffer twice.
+        Raises MalformedError if not even the order tells parameters of identical contents apart, or if a buffer holds a
+        parameter twice. The error names all of them.
         """
         matches = [match for buffer in buffers for match in buffer.matches]
         kinds = {match.candidates[0].kind for match in matches if len(match.candidates) == 1}
@@ -233,10 +236,10 @@ class FlatBufferMatcher:
         return placements
 
     def find_layouts(self, segments: Sequence[StateBuffer], *, slack: int) -> list[dict[str, BufferPosition]]:
-        """The first and the last layout that one order of registration and the contents allow; one if they are equal.
+        """The first and the last layout that fit the order of registration and the contents; one if they are equal.
 
-        A buffer is stored in `segments`, each with at most `slack` elements of padding at its end. Empty where there is
-        no such layout, or only one without any parameter.
+        `segments`: tensors that store the buffer, each with at most `slack` elements of padding at its end. The result
+        is empty if no layout fits, or only one without parameters.
         """
         (order,), (part,) = self._orders, self._parts
         numbers = {name: number for number, name in enumerate(order)}
@@ -306,14 +309,14 @@ class FlatBufferMatcher:
 def _require_one_length(
     buffer: StateBuffer, start: int, candidates: list[Candidate], edges: Collection[int] | None
 ) -> list[Candidate]:
-    """The shortest candidates. `edges`: elements where stored ranges start, where these are known.
+    """The shortest candidates. `edges`: elements where stored ranges start or the buffer ends, if known.
 
-    Raises MalformedError when the lengths differ and no edge shows that the shortest ends there.
+    Raises MalformedError if the lengths differ, unless the shortest candidates end at the next edge.
     """
     lengths = sorted({candidate.numel for candidate in candidates})
     if len(lengths) > 1 and (edges is None or any(start < edge < start + lengths[0] for edge in edges)):
         raise MalformedError(
-            f"{buffer.where}: parameters of different lengths have the contents from element {start} on:\n"
+            f"{buffer.where}: the contents from element {start} on fit parameters of different lengths:\n"
             f"{format_list(f'{candidate.name} {list(candidate.local_shape)}' for candidate in candidates)}\n"
             "Save the checkpoint with --dist-ckpt-optim-fully-reshardable"
         )
@@ -321,7 +324,7 @@ def _require_one_length(
 
 
 def ambiguity_error(where: str, lines: Sequence[str]) -> MalformedError:
-    """The error for positions that several parameters of identical contents can have, a line each."""
+    """The error for positions that fit several parameters of identical contents. `lines`: one per position."""
     return MalformedError(
         f"{where}{format_count(len(lines), 'parameter has', 'parameters have')} the same contents as others, and their "
         f"order does not tell them apart:\n{format_list(lines)}\n{_REMEDY}"
@@ -329,10 +332,10 @@ def ambiguity_error(where: str, lines: Sequence[str]) -> MalformedError:
 
 
 def resolve_ties(buffers: Sequence[Sequence[ContentMatch]], orders: Sequence[Sequence[str]]) -> list[Candidate]:
-    """The parameter at every position of `buffers`, one after another.
+    """The parameter at every position of `buffers`, in order.
 
-    `buffers`: positions of each buffer, in order; the buffers in the order of the model, where that is known. `orders`:
-    possible orders of names in the buffers. Raises MalformedError naming all positions that stay ambiguous.
+    `buffers`: positions of each buffer; the buffers are in the order of the model, if that is known. `orders`: possible
+    orders of names in the buffers. Raises MalformedError naming all positions that stay ambiguous.
     """
     matches = list(chain.from_iterable(buffers))
     if all(len(match.candidates) == 1 for match in matches):
@@ -351,7 +354,7 @@ def resolve_ties(buffers: Sequence[Sequence[ContentMatch]], orders: Sequence[Seq
 
 
 def _assign_in_order(matches: Sequence[ContentMatch], order: Sequence[str]) -> list[list[Candidate]]:
-    """The earliest and the latest assignment that an order allows; none where decided positions contradict it."""
+    """The earliest and the latest assignment that an order allows; none if decided positions contradict it."""
     numbers = {name: number for number, name in enumerate(order)}
     decided = Counter(match.candidates[0].name for match in matches if len(match.candidates) == 1)
     bound = [match for match in matches if len(match.candidates) > 1 or decided[match.candidates[0].name] == 1]

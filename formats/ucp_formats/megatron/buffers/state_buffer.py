@@ -1,4 +1,4 @@
-"""A flat buffer of the distributed optimizer, and the parameters that may lie in it.
+"""A flat buffer of the distributed optimizer, and the parameters that may be in it.
 
 A buffer holds one state of all parameters of a rank, end to end; a file stores it whole or in ranges.
 """
@@ -43,7 +43,7 @@ class StateBuffer:
         return cls(where=where, ranges=(StoredRange(0, ref.strided(0, (ref.numel,), (1,))),), numel=ref.numel)
 
     def iter_stored(self, start: int, stop: int) -> Iterator[tuple[int, TensorRef]]:
-        """What is stored of the elements `start` to `stop`: (first element, in the buffer; where)."""
+        """The stored parts of elements `start` to `stop`, each with its first element in the buffer."""
         first = max(bisect_right(self.ranges, start, key=lambda stored: stored.start) - 1, 0)
         for stored in islice(self.ranges, first, None):
             if stored.start >= stop:
@@ -64,9 +64,9 @@ class Candidate:
     pairs: tuple[RegionPair, ...]
     """Which boxes of the global tensor the local tensor is made of."""
     refs: tuple[TensorRef, ...]
-    """The model's own elements: contiguous tensors that, end to end, are the local tensor."""
+    """The model's weights: contiguous tensors that, end to end, make up the local tensor."""
     kind: str = "dense"
-    """"dense" or "expert": where experts are parallel, the two kinds have separate buffers."""
+    """"dense" or "expert": with expert parallelism, the two kinds have separate buffers."""
     replica: int = 0
     """0 on the first rank that holds the parameter; above 0 on ranks with a copy."""
 
@@ -77,12 +77,12 @@ class Candidate:
 
     @property
     def dtype(self) -> DType:
-        """Type in which the model computes with it."""
+        """Type that the model computes in."""
         return self.refs[0].dtype
 
 
 def cut_fragments(candidate: Candidate, buffer: StateBuffer, start: int) -> Iterator[Fragment]:
-    """Fragments of a parameter that lies in `buffer` from element `start` on."""
+    """Fragments of a parameter that is stored in `buffer` from element `start` on."""
     shape = candidate.local_shape
     strides = contiguous_strides(shape)
     for low, ref in buffer.iter_stored(start, start + candidate.numel):

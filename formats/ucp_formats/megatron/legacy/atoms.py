@@ -1,8 +1,8 @@
-"""States of all ranks' optimizers, and their union with the model into atoms.
+"""Optimizer states of all ranks, and their union with the model's tensors into atoms.
 
-The rule of a parameter gives its layout over tensor-parallel ranks; stage, chunk and expert-parallel rank follow from
-the files that hold it. Ranks that differ only in other coordinates hold copies, which are kept as replicas and
-compared. If the optimizer has a master, it is the atom's weight, and the tensors of the model are replicas of it.
+The family's rule for a parameter gives its layout over tensor-parallel ranks; stage, chunk and expert-parallel rank
+follow from the files that hold it. Ranks that differ only along other axes hold copies, which are kept as replicas and
+compared. If the optimizer has a master, it is the atom's weight, and the model's tensors are replicas of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ucp_formats.megatron.legacy.model import LegacyModel, RankParam, Slot
 from ucp_formats.megatron.mesh import count_replicas, pipeline_axes, with_source
 
 _FOLDERS = "names of folders"
-"""Source of the layout over stages, chunks and expert-parallel ranks."""
+"""Where the layout over stages, chunks and expert-parallel ranks is known from, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,27 +37,27 @@ class RankOptimizer:
     where: str
     """Its rank and kind, for messages."""
     chain: int | None
-    """Its number in a chain; None for the only one."""
+    """Its number in a ChainedOptimizer; None for a single optimizer."""
     saved: Mapping[object, object]
     """Its entry in the model file."""
     params: tuple[RankParam, ...]
-    """Trainable parameters it may have states of, in registration order, one per stored tensor."""
+    """Trainable parameters that it may have states of, in registration order, one per stored tensor."""
     arguments: Mapping[str, object]
-    """Arguments of the run, which determine the groups; empty where they were not saved."""
+    """Arguments of the run, which determine the groups; empty if they were not saved."""
 
     @property
     def inner(self) -> Mapping[object, object]:
-        """State of torch's optimizer, where another optimizer wraps it."""
+        """State of torch's optimizer, which another optimizer may wrap."""
         inner = self.saved.get("optimizer")
         return inner if isinstance(inner, dict) else self.saved
 
     @property
     def is_plain(self) -> bool:
-        """Whether its states are in the model file, by number: it is not distributed."""
+        """Whether it is not a distributed optimizer: its states are in the model file, by number."""
         return "state" in self.saved or "state" in self.inner
 
     def groups(self) -> Iterator[tuple[SavedGroup, Sequence[object]]]:
-        """Its groups, each with the numbers of its parameters, where it has them. Raises MalformedError."""
+        """Its groups, each with the numbers of its parameters if they are recorded. Raises MalformedError."""
         for entry in require_sequence(self.inner.get("param_groups"), f"param_groups in {self.where}"):
             group = require_mapping(entry, f"a group in {self.where}")
             hyper = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
@@ -78,7 +78,7 @@ class LegacyStates:
     groups: list[SavedGroup] = field(default_factory=list)
     """Distinct groups of all ranks."""
     group_of: dict[Slot, int] = field(default_factory=dict)
-    """Number of the group of a stored tensor, where it is known."""
+    """Number of the group of a stored tensor, if known."""
     extras: list[Extra] = field(default_factory=list)
     """Optimizer entries that belong to no parameter."""
     notes: list[str] = field(default_factory=list)
@@ -113,8 +113,9 @@ def build_atoms(run: LegacyRun, model: LegacyModel, states: LegacyStates) -> dic
     layouts = {name: _find_layout(run, model, params, missing) for name, params in params_by_name.items()}
     if missing:
         raise MissingFileError(
-            f"{format_count(len(missing), 'parameter')} of {run.folder} with parts that no file "
-            f"holds:\n{format_list(missing)}\nCopy the folders of all ranks from where they were saved"
+            f"expected all parts of every parameter in {run.folder}; "
+            f"{format_count(len(missing), 'parameter has', 'parameters have')} parts that are in no file:\n"
+            f"{format_list(missing)}\nCopy the folders of all ranks from where they were saved"
         )
     union = Union()
     return {
@@ -147,7 +148,7 @@ def _build_atom(
     trained = {slot: states.tensors[slot] for slot in coords if slot in states.tensors}
     has_states = bool(states.tensors or states.numbers)
     kind = Kind.PARAMETER if trained or not has_states else Kind.FROZEN
-    counts: dict[str, list[StateIndex]] = {}  # a number: that of the first rank, with copies on the others
+    counts: dict[str, list[StateIndex]] = {}  # the first rank's count, and the other ranks' as copies
     for slot in coords:
         for key, value in states.numbers.get(slot, {}).items():
             if (state := state_from_scalar(value)) is not None:

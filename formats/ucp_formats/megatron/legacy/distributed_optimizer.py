@@ -7,9 +7,9 @@
 | 2024-04 | {buckets_coalesced: True, buffer: {(param dtype, grad dtype): {..., numel_unpadded}}}, no padding at ends |
 | 2024-07 | the same, parameters aligned to 64 elements |
 
-With expert parallelism the file is a list: dense parameters, then experts; None for what another rank saved. It records
-no names. Parameters lie in reversed order of registration: `FlatBufferMatcher.find_layouts` proves each place by the
-contents. If the order is another, the contents alone give the places (`FlatBufferMatcher.place`).
+With expert parallelism the file is a list: dense parameters, then experts; None for what another rank saved. Names are
+not recorded. Parameters are in reverse order of registration; `FlatBufferMatcher.find_layouts` verifies every position
+by its contents. If they are in another order, contents alone give the positions (`FlatBufferMatcher.place`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SavedBuffer:
     number: int
     """Its number within its optimizer: by chunk, then by type."""
     dtype: DType | None
-    """Type in which the model computes with its parameters; None where the file does not record it."""
+    """Type of its parameters in the model; None if the file does not record it."""
     states: Mapping[str, tuple[TensorRef, ...]]
-    """State name to its tensors, one or one per bucket; the master is `weight`."""
+    """State name to its tensors: a single one, or one per bucket. The name of the master is `weight`."""
     is_padded: bool
     """Whether the file contains the padding at the ends of buckets."""
 
@@ -94,7 +94,7 @@ def _read_states(saved: Mapping[object, object], where: str) -> Iterator[tuple[s
 def add_buffers(
     buffers: Sequence[SavedBuffer], optimizer: RankOptimizer, dp: int, states: LegacyStates, prober: Prober
 ) -> None:
-    """Add the states in `buffers` to `states`. Raises MalformedError naming all that cannot be placed."""
+    """Add the states in `buffers` to `states`. Raises MalformedError naming all ranges that match no parameter."""
     remaining = {_label(param): param for param in optimizer.params}
     problems: list[str] = []
     for buffer in buffers:
@@ -102,7 +102,7 @@ def add_buffers(
         has_one_per_chunk = [other.dtype for other in buffers].count(buffer.dtype) == len(chunks)
         slack = bucket_multiple(dp) - 1 if buffer.is_padded else 0
         fitting = [param for param in remaining.values() if buffer.dtype in (None, param.ref.dtype)]
-        # a buffer is of one chunk: most likely the one with as many chunks before it as buffers of its type before this
+        # a buffer belongs to one chunk: most likely to chunk n, if n buffers of its type come before it
         likely = [other.dtype for other in buffers][: buffer.number].count(buffer.dtype)
         numbers = sorted({param.slot.chunk for param in remaining.values()}, key=lambda n: (n != likely, n))
         guesses = [[param for param in fitting if param.slot.chunk == number] for number in numbers]
@@ -121,15 +121,16 @@ def add_buffers(
     if problems:
         names = (f"{param.slot.key} {list(param.ref.shape)}" for param in remaining.values())
         raise MalformedError(
-            f"{optimizer.where}: {format_count(len(problems), 'range')} of its buffers without a parameter of the "
-            f"model:\n{format_list(problems)}\nparameters that were not found:\n{format_list(names)}\n"
-            "The file is of another run than the model, or its weights were changed after it was saved"
+            f"expected parameters of the model in all buffers of {optimizer.where}; "
+            f"{format_count(len(problems), 'range matches', 'ranges match')} none:\n{format_list(problems)}\n"
+            f"parameters that were not found:\n{format_list(names)}\n"
+            "The optimizer and the model are from different runs, or the weights were changed after the last step"
         )
     if remaining:
         shown = ", ".join(param.name for param in list(remaining.values())[:3]) + (
             ", ..." if len(remaining) > 3 else ""
         )
-        untrained = f"{format_count(len(remaining), 'parameter')} not trained: {shown}"
+        untrained = f"{format_count(len(remaining), 'parameter')}, which count as not trained: {shown}"
         states.notes.append(f"{optimizer.where} has no states of {untrained}")
 
 
@@ -145,10 +146,10 @@ def _matcher(params: Sequence[RankParam], prober: Prober) -> FlatBufferMatcher:
 def _place_in_order(
     buffer: SavedBuffer, guesses: Iterable[Sequence[RankParam]], slack: int, prober: Prober, *, only_first: bool
 ) -> dict[str, BufferPosition] | None:
-    """Places of parameters in the order of the model, proved by contents; None if no guess fits.
+    """Positions of parameters, if they are in the order of the model and the contents match; None if no guess fits.
 
-    `only_first`: take the first guess that fits, because every chunk has a buffer. Otherwise raises MalformedError if
-    several guesses fit, or one has several layouts.
+    `guesses`: parameters that may be in the buffer, by chunk. `only_first`: take the first guess that fits, because
+    every chunk has a buffer. Raises MalformedError if several guesses fit, or one has several layouts.
     """
     layouts: list[dict[str, BufferPosition]] = []
     names: dict[str, str] = {}
@@ -172,13 +173,13 @@ def _place_in_order(
 
 
 def _place_by_contents(buffer: SavedBuffer, matcher: FlatBufferMatcher) -> tuple[dict[str, BufferPosition], list[str]]:
-    """Places of parameters in any order, and a line per range that holds none."""
+    """Positions of parameters in any order, and a line for each range that matches none."""
     places: dict[str, BufferPosition] = {}
     gaps: list[str] = []
     for number, ref in enumerate(buffer.states[WEIGHT]):
         segment = StateBuffer.from_tensor(ref, buffer.where)
         placement = matcher.place(segment, alignment=1)
-        if placement.gaps and not buffer.is_padded:  # aligned to 64 elements since 2024-07, which is not recorded
+        if placement.gaps and not buffer.is_padded:  # since 2024-07 aligned to 64: not recorded
             placement = matcher.place(segment)
         places |= {label: BufferPosition(number, start) for label, start in placement.starts.items()}
         gaps += [f"{buffer.where}: elements {low}:{high}" for low, high in placement.gaps]

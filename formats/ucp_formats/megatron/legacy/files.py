@@ -2,15 +2,15 @@
 
 1. Read the files in the folder of every rank.
 2. Take the arguments of the run from the first file that has them.
-3. Check that every rank of the grid has saved, and no other.
+3. Check that every rank of the model-parallel grid has saved, and no other rank.
 4. Check that iteration, version and parallel degrees are equal in all files.
-5. Check that every file lies in the folder of the rank that saved it.
+5. Check that every file is in the folder of the rank that saved it.
 6. Raise one error with all problems.
 
 The ranks of a pipeline stage have two numberings (parallel_state.py, order tp-cp-ep-dp-pp): `tp + TP * d` for dense
-layers, `etp + ETP * (ep + EP * copy)` for experts. A rank saves, under its tp and ep, if it is the first of its dense
-or of its expert data-parallel group (checkpointing.py: save_checkpoint). If tensor and expert parallelism share ranks,
-the grid is sparse:
+layers, `etp + ETP * (ep + EP * copy)` for experts. A rank saves if it is the first of its dense or of its expert
+data-parallel group, in a folder named after its tp and ep (checkpointing.py: save_checkpoint). If tensor and expert
+parallelism share ranks, not every pair of tp and ep exists:
 
 >>> grid = Grid(tp=2, pp=1, ep=2, etp=1)
 >>> [(place.tp, place.ep) for place in grid.places()]
@@ -18,7 +18,7 @@ the grid is sparse:
 >>> grid.expert_part(GridPlace(tp=1, pp=0, ep=1))
 ExpertPart(etp=0, copy=0)
 
-The arguments in each file include `rank` and `world_size`, which show the place in the grid of the rank that saved it:
+The arguments in each file include `rank` and `world_size`. They show where in the grid the rank is that saved the file:
 
 >>> print(rank_placing(Grid(tp=2, pp=2, ep=1, etp=2), Arguments(raw={}, world=8, dp=2))(5))
 tp rank 1, stage 1, expert rank 0
@@ -51,7 +51,7 @@ from ucp_formats.megatron.names import (
 )
 
 _ENCODER = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-"""Degrees of an encoder on ranks of its own, which shift all others (megatron-core 0.9 to 0.12)."""
+"""Degrees of an encoder on separate ranks, which shift the numbers of all others (megatron-core 0.9 to 0.12)."""
 _SAME_ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -67,17 +67,17 @@ _SAME_ARGUMENTS = (
 
 
 class ExpertPart(NamedTuple):
-    """The part of each of its experts that a rank holds."""
+    """Which part of its experts a rank holds."""
 
     etp: int
     """Expert-tensor-parallel rank."""
     copy: int
-    """Number of the copy: ranks before it that hold the same part."""
+    """Number of the copy: how many ranks before it hold the same part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Degrees of parallelism that appear in the names of files."""
+    """Degrees of parallelism that decide which ranks save and how their folders are named."""
 
     tp: int
     """Tensor-parallel ranks."""
@@ -90,7 +90,7 @@ class Grid:
 
     @classmethod
     def of(cls, arguments: Arguments, folders: tuple[RankFolder, ...]) -> Grid:
-        """The grid by the arguments; degrees they lack are taken from the names of the folders."""
+        """The grid that the arguments record; degrees they lack are taken from the names of the folders."""
         tp = arguments.tp or 1 + max(folder.tp for folder in folders)
         numbers = [folder.numbers for folder in folders if folder.numbers]
         # runs without arguments are older than experts: a single number is a stage
@@ -139,7 +139,7 @@ class Grid:
 
 
 def rank_placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace] | None:
-    """Function from a global rank to its place in the grid; None where the arguments do not determine it.
+    """Function from a global rank to its place in the grid; None if the arguments do not determine it.
 
     The order of ranks is tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with `--use-tp-pp-dp-mapping` (parallel_state.py:
     initialize_model_parallel).
@@ -153,7 +153,7 @@ def rank_placing(grid: Grid, arguments: Arguments) -> Callable[[int], GridPlace]
         world <= 0 or world % (dense * grid.pp) or per_stage % experts,
         arguments.dp is not None and world != dense * grid.pp * arguments.dp,
         is_dp_outermost and grid.ep > 1 and experts != dense,
-        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 the order of ep and cp was another
+        cp > 1 and grid.ep > 1 and arguments.etp is None,  # up to 0.9 ep and cp were in another order
         any(arguments.raw.get(key) for key in _ENCODER),
     )
     if any(contradictions):
@@ -166,8 +166,8 @@ def find_misplaced(
 ) -> Iterator[str]:
     """A line for every folder whose files another rank saved. `saved_ranks`: folder to the `rank` in its arguments.
 
-    Nothing where the arguments do not determine the grid, a file records no rank, or all record the same one, as tools
-    that convert in one process do.
+    No lines if the arguments do not determine the grid, if a file records no rank, or if all files record the same rank
+    (conversion tools write all of them in one process).
     """
     place_of = rank_placing(grid, arguments)
     ranks = {name: rank for name, rank in saved_ranks.items() if type(rank) is int}
@@ -180,8 +180,8 @@ def find_misplaced(
         if writer != place:
             home = rank_folder_name(writer, pipelined=grid.pp > 1, experts=grid.ep > 1)
             yield (
-                f"{folder.name}: expected files of {place}; got those that rank {ranks[folder.name]} of "
-                f"{arguments.world} saved, {writer}: they belong in {home}"
+                f"{folder.name}: expected files of {place}; got files that rank {ranks[folder.name]} of "
+                f"{arguments.world} saved ({writer}): they belong in {home}"
             )
 
 
@@ -225,9 +225,9 @@ class LegacyRun:
     arguments: Arguments
     """Arguments of the run."""
     grid: Grid
-    """Degrees in the names of the files."""
+    """Degrees of parallelism of the ranks that saved."""
     unread: tuple[str, ...]
-    """Known files in the folders of ranks that are not read."""
+    """Known files in the folders of ranks that `ucp` does not read."""
 
     @property
     def root(self) -> Mapping[object, object]:
@@ -308,7 +308,7 @@ def _rank_folders(folder: Path) -> tuple[RankFolder, ...]:
         raise SourceError(f"cannot list {folder}: {error.strerror}") from error
     folders = tuple(filter(None, map(parse_rank_folder, names)))
     if not folders:
-        raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy them")
+        raise MissingFileError(f"expected folders such as mp_rank_00 in {folder}; there is none. Copy all of them")
     return folders
 
 
@@ -336,8 +336,9 @@ def _check_grid(grid: Grid, places: Mapping[str, GridPlace], files: tuple[str, .
     """Check that exactly the ranks of the grid have a folder. `places`: by folder; `files`: those that each saves."""
     if grid.collides:
         problems.unsupported.append(
-            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert have one folder "
-            "name, and only one of them is there (--ckpt-format torch cannot save this layout). Save with torch_dist"
+            f"tp={grid.tp}, ep={grid.ep}, etp={grid.etp}: ranks with different parts of an expert share one folder "
+            "name, so the files of all but one were overwritten: --ckpt-format torch cannot save this topology. Save "
+            "with --ckpt-format torch_dist"
         )
     existing = set(places.values())
     for place in grid.places():
@@ -345,5 +346,5 @@ def _check_grid(grid: Grid, places: Mapping[str, GridPlace], files: tuple[str, .
             name = rank_folder_name(place, pipelined=grid.pp > 1, experts=grid.ep > 1)
             problems.missing += [f"{name}/{file} ({place})" for file in files]
     problems.wrong += [
-        f"extra: {name} lies outside the grid of {grid}" for name, place in places.items() if not grid.contains(place)
+        f"extra: {name} is outside the grid of {grid}" for name, place in places.items() if not grid.contains(place)
     ]

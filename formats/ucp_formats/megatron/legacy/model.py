@@ -69,8 +69,8 @@ def to_global_name(name: str, chunk: Chunk, first_layers: FirstLayers, *, first_
 def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None) -> FirstLayers:
     """Global number of the first layer of every chunk, from the canonical local names in each.
 
-    `num_layers`: layers of the model, if recorded. Raises MalformedError when a chunk has a gap between its layers, or
-    the model another number of layers.
+    `num_layers`: layers of the model, if recorded. Raises MalformedError if a layer is missing between others of a
+    chunk, or if the files have another number of layers than recorded.
     """
     numbers_by_stack: dict[str, dict[Chunk, set[int]]] = {}
     for chunk, local_names in names.items():
@@ -103,7 +103,7 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
 
 
 class Slot(NamedTuple):
-    """One stored tensor of the model: the optimizer of its rank has states for it."""
+    """Identifies a stored tensor of the model, for which the optimizer of its rank has states."""
 
     rank: int
     """Position of the rank in `LegacyRun.ranks`."""
@@ -148,7 +148,7 @@ class LegacyModel:
     extras: list[Extra] = field(default_factory=list)
     """Entries of the state_dicts that are not tensors."""
     modules: Mapping[str, object] = field(default_factory=dict)
-    """Arguments about the modules of its layers that the keys imply."""
+    """Arguments of Megatron that select the modules of its layers, inferred from the keys."""
 
 
 def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
@@ -192,7 +192,7 @@ def read_model(run: LegacyRun, options: SourceOptions) -> LegacyModel:
 def _collect_tensors(
     refs: dict[Slot, TensorRef], rank: SavedRank, number: int, chunk: int, state_dict: object
 ) -> Iterator[Extra]:
-    """Add the tensors of a chunk of one rank to `refs`; yields its other entries."""
+    """Add the tensors of a chunk of one rank to `refs`; yield its other entries as extras."""
     where = f"the model of {rank.model.path}"
     if not isinstance(state_dict, dict):
         raise MalformedError(f"expected a dict for {where}; got {describe_value(state_dict)}")
@@ -252,13 +252,14 @@ def _find_params(
 
 
 def _stacked_elements(key: str, ref: TensorRef, named: ParsedName, values: Mapping[str, object]) -> Elements | None:
-    """The experts in a stored tensor along the first dim; None for a tensor that is one parameter."""
+    """Shape and strides of the experts stacked in a stored tensor; None if the tensor is a single parameter."""
     alias = named.alias
     if not named.stacked and (alias is None or len(alias.names) == 1):
         return None
     if alias is None or named.stacked != ("expert",) or len(alias.names) > 1:
         raise UnsupportedError(
-            f"expected {key} of {ref.path} to store {named.canonical} as one tensor, or the experts of a layer stacked"
+            f"expected {key} in {ref.path} to be all of {named.canonical}, or the stacked experts of a layer; its name "
+            "says otherwise"
         )
     try:
         return alias.elements(ref.shape, values)

@@ -1,9 +1,9 @@
-"""The optimizer of a rank that is not distributed: states by number, which get their names back.
+"""Finds the parameter names for a rank's optimizer, if it is not distributed: its states are saved by number.
 
 `Float16OptimizerWithFloat16Params` saves masters in the order of its groups, and torch's state by number. Names follow
-from the order in which the model registers its parameters, split by the rule of the groups; masters prove them, as
-cast they equal the weights. If parameters are frozen, or the order is another, masters are matched by contents first,
-and then by order.
+from the order in which the model registers its parameters, and from the rule that splits them into groups. The masters
+verify the names: cast to the dtype of the model, they equal the weights. If parameters are frozen, or are in another
+order, masters are matched by contents first, and then by order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Entry:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of its tensors; None where it has none."""
+        """Shape of its tensors; None if it has no tensors."""
         tensors = [self.master, *self.states.values()]
         return next((value.shape for value in tensors if isinstance(value, TensorRef) and value.shape), None)
 
@@ -58,7 +58,7 @@ class _Group:
     """The parameter of each entry."""
 
     def assign_masters(self, has_master: Sequence[bool]) -> bool:
-        """Give masters to the entries that have one; False if their number differs."""
+        """Assign the masters to the entries that have one; False if their numbers differ."""
         if self.masters is None:
             return True
         if sum(has_master) != len(self.masters):
@@ -70,12 +70,15 @@ class _Group:
 
 
 def add_plain_optimizer(optimizer: RankOptimizer, states: LegacyStates, prober: Prober) -> None:
-    """Add the states of one optimizer to `states`. Raises MalformedError naming every parameter without an answer."""
+    """Add the states of one optimizer to `states`.
+
+    Raises MalformedError naming all entries that match no parameter, or several.
+    """
     naming = _Naming(optimizer, prober)
     if not naming.name_by_rule() and not naming.name_by_contents():
         states.notes.append(f"{optimizer.where}: parameters are not in the usual order; found by their contents")
     elif all(group.masters is None for group in naming.groups):
-        states.notes.append(f"{optimizer.where} has no masters that prove the order of its parameters")
+        states.notes.append(f"{optimizer.where} has no masters, so the order of its parameters was not verified")
     for group in naming.groups:
         number = states.add_group(group.saved)
         for entry, param in zip(group.entries, group.params, strict=True):
@@ -86,7 +89,7 @@ def add_plain_optimizer(optimizer: RankOptimizer, states: LegacyStates, prober: 
             wrong = [f"{key} {list(ref.shape)}" for key, ref in tensors.items() if ref.shape != param.ref.shape]
             if wrong:
                 raise MalformedError(
-                    f"expected states of {param.slot.key} of {list(param.ref.shape)}; got {', '.join(wrong)}"
+                    f"expected states of shape {list(param.ref.shape)} for {param.slot.key}; got {', '.join(wrong)}"
                 )
             numbers = {str(key): v for key, v in entry.states.items() if key not in tensors and v is not None}
             if group.saved.hyper.get(STEP) is not None and STEP not in numbers and (tensors or numbers):
@@ -128,13 +131,13 @@ class _Naming:
 
     @cached_property
     def _groups_by_rule(self) -> tuple[tuple[ParamGroup, ...], list[str]]:
-        """Parameters by group, and those in none; without arguments by the default rule, as contents prove it."""
+        """Parameters by group, and those in none. Without arguments: by the default rule, which contents verify."""
         saved, arguments = [group.saved for group in self.groups], self._optimizer.arguments
         rule = group_rule(arguments, [group.hyper for group in saved]) if arguments else DEFAULT_RULE
         return assign_params(saved, {param.name: param.ref.shape for param in self._params}, {}, rule)
 
     def name_by_rule(self) -> bool:
-        """Name the entries by the order of the model; whether shapes and masters confirm it."""
+        """Name the entries by the order of the model. Returns whether shapes and masters confirm it."""
         pairs_by_group = self._pair_in_order()
         if pairs_by_group is None or not all(self._fits(*pair) for pair in chain.from_iterable(pairs_by_group)):
             return False
@@ -175,13 +178,14 @@ class _Naming:
         return sorted({int(candidate.name) for candidate in equal}.intersection(allowed))
 
     def name_by_contents(self) -> bool:
-        """Name the entries if some parameters are frozen, or the order is unusual; whether they are in order.
+        """Name the entries by contents, as some parameters are frozen or the order is unusual.
 
-        Raises MalformedError when an entry fits no parameter, or several.
+        Returns whether the entries are in the order of the model. Raises MalformedError if one fits no parameter, or
+        several.
         """
         for group in self.groups:
             if group.masters and not group.assign_masters([True] * len(group.entries)):
-                raise MalformedError(self._explain("not every parameter of it has a master"))
+                raise MalformedError(self._explain("not every entry has a master"))
         fits = [
             [self._find_fitting(entry, has_masters=group.masters is not None) for entry in group.entries]
             for group in self.groups
@@ -189,14 +193,14 @@ class _Naming:
         for group, row in zip(self.groups, fits, strict=True):
             for entry, numbers in zip(group.entries, row, strict=True):
                 if not numbers:
-                    raise MalformedError(self._explain(f"one of shape {entry.shape} fits none of them"))
+                    raise MalformedError(self._explain(f"an entry of shape {entry.shape} fits none of them"))
         number_of = {param.name: number for number, param in enumerate(self._params)}
         by_rule = [{number_of[name] for name in group.params} for group in self._groups_by_rule[0]]
         in_group = [[[n for n in ns if n in rule] for ns in row] for rule, row in zip(by_rule, fits, strict=True)]
         in_order = narrow_in_order(in_group) or narrow_in_order(fits)
         answers = in_order or narrow(fits)
         if any(not numbers for row in answers for numbers in row):
-            raise MalformedError(self._explain("several have the same contents"))
+            raise MalformedError(self._explain("several entries have the same contents"))
         open_entries = [
             f"parameter {position} of group {number}: "
             + ", ".join(f"{self._params[n].name} {list(self._params[n].ref.shape)}" for n in numbers[:4])
@@ -211,7 +215,7 @@ class _Naming:
         return in_order is not None
 
     def _explain(self, reason: str) -> str:
-        """Message for entries that fit no parameter: a few masters were changed, or the file is of another run."""
+        """Message for entries that fit no parameter: a few masters were changed, or the file is from another run."""
         where = self._optimizer.where
         has_masters = all(group.masters is not None for group in self.groups)
         pairs = list(chain.from_iterable(self._pair_in_order() or ())) if has_masters else []
@@ -220,17 +224,17 @@ class _Naming:
         if changed and has_shapes and 2 * len(changed) < len(pairs):  # the order of the model holds for most
             return (
                 f"{where}: expected masters (fp32_from_fp16_params) that equal the weights when cast to the type of "
-                "the model; in the order of the model these do not:\n"
+                "the model; in the order of the model, these do not:\n"
                 f"{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in changed)}\n"
-                "Names of masters are not recorded, and equality with the weights proves them, so --drift does not "
-                "help. The files are of different steps or runs, or weights were changed after the last step: copy the "
-                "files again. If the change is intended, load the checkpoint in Megatron with --no-load-optim and save "
-                "it again: masters are then made from the weights, and the moments are reset"
+                "Masters are saved without names, and only equality with the weights identifies them, so --drift does "
+                "not help. The files are from different steps or runs, or weights were changed after the last step: "
+                "copy the files again. If the change is intended, load the checkpoint in Megatron with --no-load-optim "
+                "and save it again: masters are then made from the weights, and the moments are reset"
             )
         count = sum(len(group.entries) for group in self.groups)
         return (
-            f"{where}: expected states of the parameters below, in the order of the model; got {count} without "
-            "names, and "
-            f"{reason}:\n{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\nThe "
-            "file is of another run than the model, or was changed by hand"
+            f"{where}: expected states of the parameters below, in the order of the model; got {count} entries without "
+            f"names, and {reason}:\n"
+            f"{format_list(f'{param.slot.key} {list(param.ref.shape)}' for param in self._params)}\n"
+            "The optimizer and the model are from different runs, or the file was changed by hand"
         )

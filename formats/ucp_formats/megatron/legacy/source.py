@@ -5,7 +5,8 @@
 3. Find the names of optimizer states, which are not recorded (`plain_optimizer`, `distributed_optimizer`).
 4. Union the parts of all ranks into atoms (`atoms`); the remaining entries are extras.
 
-With expert parallelism every rank has a chain of two optimizers, of dense parameters and of experts; else one.
+With expert parallelism every rank has a chain of two optimizers, one for dense parameters and one for experts;
+otherwise it has a single optimizer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def read_legacy(located: Located[SavedAs], name: str, options: SourceOptions) ->
     modules = [Extra(name=MODULES, value=dict(model.modules))] if model.modules else []
     unread = (
         f"{path}: {'states of a layer-wise optimizer (Muon)' if 'optimizer' in path else 'position of a data loader'}, "
-        "which is not read"
+        "which ucp does not read"
         for path in run.unread
     )
     return Index(
@@ -94,8 +95,9 @@ def _read_optimizers(run: LegacyRun, model: LegacyModel, checksums: Checksums) -
     ]
     if missing:
         raise MissingFileError(
-            f"{run.folder} was saved with a distributed optimizer; {format_count(len(missing), 'file')} of it "
-            f"missing:\n{format_list(missing)}\nCopy them from where they were saved"
+            f"expected the files of a distributed optimizer in {run.folder}; "
+            f"{format_count(len(missing), 'file is', 'files are')} missing:\n{format_list(missing)}\n"
+            "Copy them from where they were saved"
         )
     extras: dict[str, dict[int, object]] = {}
     with Prober() as prober:
@@ -138,7 +140,7 @@ def _trainable_params(model: LegacyModel) -> dict[int, list[RankParam]]:
 def _rank_optimizers(
     run: LegacyRun, rank: SavedRank, params: Sequence[RankParam], arguments: Mapping[str, object]
 ) -> list[RankOptimizer]:
-    """Optimizers of a rank, which trains `params`. `arguments`: of the run, and those that its keys imply."""
+    """Optimizers of a rank that trains `params`. `arguments`: of the run, and those that its keys imply."""
     root = rank.root.get("optimizer")
     where = f"the optimizer of {rank.name}"
     if root is None:
@@ -219,12 +221,12 @@ def _param_groups(
             same = Checksums(()).is_same
             keys = sorted(key for key in {**first, **other} if not same(first.get(key), other.get(key)))
             differences = (
-                f"{key} is {format_value(first.get(key))} and {format_value(other.get(key))}" for key in keys
+                f"{key} is {format_value(other.get(key))}, expected {format_value(first.get(key))}" for key in keys
             )
             raise MalformedError(
                 f"expected the same optimizer group for {param.name} on all ranks; on "
-                f"{run.ranks[param.slot.rank].name} {', '.join(differences)}. The files are of different steps or "
-                "runs: copy one checkpoint"
+                f"{run.ranks[param.slot.rank].name} {'; '.join(differences)}. The files are from different steps or "
+                "runs: copy all files of one checkpoint"
             )
     members: list[list[str]] = [[] for _ in states.groups]
     for name in atoms:

@@ -1,4 +1,4 @@
-"""Live runs of megatron-core 0.13 to 0.19.
+"""Describes live runs of megatron-core 0.13 to 0.19, so that checkpoints can be loaded into them.
 
 >>> MegatronAdapter().name
 'megatron'
@@ -69,18 +69,19 @@ def _is_megatron(chunk: object) -> bool:
 
 
 def _is_instance(value: object, path: tuple[str, str]) -> bool:
-    """Whether it is an instance of the class at `path` (module, name); does not import the module."""
+    """Whether `value` is an instance of the class at `path` (module, name); does not import the module."""
     base = getattr(sys.modules.get(path[0]), path[1], None)
     return base is not None and isinstance(value, base)
 
 
 def _check(request: LiveRequest) -> None:
-    """Raise UsageError for a model that is not megatron-core's, or for another topology than the run's."""
+    """Raise UsageError if the model is not megatron-core's, or if the topology given is not that of the run."""
     chunks = _chunks(request.model)
     others = [type(chunk).__name__ for chunk in chunks if not _is_megatron(chunk)]
     if others or not chunks:
         raise UsageError(
-            f"expected the chunks of a model of megatron-core with its optimizer; got {', '.join(others) or 'none'}"
+            "expected all chunks of the model to be megatron-core's, because the optimizer or other chunks are; got "
+            f"{', '.join(others) or 'none'}"
         )
     if request.mesh.topology is None:
         return
@@ -105,7 +106,7 @@ def _check(request: LiveRequest) -> None:
     ]
     if differing:
         raise UsageError(
-            f"expected the topology that megatron-core was initialised with; {', '.join(differing)}. Leave it out"
+            f"expected the topology that megatron-core was initialised with; {', '.join(differing)}. Drop topology="
         )
 
 

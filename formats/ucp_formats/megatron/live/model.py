@@ -2,8 +2,8 @@
 
 Megatron saves and loads by `sharded_state_dict`. It gives every tensor a key, its global shape and the offset of this
 rank's part; a fused tensor (gate and up, the projections of Mamba) is given in several parts. The rules of the family
-translate keys into the names that readers of checkpoints use. All ranks choose the family together, as a stage has only
-some of the keys.
+translate keys into canonical names, as they do for checkpoints. All ranks choose the family together, because a stage
+has only some of the keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 _EXTRA_STATE = "_extra_state"
-"""End of the names of rank-local bytes that modules of Transformer Engine keep."""
+"""End of the keys under which modules of Transformer Engine keep bytes of one rank."""
 _PLACE = "place"
 """Axis of a layout that covers this rank only."""
 _FULLY_SHARDED = "FullyShardedDataParallel"
@@ -55,7 +55,8 @@ class ModuleTensor:
 def _read_module(module: torch.nn.Module) -> list[ModuleTensor]:
     """Parameters and persistent buffers of a MegatronModule.
 
-    Raises LoadError for parameters on the meta device, UnsupportedError for tensors without one place.
+    Raises LoadError for parameters on the meta device, UnsupportedError for tensors that are not one part of one global
+    tensor.
     """
     meta = [name for name, param in module.named_parameters() if param.is_meta]
     if meta:
@@ -98,7 +99,10 @@ def _sharded_values(module: Any) -> Iterator[Any]:
 
 
 def _read_tensor(tensor: torch.Tensor, value: Any) -> ModuleTensor:
-    """The part that a tensor is. `value`: ShardedTensor, ShardedTensorFactory or None. Raises ValueError."""
+    """A tensor and its place in the global tensor.
+
+    `value`: ShardedTensor or ShardedTensorFactory of the tensor; None if there is none. Raises ValueError.
+    """
     if value is None:
         raise ValueError("the sharded_state_dict of its module does not have it")
     shapes: dict[str, Shape] = {}
@@ -153,7 +157,7 @@ def _build_parts(value: Any, tensor: torch.Tensor) -> Iterator[Any]:
 def _offsets_in(tensor: torch.Tensor, view: torch.Tensor) -> Shape:
     """Offsets at which `view` starts in `tensor`. Raises ValueError for other memory or strides."""
     if view.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or view.stride() != tensor.stride():
-        raise ValueError("it is saved in another form than it has")
+        raise ValueError("the sharded_state_dict saves it in other memory or with other strides")
     remainder, offsets = int(view.storage_offset() - tensor.storage_offset()), []
     for stride in tensor.stride():
         offset, remainder = divmod(remainder, stride)
@@ -169,7 +173,7 @@ def _unwrap(chunk: nn.Module) -> nn.Module:
         if _FULLY_SHARDED in type(chunk).__name__:
             raise UnsupportedError(
                 f"expected a model in DistributedDataParallel of megatron-core, or in no wrapper; got "
-                f"{type(chunk).__name__}, whose shards cannot be loaded yet. Convert with --to megatron, and load the "
+                f"{type(chunk).__name__}, into which ucp cannot load yet. Convert with --to megatron, and load the "
                 "result with Megatron"
             )
         chunk = inner
@@ -224,8 +228,8 @@ def _canonical_name(entry: ModuleTensor, names: DistNames) -> str:
     key = names.parse(first_key)
     if len(key.stacked) != len(entry.stacked):
         raise UnsupportedError(
-            f"expected {first_key} to count {' and '.join(key.stacked) or 'nothing'} in leading dims; it has "
-            f"{len(entry.stacked)} of them. The layers of the model are not those of megatron-core"
+            f"expected {first_key} to have leading dims for {' and '.join(key.stacked) or 'nothing'}; it has "
+            f"{len(entry.stacked)} leading dims. The layers of the model are not those of megatron-core"
         )
     name = key.template
     for field, number in zip(key.stacked, entry.stacked, strict=True):

@@ -7,7 +7,7 @@
 | DistributedOptimizer | this rank's range of each flattened parameter | in masters of the ranges |
 | ChainedOptimizer | the parameters of its optimizers: dense parameters, experts | as they do |
 
-States are put into the inner optimizer of torch, Apex or Transformer Engine. Apex and Transformer Engine count steps
+States are loaded into the inner optimizer of torch, Apex or Transformer Engine. Apex and Transformer Engine count steps
 per group.
 """
 
@@ -43,13 +43,13 @@ class ChainMember:
     outer: Any
     """The MegatronOptimizer."""
     inner: TorchOptimizer
-    """The optimizer it steps with, by the names of the parameters."""
+    """The inner optimizer that it steps with; parameters have their canonical names."""
     masters: Mapping[str, torch.Tensor]
     """Parameter to its fp32 master, or this rank's range of it."""
     copied: frozenset[str]
-    """Parameters copied from masters, on this rank or another of its data-parallel group."""
+    """Parameters that are copied from masters, on this rank or on another one of its data-parallel group."""
     parts: Mapping[str, LivePart]
-    """Parameter to the range of it that this rank steps, where it is sharded."""
+    """Parameter to the range of it that this rank steps, if the optimizer is distributed."""
     group_params: tuple[tuple[str, ...], ...]
     """Parameters of each group that any rank of the data-parallel group steps."""
 
@@ -76,7 +76,7 @@ class ChainMember:
             yield replace(param, keeps=keeps, part=self.parts.get(param.name))
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Put states; masters are already in place. Raises LoadError if parameters of a group differ in steps."""
+        """Load states except masters, which are loaded already. Raises LoadError if steps differ within a group."""
         loaded = {
             name: {state: value for state, value in states[name].items() if state != WEIGHT}
             for name in self.inner.live
@@ -88,8 +88,8 @@ class ChainMember:
                 group_steps = {steps[name] for name in names if name in steps}
                 if len(group_steps) > 1:
                     raise LoadError(
-                        "expected one number of steps for all parameters of a group, which is all that the optimizer "
-                        f"keeps; the checkpoint has {', '.join(map(str, sorted(group_steps)))}"
+                        "expected the same step for all parameters of a group, because the optimizer counts steps per "
+                        f"group; the checkpoint has {', '.join(map(str, sorted(group_steps)))}"
                     )
                 if group_steps:
                     group[STEP] = int(group_steps.pop())
@@ -101,7 +101,7 @@ class MegatronLive:
     """All optimizers of the rank, as one `LiveOptimizer`."""
 
     members: tuple[ChainMember, ...]
-    """Those that step parameters."""
+    """The optimizers that step parameters."""
 
     def groups(self) -> list[LiveGroup]:
         """Groups of all members, in order."""
@@ -116,7 +116,7 @@ class MegatronLive:
         return [param for member, member_hyper in self._split(hyper) for param in member.params(member_hyper)]
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """The master itself; for another state the memory of the inner optimizer, for the range that it steps."""
+        """Memory to load into: for the weight, the master; for other states, memory of the inner optimizer."""
         member = next(member for member in self.members if name in member.inner.live)
         if state == WEIGHT:
             return member.masters[name]
@@ -124,7 +124,7 @@ class MegatronLive:
         return member.inner.landing(name, state, dtype, local_shape, counts=counts)
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Put the states of every member."""
+        """Load the states of every member."""
         for member in self.members:
             member.put(states, counts)
 
@@ -156,14 +156,14 @@ def _chain_members(optimizer: Any) -> list[Any]:
     unsupported = [f"a {kind}" for kind in sorted(kinds - {*_SUPPORTED})]
     for outer in chained:
         if getattr(outer.config, "use_precision_aware_optimizer", False):
-            unsupported.append("use_precision_aware_optimizer: its masters lie in FusedAdam")
+            unsupported.append("use_precision_aware_optimizer: FusedAdam keeps its masters")
         if type(outer.optimizer).__name__ == "HybridDeviceOptimizer":
-            unsupported.append("optimizer_cpu_offload: states lie in copies on the CPU")
+            unsupported.append("optimizer_cpu_offload: copies on the CPU keep the states")
     if unsupported:
         raise UnsupportedError(
             f"expected one of megatron-core's {', '.join(_SUPPORTED)}, or several chained; got\n"
             f"{format_list(dict.fromkeys(unsupported))}\nLoad the model without optimizer=, or convert with --to "
-            "megatron and load the result as Megatron does"
+            "megatron and load the result with Megatron"
         )
     return [outer for outer in chained if not getattr(outer, "is_stub_optimizer", False)]
 
@@ -175,7 +175,7 @@ def _describe_member(outer: Any, model: LiveModel) -> ChainMember:
     unknown = [list(param.shape) for param in model_params.values() if id(param) not in model.owners]
     if unknown:
         raise LoadError(
-            f"expected an optimizer over the parameters of the model; it has others, of shape\n"
+            "expected an optimizer over the parameters of the model; it has parameters that the model lacks, of shape\n"
             f"{format_list(map(str, unknown))}\npass all chunks of the model that the optimizer was made for"
         )
     names = tuple(tuple(model.owners[id(model_params[id(param)])] for param in group) for group in groups)
@@ -206,7 +206,10 @@ def _replaced_params(outer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _stepped_range(outer: Any, param: torch.Tensor, part: LivePart) -> LivePart:
-    """The range that this rank steps of `part`, its part of a parameter, by the bucket's start and share."""
+    """The range of a parameter that this rank steps, from where its bucket starts and how the ranks share the bucket.
+
+    `part`: the part of the parameter that this rank's model holds.
+    """
     buffer, dtype, bucket = outer.model_param_gbuf_map[param]
     ranges = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]
     low, high = ranges["param"].start, ranges["param"].end
@@ -227,7 +230,7 @@ def _stepped_range(outer: Any, param: torch.Tensor, part: LivePart) -> LivePart:
 
 
 def _share_params(member: ChainMember) -> tuple[tuple[str, ...], ...]:
-    """Parameters of each group that any rank of the data-parallel group steps. Collective there."""
+    """Parameters of each group that any rank of the data-parallel group steps. Collective in that group."""
     from torch import distributed
 
     if not member.is_distributed:

@@ -2,11 +2,12 @@
 
 This is the default of megatron-core since 0.15. Names and shapes of parameters are not recorded: parameters are found
 by content (`buffers.matcher`). A bucket is stored in chunks: one per parameter and data-parallel rank, and one per
-range of padding, which has arbitrary values and may reach past the bucket. So a parameter starts where a chunk does.
+range of padding. Padding has arbitrary values and may reach past the end of the bucket. So every parameter starts where
+a chunk starts.
 
 The chunks of the model's tensors show what a rank of the model-parallel grid held: megatron-core writes a chunk per
-local tensor, equal ones once. So along a dim there are as many chunks as ranks (sharded), twice as many along dim 0
-(gate and up projection of a gated MLP, each sharded), or one (replicated).
+local tensor, and only one chunk for copies on several ranks. So a dim has as many chunks as tensor-parallel ranks
+(sharded), twice as many in dim 0 (gate and up projection of a gated MLP, each sharded), or one (replicated).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Bucket:
     """All states of one bucket."""
 
     key: BucketKey
-    """Which bucket; its state is empty."""
+    """Key of the bucket, without the name of a state."""
     states: dict[str, StateBuffer] = field(default_factory=dict)
     """State to its elements."""
     in_chunks: bool
@@ -65,7 +66,9 @@ def place_buckets(
     *,
     layout: str,
 ) -> DistStates:
-    """States of the parameters `weights` in buckets; what further groups hold of a parameter are replicas.
+    """States of the parameters `weights`, found in `buckets`.
+
+    If several data-parallel groups hold a parameter, the states of the first are taken, the others are replicas.
 
     `orders`: possible orders of registration. `layout`: name of the layout of the states.
 
@@ -74,7 +77,7 @@ def place_buckets(
     MalformedError
         Ranges of the buckets match no parameter, or are ambiguous; names all of them, and the parameters not found.
     UnsupportedError
-        The chunks of a parameter are no even split over the tensor-parallel ranks.
+        A parameter is not split evenly over the tensor-parallel ranks.
     """
     states = DistStates(layout=layout)
     gaps: list[str] = []
@@ -94,13 +97,16 @@ def place_buckets(
                 copies[boxes] += 1
     _check_gaps(gaps, [name for name in weights if name not in states.fragments])
     states.notes.append(
-        f"{count} masters were found in the buckets of the optimizer by content: cast, they equal the weights"
+        f"{count} masters were found in the buckets of the optimizer by content: cast to the dtype of the model, they "
+        "equal the weights"
     )
     if gaps:
         states.notes.append(f"ranges of the buckets that match no parameter are left out: {'; '.join(gaps[:4])}")
     if ties:
         shown = ", ".join(ties[:4]) + (", ..." if len(ties) > 4 else "")
-        states.notes.append(f"{len(ties)} of them have identical contents; told apart by registration order: {shown}")
+        states.notes.append(
+            f"{len(ties)} of these masters have identical contents; told apart by registration order: {shown}"
+        )
     return states
 
 
@@ -173,16 +179,17 @@ def _describe_gaps(bucket: Bucket, gaps: Sequence[tuple[int, int]]) -> list[str]
 def _check_gaps(gaps: Sequence[str], missing: Sequence[str]) -> None:
     if gaps and missing:
         raise MalformedError(
-            f"in the optimizer's buckets {format_count(len(gaps), 'range is', 'ranges are')} the master of no "
-            f"parameter:\n{format_list(gaps)}\n"
-            f"{format_count(len(missing), 'parameter')} of the model in no bucket:\n{format_list(missing, most=100)}\n"
-            "The weights and the optimizer are of different steps, or the weights are quantised. Save the checkpoint "
+            "expected masters of the model's parameters in all of the optimizer's buckets; "
+            f"{format_count(len(gaps), 'range matches', 'ranges match')} no parameter:\n{format_list(gaps)}\n"
+            f"{format_count(len(missing), 'parameter is', 'parameters are')} in no bucket:\n"
+            f"{format_list(missing, most=100)}\n"
+            "The weights and the optimizer are from different steps, or the weights are quantised. Save the checkpoint "
             "with --dist-ckpt-optim-fully-reshardable"
         )
 
 
 class _Ranks:
-    """Local tensors of the ranks of the model-parallel grid, computed when they are asked for."""
+    """Local tensors of the ranks of the model-parallel grid, computed when they are needed."""
 
     def __init__(
         self,
@@ -201,7 +208,10 @@ class _Ranks:
         self._matchers: dict[tuple[int, int], tuple[FlatBufferMatcher, dict[str, Candidate]]] = {}
 
     def of_group(self, group: int) -> tuple[FlatBufferMatcher, dict[str, Candidate]]:
-        """Parameters that a data-parallel group can hold; its number counts tensor-parallel ranks fastest."""
+        """A matcher for the parameters that a data-parallel group can hold, and these parameters by name.
+
+        `group`: its position in the model-parallel grid; the tensor-parallel rank varies fastest.
+        """
         ranks = group % self._degrees.tp, group % self._degrees.expert_tp
         if ranks not in self._matchers:
             parts = [self._take_fingerprints(ranks[0], experts=False), self._take_fingerprints(ranks[1], experts=True)]
@@ -226,7 +236,7 @@ class _Ranks:
         if irregular:
             raise UnsupportedError(
                 f"{format_count(len(irregular), 'parameter is', 'parameters are')} not split evenly over the "
-                "tensor-parallel ranks, so that their place in the optimizer's buckets cannot be found:\n"
+                "tensor-parallel ranks, so ucp cannot find them in the optimizer's buckets:\n"
                 f"{format_list(irregular)}\nSave the checkpoint with --dist-ckpt-optim-fully-reshardable"
             )
         return self._fingerprints.setdefault((experts, rank), Fingerprints(candidates, self._prober))
@@ -247,7 +257,10 @@ class _Ranks:
         return self.of_group(bucket.key.group)[0].find(master, starts=starts, unexpected=self._other_experts[rank])
 
     def stage_size(self, buffers: Sequence[BufferMatches]) -> int:
-        """Ranks of a stage with buffers of one optimizer, which has dense parameters, or experts."""
+        """Number of data-parallel groups in a stage, for an optimizer of dense parameters or one of experts.
+
+        `buffers`: the buffers of the optimizer, whose contents show which of the two it is.
+        """
         matches = [match for buffer in buffers for match in buffer.matches]
         certain = {match.candidates[0].kind for match in matches if len(match.candidates) == 1}
         kinds = certain or {candidate.kind for match in matches for candidate in match.candidates}
@@ -255,7 +268,7 @@ class _Ranks:
 
 
 def _find_local_tensor(tensor: GlobalTensor, *, rank: int, ranks: int, kind: str) -> Candidate | None:
-    """The tensor as rank `rank` of `ranks` held it; None when its chunks are no even split over so many ranks."""
+    """The tensor as rank `rank` of `ranks` held it; None if its chunks do not split it evenly over these ranks."""
     local: list[StoredBox] = []
     start = 0
     for length in tensor.parts or (tensor.shape[0] if tensor.shape else 1,):
@@ -281,7 +294,7 @@ def _find_local_tensor(tensor: GlobalTensor, *, rank: int, ranks: int, kind: str
 
 
 def _find_boxes(boxes: Sequence[StoredBox], *, rank: int, ranks: int) -> list[StoredBox] | None:
-    """Boxes of a rank, in the order of the local tensor; None when they are no even split."""
+    """Boxes of a rank, in the order of the local tensor; None if the split is not even."""
     if not boxes or not all(stored.ref.is_contiguous for stored in boxes):
         return None
     if len(boxes) == 1:
@@ -309,7 +322,7 @@ def from_stored_tensors(tensors: Mapping[BucketKey, StoredTensor]) -> list[Bucke
 def _read_chunks(tensor: StoredTensor, where: str) -> StateBuffer:
     """The stored chunks of one state as ranges of a buffer.
 
-    Shape [numel], or [ranks, numel of a rank] where it was flattened to be saved (megatron-core 0.8 to 0.14).
+    The tensor has shape [numel], or [ranks, numel per rank] if it was flattened for saving (megatron-core 0.8 to 0.14).
     """
     shape = tensor.saved.shape
     if len(shape) not in (1, 2) or any(chunk.sizes[:-1] not in ((), (1,)) for chunk in tensor.chunks):

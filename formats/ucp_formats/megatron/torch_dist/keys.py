@@ -3,21 +3,21 @@
 | key | what |
 |---|---|
 | decoder.final_layernorm.weight | a tensor of the model |
-| decoder.layers.mlp.linear_fc2.weight | that of all layers, stacked: dim 0 is the layer |
-| decoder.layers.7.mlp.linear_fc2.weight | that of one layer, where layers differ |
-| decoder.layers.mlp.experts.experts.linear_fc2.weight | that of all experts of all layers: dim 1 is the expert |
-| decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight_w | that of one expert; gate (`_w`), up (`_v`) |
+| decoder.layers.mlp.linear_fc2.weight | a tensor of all layers, stacked: dim 0 is the layer |
+| decoder.layers.7.mlp.linear_fc2.weight | a tensor of one layer, if layers differ |
+| decoder.layers.mlp.experts.experts.linear_fc2.weight | a tensor of all experts: dim 0 is the layer, 1 the expert |
+| decoder.layers.7.mlp.experts.experts.3.linear_fc1.weight_w | a part of one expert's tensor: gate (`_w`), up (`_v`) |
 | decoder.layers.0.mixer.in_proj.weight.z | a part of a fused tensor: z, x, B, C, dt |
 | optimizer.state.exp_avg.<tensor of the model> | a state of a parameter; `param` or `fp32_param` is the master |
-| optimizer.distributed.dp_group_idx_5.gbuf_idx_0.dtype_(torch.bfloat16, ...).bucket_idx_0.exp_avg | a bucket |
-| optimizer.distributed.dp_group_idx_5.optimizer/shard_0_1 | an object |
+| optimizer.distributed.dp_group_idx_5.gbuf_idx_0.dtype_(torch.bfloat16, ...).bucket_idx_0.exp_avg | a bucket's state |
+| optimizer.distributed.dp_group_idx_5.optimizer/shard_0_1 | an object of a data-parallel group |
 | decoder.layers.mlp.linear_fc1._extra_state/shard_3_8 | an object per layer |
 | rng_state/shard_1.0_2.2 | an object per pipeline stage and tensor-parallel rank |
 
 A key of the optimizer may have the prefix `chained_<k>.`: the number of its optimizer in a chain of several.
 
-`DistNames` gives the canonical names of the parameters and their order of registration, both by the model family. A
-model of no known family keeps the names of its keys.
+`DistNames` gives the canonical names of the parameters and their order of registration, both from the model family. If
+the family is unknown, parameters keep the names in their keys.
 
 >>> parse_state_key("chained_1.optimizer.state.param.output_layer.weight")
 StateKey(chain=1, state='param', model='output_layer.weight')
@@ -49,7 +49,7 @@ PARTS: tuple[tuple[str, ...], ...] = (
     (".query", ".key", ".value"),
 )
 """Suffixes of the parts of a fused tensor, in their order along dim 0 (core/transformer/mlp.py,
-core/ssm/mamba_mixer.py, core/ssm/gated_delta_net.py). A fused tensor has all parts of one row, and no other."""
+core/ssm/mamba_mixer.py, core/ssm/gated_delta_net.py). A fused tensor has all parts of one row, and no others."""
 
 _CHAIN = r"(?:chained_(?P<chain>\d+)\.)?"
 _STATE = re.compile(_CHAIN + r"optimizer\.state\.(?P<state>[^.]+)\.(?P<model>.+)")
@@ -74,7 +74,7 @@ class ModelKey(NamedTuple):
     """Key of a tensor of the model."""
 
     template: str
-    """Name of the parameter, with {layer} and {expert} where the tensor is stacked along a dim of its own."""
+    """Name of the parameter, with {layer} and {expert} if leading dims of the tensor stack layers and experts."""
     stacked: tuple[str, ...]
     """What its leading dims count: "layer", "expert"."""
     full_key: str
@@ -100,7 +100,7 @@ class BucketKey(NamedTuple):
     chain: int | None
     """Number of the optimizer in a chain."""
     group: int
-    """Data-parallel group: the rank in the model-parallel grid, tensor-parallel rank fastest."""
+    """Data-parallel group: the position in the model-parallel grid; the tensor-parallel rank varies fastest."""
     buffer: int
     """Buffer of that rank."""
     dtype: str
@@ -213,7 +213,7 @@ class DistNames:
         self._parsed: dict[str, ModelKey] = {}
 
     def parse(self, key: str) -> ModelKey:
-        """The parsed key of a tensor, with the template of its canonical name; several states share a key."""
+        """The parsed key of a tensor, with the template of its canonical name; cached."""
         if key not in self._parsed:
             parsed = parse_model_key(key)
             self._parsed[key] = parsed._replace(template=self.template(parsed.full_key))
@@ -229,7 +229,8 @@ class DistNames:
         if text is None:
             name = self.family.canonical(key) or parse_model_key(key).template
             if numbers == _NUMBER.findall(name) and len(set(numbers)) == len(numbers):
-                self._templates[outline] = _NUMBER.sub("#", name)  # keys of the same outline keep the order of numbers
+                # in all keys of this outline, the numbers are in the same order
+                self._templates[outline] = _NUMBER.sub("#", name)
             return name
         for number in numbers:
             text = text.replace("#", number, 1)

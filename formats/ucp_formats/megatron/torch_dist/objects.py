@@ -1,11 +1,11 @@
-"""Everything in a torch_dist checkpoint that is no tensor: its common state, the objects that ranks saved, its extras.
+"""What a torch_dist checkpoint holds besides tensors: the common state and objects that ranks saved; most are extras.
 
-Up to megatron-core 0.18 the common state is a file of its own, `common.pt`; since 0.19 it is the object
-`common_state/shard_0_1` among the others. Lists in it may have become dicts with numbers as keys.
+Up to megatron-core 0.18 the common state is a separate file, `common.pt`; since 0.19 it is the object
+`common_state/shard_0_1` among the others. Its lists may have become dicts with numbers as keys.
 
 Names of extras: `rng_state/pp1.tp0` and `rerun_state_machine_state/3` belong to one rank of a grid,
-`optimizer/[N/]KIND` is what an optimizer saved besides states, `object/KEY` an object with another key than those of
-megatron-core.
+`optimizer/[N/]KIND` is what an optimizer saved besides states, `object/KEY` an object whose key is not one of
+megatron-core's.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _COMMON_STATE = "common_state"
 
 @dataclass(slots=True, kw_only=True)
 class SavedObjects:
-    """Objects that ranks saved, unwrapped."""
+    """Objects that ranks saved, without the lists in which megatron-core wraps them."""
 
     common: object = None
-    """The common state, where it is an object."""
+    """The common state, if it is an object."""
     groups: dict[GroupObjectKey, object] = field(default_factory=dict)
     """What data-parallel groups saved of the optimizer."""
     others: dict[ObjectKey, object] = field(default_factory=dict)
     """All others."""
     plain: dict[str, object] = field(default_factory=dict)
-    """Objects whose key is not of megatron-core."""
+    """Objects whose keys are not megatron-core's."""
     records: list[Record] = field(default_factory=list)
     """Checksums of tensors in them."""
 
@@ -67,31 +67,31 @@ class CommonState:
     """What all ranks have in common."""
 
     where: str
-    """File and member, for messages."""
+    """Where it is stored, for messages."""
     values: Mapping[object, object]
     """All of it."""
     arguments: Arguments
     """Arguments of the run."""
     records: tuple[Record, ...]
-    """Checksums of tensors in a file of its own."""
+    """Checksums of tensors in `file`."""
     file: str
-    """That file, or empty."""
+    """Path of `common.pt`; empty if the common state is an object."""
 
     @property
     def sharding(self) -> str | None:
-        """Layout of the optimizer that the writer recorded; None where it recorded none."""
+        """Layout of the optimizer that the writer recorded; None if it recorded none."""
         types = (optimizer.get("param_state_sharding_type") for optimizer in list_optimizers(self.values).values())
         return next((name for name in types if isinstance(name, str)), None)
 
     @property
     def iteration(self) -> int | None:
-        """Training steps, where recorded."""
+        """Training steps, if recorded."""
         iteration = self.values.get("iteration", self.values.get("total_iters"))
         return iteration if type(iteration) is int else self.arguments.iteration
 
 
 def read_folder(folder: str) -> Dcp:
-    """The checkpoint in `folder`. Raises what `read_dcp` raises; MissingFileError names the common state, too."""
+    """The checkpoint in `folder`. Raises what `read_dcp` raises; MissingFileError also names a missing `common.pt`."""
     try:
         return read_dcp(folder)
     except MissingFileError as error:
@@ -111,7 +111,7 @@ def read_objects(dcp: Dcp) -> SavedObjects:
             objects.plain[key] = stored.value
             continue
         value = stored.value
-        if type(value) is list and len(value) == 1:  # megatron-core saves a list of the one object of a rank
+        if type(value) is list and len(value) == 1:  # megatron-core wraps the object of a rank in a list
             value = value[0]
         group = parse_group_object(parsed.name)
         if parsed.name == _COMMON_STATE:
@@ -143,16 +143,16 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
 
 
 def _has_file(folder: str) -> bool:
-    """Whether the common state has a file of its own, whatever is there under its name."""
+    """Whether there is a `common.pt`: a file, a split file, or anything else of that name."""
     path = join(folder, COMMON)
     return exists(path) or bool(split_parts(path))
 
 
 def _describe_missing_common(folder: str) -> str:
     return (
-        f"expected {COMMON} in {folder}, or the object {_COMMON_STATE} that megatron-core writes instead since 0.19: "
-        "arguments, parameter groups, steps and the scheduler of the run; neither is there. Megatron does not load the "
-        f"checkpoint without. Copy {COMMON} from where it was saved"
+        f"expected {COMMON} in {folder}, or the object {_COMMON_STATE} that megatron-core writes instead since 0.19; "
+        "neither is there. It holds arguments, parameter groups, steps and the scheduler of the run, and Megatron does "
+        f"not load a checkpoint without it. Copy {COMMON} from where it was saved"
     )
 
 
@@ -186,7 +186,7 @@ _DERIVED = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
 def collect_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
-    """Extras out of the common state and the objects."""
+    """Extras from the common state and the objects."""
     extras = [Extra(name=str(key), value=value) for key, value in common.values.items() if key != "optimizer"]
     optimizers: dict[str, dict[str, object]] = {}
     for chain, optimizer in list_optimizers(common.values).items():
@@ -205,7 +205,7 @@ def collect_extras(common: CommonState, objects: SavedObjects) -> list[Extra]:
         kind = "extra_state/" if key.name.endswith("_extra_state") else ""
         if not is_empty(value):
             extras.append(Extra(name=f"{kind}{key.name}/{place}", value=value))
-    # what data-parallel groups saved besides states: once where all have the same, else for each that differs
+    # what data-parallel groups saved besides states: the first group's, and that of every group that differs
     for group, value, is_first in objects.distinct_groups(lambda kind: kind not in (*_IN_INDEX, *_DERIVED)):
         name = f"optimizer/{group.kind}" if group.chain is None else f"optimizer/{group.chain}/{group.kind}"
         extras.append(Extra(name=name if is_first else f"{name}/dp_group_{group.group}", value=value))

@@ -1,9 +1,9 @@
-"""How parameters of a torch_dist checkpoint lie over the mesh, by the rules of their family and Megatron's own.
+"""How parameters of a torch_dist checkpoint are sharded over the mesh, by the rules of their family and of Megatron.
 
 `.metadata` records boxes of tensors, but no ranks. So a layout is computed from the recorded arguments, and the boxes
-are compared with those that it places. If a tensor has other boxes, its layout is in doubt: it may be of another
-family, which fuses rows in another order. If arguments were not saved, the family is unknown, or a tensor is recorded
-in one piece, no layout is stated; the boxes alone tell where tensors lie.
+that it gives are compared with the recorded ones. If they differ, the layout is in doubt: the model may belong to
+another family, which fuses rows in another order. If arguments were not saved, the family is unknown, or a tensor is
+recorded in one piece, the layout is unknown, and only the recorded boxes are used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ucp_formats.megatron.torch_dist.unstack import GlobalTensor
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
 _ON_LAST_STAGE = ("decoder.", "output_layer.")
-"""Prefixes of parameters on the last stage, layers aside."""
+"""Prefixes of parameters on the last stage, other than layers."""
 _NO_LAYERS = 2
 """Chunks without a layer, at most: those of the embedding and of the loss, where these count as layers."""
 _INSTANCES = "num_distributed_optimizer_instances"
@@ -42,16 +42,16 @@ _INSTANCES = "num_distributed_optimizer_instances"
 _MODEL_SPACE = "fully_sharded_model_space"
 
 _MOST_RANKS = 1 << 14
-"""Tensor-parallel ranks of the model times those of an expert, at most; more is a damaged number."""
+"""Most tensor-parallel ranks of the model times those of an expert; a larger product means damaged arguments."""
 
 _Axes = tuple[AxisLayout, ...]
 _RuleResult = _Axes | str | FamilyError
-"""The axes of a rule; how recorded boxes differ from those that it places; or why it cannot be computed."""
+"""The axes of a rule; or how recorded boxes differ from those of the rule; or why it cannot be computed."""
 
 
 @dataclass(slots=True)
 class Layouts:
-    """Layouts of parameters, where they are known."""
+    """Layouts of parameters, if known."""
 
     by_name: dict[str, Layout] = field(default_factory=dict)
     """Parameter to its layout."""
@@ -69,9 +69,9 @@ class Layouts:
         """Where `.metadata` contradicts the rules."""
         lines = format_list(f"{name}: {why}" for name, why in self.contradicted.items())
         text = (
-            "expected the pieces that the rules of the family place over the ranks of the arguments; .metadata has "
-            f"others, so rows may be fused in another order:\n{lines}\nChoose the family of the model (--family, "
-            "--patterns)"
+            "expected .metadata to record the pieces that the family's rules give for the topology in the arguments; "
+            f"it records others, so rows may be fused in another order:\n{lines}\nChoose the family of the model "
+            "(--family, --patterns)"
         )
         return (Doubt(kind=DoubtKind.LAYOUT, text=text),) if self.contradicted else ()
 
@@ -79,7 +79,8 @@ class Layouts:
     def notes(self) -> tuple[str, ...]:
         """Which layouts are unknown."""
         lines = format_list(f"{name}: {why}" for name, why in self.unknown.items())
-        return (f"read as .metadata records them, with an unknown layout:\n{lines}",) if self.unknown else ()
+        text = f"the layout of these parameters is unknown; they are read as .metadata records them:\n{lines}"
+        return (text,) if self.unknown else ()
 
 
 _NO_AXES = Layout()
@@ -144,7 +145,7 @@ class _Rules:
             return error
         if {box for box in _boxes(layout, tensor.shape) if box.numel} != {box for box in boxes if box.numel}:
             by_rule = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes)
-            return f"{' '.join(map(str, boxes))} of {list(tensor.shape)}, and by its rule {by_rule}"
+            return f"{' '.join(map(str, boxes))} of {list(tensor.shape)}, but its rule is {by_rule}"
         return with_source(layout, f"family {self._family.name}")
 
     def layout(self, name: str, axes: _Axes) -> Layout:
@@ -164,7 +165,7 @@ class _Rules:
         return self._layouts[key]
 
     def _chunks(self, name: str) -> tuple[Chunk, ...]:
-        """Chunks of stages that hold a parameter; none where no rule tells."""
+        """Chunks of stages that hold a parameter; none if that is unknown."""
         if self._mesh.pp == 1 or not self._chunk_of_layer:
             return ()
         layer = _LAYER.match(name)
@@ -178,7 +179,7 @@ class _Rules:
 
     @cached_property
     def _chunk_of_layer(self) -> Mapping[int, Chunk]:
-        """Layer to the chunk that holds it; empty where the arguments do not tell."""
+        """Layer to the chunk that holds it; empty if the arguments do not determine that."""
         matches = filter(None, map(_LAYER.match, self._weights))
         layers = 1 + max((int(match["number"]) for match in matches), default=-1)
         pp, vpp = self._mesh.pp, self._mesh.vpp
@@ -192,7 +193,7 @@ class _Rules:
         return chunk_of_layer if len(chunk_of_layer) == layers else {}
 
     def _optimizer_share(self, name: str) -> AxisLayout | None:
-        """How the distributed optimizer partitions a parameter's states; None where it does not, or no rule tells."""
+        """How the distributed optimizer partitions a parameter's states; None if it does not, or if that is unknown."""
         bucket_range = self._states.bucket_ranges.get(name)
         ranks = count_replicas(self._mesh, expert=name in self._experts)
         if bucket_range is None or ranks == 1 or self._arguments.raw.get(_INSTANCES) not in (None, 1):
@@ -205,7 +206,7 @@ class _Rules:
         return AxisLayout("dp", ranks, partition, "buckets of the distributed optimizer")
 
     def _is_copied(self, name: str, axes: _Axes) -> bool:
-        """Whether every data-parallel rank holds all of a parameter; false where files show it partitioned."""
+        """Whether every data-parallel rank holds all of a parameter; false if the files show that it is partitioned."""
         if self._states.layout != _MODEL_SPACE or name not in self._states.fragments:
             return True
         boxes = set(_boxes(Layout(axes), self._weights[name].shape))

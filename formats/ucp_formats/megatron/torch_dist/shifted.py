@@ -3,9 +3,9 @@
 With `fully_reshardable`, megatron-core reads the states of a parameter from a buffer without the padding at the ends of
 buckets, but by offsets that count the padding (distrib_optimizer.py, core_v0.16: sharded_param_state_fully_reshardable,
 "issue #504"). In a second or later bucket the states are shifted by the padding: their first elements are lost, and
-zeros stand at their end. A tied embedding of a pipeline has a bucket of its own. Megatron loads these states without an
-error. Version 0.20 fixed it. Shifted masters are recognised by content: their first elements are elements of the
-weight, further on.
+zeros follow at their end. With pipeline parallelism, a tied embedding has a separate bucket. Megatron loads these
+states without an error. Version 0.20 fixed the bug. Shifted masters are recognised by content: their first elements
+equal later elements of the weight.
 
     weight   w0 w1 w2 w3 w4 w5 w6 w7        master   w2 w3 w4 w5 w6 w7 0 0
 """
@@ -21,17 +21,17 @@ from ucp.transfer.probe import Prober
 from ucp_formats.megatron.names import EMBEDDING
 
 _PROBED = 256
-"""Masters compared, at most, unless one of them is shifted."""
+"""Number of masters to compare; if one of them is shifted, all are compared."""
 _WINDOW = 64
-"""Elements compared of each."""
+"""Elements to compare of each."""
 _MOST_SHIFT = 1 << 20
-"""Elements that a master may be shifted by: buckets end at a multiple of dp, 128 and 65536 elements."""
+"""Elements that a master may be shifted by, at most: buckets end at a multiple of dp, 128 and 65536 elements."""
 _WHY = (
-    "megatron-core (0.16 to 0.19) wrote the states of these parameters shifted, as it does with "
-    "--dist-ckpt-optim-fully-reshardable where a bucket is padded, and lost part of them. The weights are sound; "
-    "masters and moments are left out. Megatron itself resumes from this checkpoint with the wrong ones. While the run "
-    "is alive, save again without that flag (0.20 needs no such care), and convert that; else go on from an earlier "
-    "checkpoint, or take the weights (--include '*/weight') and start the optimizer anew"
+    "megatron-core (0.16 to 0.19) wrote the states of these parameters shifted, and lost part of them: a bug with "
+    "--dist-ckpt-optim-fully-reshardable if a bucket is padded. The weights are correct; masters and moments are left "
+    "out. Megatron itself resumes from this checkpoint with the wrong states. If the run is still alive, save again "
+    "without that flag (or with 0.20, which fixed the bug) and convert that checkpoint. Otherwise resume from an "
+    "earlier checkpoint, or take the weights alone (--include '*/weight') and let the run reinitialize the optimizer"
 )
 
 
@@ -69,7 +69,7 @@ def check_masters(atoms: Mapping[str, AtomIndex], *, layout: str, tied: bool) ->
     lines = format_list(f"{name}: {shift}" for name, shift in shifted.items())
     return CheckedMasters(
         atoms={name: _drop_states(atom) if name in shifted else atom for name, atom in atoms.items()},
-        notes=(f"the master is not the weight for {', '.join(odd)}",) if odd else (),
+        notes=(f"the master differs from the weight for {', '.join(odd)}",) if odd else (),
         dropped=(f"{_WHY}:\n{lines}",) if shifted else (),
         lost={name: LostStates(reason=_WHY, detail=shift) for name, shift in shifted.items()},
     )
@@ -113,13 +113,13 @@ def _find_shift(master: Fragment, copy: Fragment, prober: Prober) -> int:
         return 0
     numel, dtype = copy.ref.numel, copy.ref.dtype
     weight = prober.window(copy.ref, 0, min(numel, _MOST_SHIFT + _WINDOW), dtype=dtype)
-    for count in (min(_WINDOW, numel // 2), 8):  # little may be left of a short tensor
+    for count in (min(_WINDOW, numel // 2), 8):  # a short tensor has few elements left
         first = prober.window(master.ref, 0, min(count, numel), dtype=dtype)
         position = weight.find(first, dtype.itemsize)
         while position > 0 and position % dtype.itemsize:
             position = weight.find(first, position + 1)
         shift = position // dtype.itemsize
-        remaining = numel - shift  # which equals the weight in the middle and at its end too
+        remaining = numel - shift  # these must equal the weight in the middle and at the end, too
         windows = ((low, min(low + _WINDOW, remaining)) for low in (remaining // 2, max(remaining - _WINDOW, 0)))
         matches = (
             prober.window(master.ref, low, high, dtype=dtype)

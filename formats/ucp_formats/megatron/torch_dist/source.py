@@ -5,8 +5,9 @@
 3. Find the optimizer's states, in any of the six layouts (`states`, `buckets`).
 4. Assign the parameters to their groups; put everything together. The rest becomes extras (`objects`).
 
-Groups and steps are in the common state; or, where states cannot be resharded (`dp_reshardable` and similar layouts),
-in an object per data-parallel group, with the same content for all groups of one optimizer.
+Parameter groups and steps are in the common state. In layouts that fit only the model-parallel topology they were saved
+with (`dp_reshardable` and similar ones), every data-parallel group saves them in an object; the objects of one
+optimizer are equal.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ from ucp_formats.megatron.torch_dist.unstack import GlobalTensor, check_tiled, u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistGroups:
-    """Groups and steps."""
+    """Parameter groups and steps."""
 
     groups: tuple[ParamGroup, ...] = ()
     """Groups with the names of their parameters."""
@@ -89,9 +90,9 @@ class DistGroups:
     notes: Sequence[str] = ()
     """What was inferred."""
     dropped: tuple[str, ...] = ()
-    """What is not known, and of which parameters."""
+    """What is unknown, and for which parameters."""
     lost: Mapping[str, LostStates] = field(default_factory=dict)
-    """Parameters whose group is not known, and why."""
+    """Parameters whose group is unknown, and why."""
 
 
 def read_groups(
@@ -103,7 +104,7 @@ def read_groups(
 ) -> DistGroups:
     """Groups of the trained parameters `shapes` (in the order of registration), and their steps.
 
-    `chains`: parameter to the number of its optimizer in a chain, where that is known. `arguments`: of the run.
+    `chains`: parameter to the number of its optimizer in a chain, if known. `arguments`: of the run.
     """
     notes: list[str] = []
     saved = list(_saved_groups(common, objects, notes))
@@ -121,25 +122,27 @@ def read_groups(
     if step is not None:
         steps |= dict.fromkeys(assigned.lost, step)
     if not steps:
-        notes.append("no step is recorded")
+        notes.append("the steps of the optimizer are not recorded")
     groups = tuple(drop_rank_settings(group, steps) for group in assigned.groups)
     return DistGroups(groups=groups, steps=steps, notes=notes, dropped=assigned.dropped, lost=assigned.lost)
 
 
 def _saved_groups(common: CommonState, objects: SavedObjects, notes: list[str]) -> Iterator[SavedGroup]:
-    """Groups of every optimizer as saved: in the common state, else by the first data-parallel group."""
+    """Groups of every optimizer, from the common state or else from the first data-parallel group."""
     optimizers: dict[int | None, object] = {}
     for key, value, is_first in objects.distinct_groups(lambda kind: kind == "optimizer"):
         if is_first:
             optimizers[key.chain] = value
         else:
-            notes.append(f"parameter groups of data-parallel group {key.group} differ from the first one's")
+            notes.append(
+                f"parameter groups of data-parallel group {key.group} differ from those of the first, which are used"
+            )
     in_common = {chain: optimizer.get("optimizer") for chain, optimizer in list_optimizers(common.values).items()}
     in_common = {
         chain: inner for chain, inner in in_common.items() if isinstance(inner, dict) and "param_groups" in inner
     }
     of_groups = {chain: value for chain, value in optimizers.items() if chain not in in_common}
-    where = f"{common.where}, or of an object 'optimizer' of a data-parallel group" if of_groups else common.where
+    where = f"{common.where}, or of the object 'optimizer' of a data-parallel group" if of_groups else common.where
     for chain, optimizer in sorted({**in_common, **of_groups}.items(), key=lambda item: item[0] or 0):
         groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
         for group in to_list(groups, f"param_groups of {where}") if groups is not None else ():
@@ -234,7 +237,7 @@ def read_dist(located: Located[SavedAs], name: str, options: SourceOptions) -> I
         notes=(
             *located.notes,
             *model.names.notes,
-            f"optimizer states laid out as {states.layout}{recorded} in the source"
+            f"the layout of the optimizer states in the source is {states.layout}{recorded}"
             if states.layout
             else "saved without an optimizer: every parameter counts as trained",
             *states.notes,
@@ -275,7 +278,8 @@ def _sort_tensors(dcp: Dcp) -> _Tensors:
         )
     if not tensors.model:
         raise MalformedError(
-            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {format_count(len(stored), 'tensor')}, none"
+            f"expected tensors of a model in {dcp.folder}; {METADATA} lists {format_count(len(stored), 'tensor')}, "
+            "none of a model"
         )
     return tensors
 
@@ -290,7 +294,7 @@ def _read_model(tensors: _Tensors, arguments: Mapping[str, object], options: Sou
 
 
 def _find_modules(model: _Model, arguments: Mapping[str, object], objects: SavedObjects) -> Mapping[str, object]:
-    """Modules that layers were built of, by the keys; empty where these do not tell."""
+    """Modules that layers were built from, as the keys show; empty if they do not."""
     if model.names.family is None:
         return {}
     keys = (model.names.parse(key) for key in model.tensors.model)
@@ -318,7 +322,7 @@ def _read_states(dcp: Dcp, objects: SavedObjects, common: CommonState, model: _M
     layout = common.sharding or ("dp_reshardable" if tensors.buckets else "dp_zero_gather_scatter")
     weights = {name: tensor for name, tensor in model.weights.items() if name not in states.fragments}
     arguments, embedding = common.arguments, model.weights.get(EMBEDDING)
-    # where arguments were not saved, the chunks of the embedding tell
+    # if arguments were not saved, the number of chunks of the embedding shows tp
     tp = arguments.tp or (1 if embedding is None else len(embedding.boxes))
     degrees = ParallelDegrees(tp=tp, expert_tp=arguments.etp or tp, ep=arguments.ep or 1)
     orders = model.names.registration_orders(weights)

@@ -28,7 +28,7 @@ _MASTERS = frozenset({"param", "fp32_param", "master_param"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketRange:
-    """The range of a parameter in a bucket of which every data-parallel rank stored an equal share."""
+    """The range of a parameter in a bucket that the data-parallel ranks stored in equal shares."""
 
     start: int
     """First element, in the bucket."""
@@ -42,7 +42,7 @@ class BucketRange:
     def find_share(self, ranks: int, *, multiple: int) -> int | None:
         """Elements of each rank's share of the bucket, which is padded to `multiple`.
 
-        None if the stored ranges do not end where such shares end.
+        None unless a stored range starts wherever a share starts.
         """
         share, rest = divmod(-(-self.bucket // multiple) * multiple, ranks)
         if rest or not share:
@@ -60,14 +60,14 @@ class DistStates:
     fragments: dict[str, dict[str, list[Fragment]]] = field(default_factory=dict)
     """Parameter to state (`weight` for the master) to its fragments."""
     chains: dict[str, int | None] = field(default_factory=dict)
-    """Parameter to the number of its optimizer in a chain, where that is recorded."""
+    """Parameter to the number of its optimizer in a chain, if recorded."""
     bucket_ranges: dict[str, BucketRange | None] = field(default_factory=dict)
-    """Parameter to its range in a bucket whose data-parallel shares are in the files; None where ranks differ."""
+    """Parameter to its range in a bucket that is stored in data-parallel shares; None if it differs between groups."""
     notes: list[str] = field(default_factory=list)
     """What was inferred."""
 
     def merge(self, other: DistStates) -> DistStates:
-        """These states and those of other parameters.
+        """These states, and the states that `other` has of other parameters.
 
         With a layer-wise optimizer, matrices have states under their own keys; the distributed optimizer has the rest.
         """
@@ -82,7 +82,7 @@ class DistStates:
             notes=[
                 *self.notes,
                 *other.notes,
-                f"states of {counts[0]} have keys of their own, {counts[1]} are in buckets",
+                f"states of {counts[0]} have keys with the name of the parameter, those of {counts[1]} are in buckets",
             ],
         )
 
@@ -114,7 +114,7 @@ def from_state_keys(
                 continue
             if shape != weight.shape:
                 if len(shape) != 2 or shape[::-1] != weight.shape:
-                    problems.append(f"{state} of {name} {list(shape)}: a parameter of {list(weight.shape)}")
+                    problems.append(f"{state} of {name} {list(shape)}: the parameter is {list(weight.shape)}")
                     continue
                 transposed += 1
                 boxes = [_transpose(box) for box in boxes]
@@ -124,8 +124,8 @@ def from_state_keys(
         raise MalformedError(f"{len(problems)} optimizer states do not fit the model:\n{format_list(problems)}")
     if transposed:
         states.notes.append(
-            f"states of {format_count(transposed, 'expert')} are stored transposed (GroupedMLP of megatron-core up to "
-            "0.15)"
+            f"{format_count(transposed, 'expert state is', 'expert states are')} stored transposed (GroupedMLP of "
+            "megatron-core up to 0.15)"
         )
     return states
 
@@ -136,5 +136,5 @@ def _transpose(stored: StoredBox) -> StoredBox:
 
 
 def state_dtype(fragments: Iterable[Fragment]) -> DType:
-    """Element type of the fragments that are taken."""
+    """Element type of the fragments that are read, which are not replicas."""
     return next(fragment.ref.dtype for fragment in fragments if fragment.replica == 0)

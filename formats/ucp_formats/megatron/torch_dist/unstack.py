@@ -23,11 +23,11 @@ from ucp_formats.megatron.torch_dist.keys import PARTS, ModelKey
 Shape = tuple[int, ...]
 
 _MOST_EMPTY = 1 << 20
-"""Tensors without elements that one tensor may be unstacked into: no chunk proves their number."""
+"""Most tensors without elements that one tensor may be unstacked into: no chunk confirms their number."""
 
 
 class StoredBox(NamedTuple):
-    """A box of a parameter, and where it lies."""
+    """A box of a parameter, and where it is stored."""
 
     box: Box
     """Elements of the parameter."""
@@ -37,7 +37,7 @@ class StoredBox(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class GlobalTensor:
-    """One tensor of one parameter."""
+    """The weight, or a state, of one parameter."""
 
     name: str
     """Name of the parameter."""
@@ -61,7 +61,7 @@ OriginalShape = Callable[[str], Shape | None]
 def unstack(
     tensors: Iterable[tuple[str, StoredTensor]], parse: Callable[[str], ModelKey], original_shape: OriginalShape
 ) -> dict[str, GlobalTensor]:
-    """Parameters in `tensors`, each given with its key of the model.
+    """Parameters in `tensors`: pairs of a key of the model and a stored tensor.
 
     `parse`: parses a key, with the template of the canonical name.
 
@@ -94,7 +94,8 @@ def unstack(
         raise MalformedError(
             f"{format_count(len(problems), 'tensor does not fit its key', 'tensors do not fit their keys')}"
             f":\n{format_list(problems)}\n"
-            "What .metadata says of them is damaged, or of another run: copy it again from where it was saved"
+            "Their entries in .metadata are damaged, or .metadata is from another run: copy it again from where it was "
+            "saved"
         )
     return params
 
@@ -105,7 +106,7 @@ def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
     Raises CoverError listing every hole and overlap.
     """
     problems = [
-        f"{tensor.name} {gap.box} of {list(tensor.shape)}: held by {'nothing' if not gap.owners else 'several pieces'}"
+        f"{tensor.name} {gap.box} of {list(tensor.shape)}: in {'no piece' if not gap.owners else 'several pieces'}"
         for tensor in tensors
         if len(tensor.boxes) != 1 or tensor.boxes[0].box.sizes != tensor.shape
         if all(len(box.sizes) == len(tensor.shape) for box, _ in tensor.boxes)
@@ -114,14 +115,15 @@ def check_tiled(tensors: Iterable[GlobalTensor], where: str) -> None:
     ]
     if problems:
         raise CoverError(
-            f"the pieces in {where} do not tile {format_count(len(problems), 'region')} of the model's own tensors "
-            f"exactly once:\n{format_list(problems)}\n.metadata is damaged or of another run: copy it again from where "
-            "it was saved"
+            f"expected the pieces in {where} to cover the model's tensors exactly once; "
+            f"{format_count(len(problems), 'region is', 'regions are')} in none or in several:\n"
+            f"{format_list(problems)}\n"
+            ".metadata is damaged or from another run: copy it again from where it was saved"
         )
 
 
 class _Stack:
-    """One stored tensor with the parameters of all layers or experts."""
+    """A stored tensor that stacks the parameters of layers or experts."""
 
     def __init__(self, key: ModelKey, tensor: StoredTensor, original: Shape | None) -> None:
         self._key = key
@@ -149,11 +151,11 @@ class _Stack:
                 if index in params:
                     params[index].boxes.append(stored)
                 else:
-                    problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, past {list(self._shape)}")
+                    problems.append(f"{saved.key}: a chunk at {list(chunk.offsets)}, outside {list(self._shape)}")
         return list(params.values())
 
     def _has_elements(self, problems: list[str]) -> bool:
-        """Whether there are bytes for as many tensors as the dims say, which may be damaged."""
+        """Whether the chunks have elements for as many tensors as the dims say, which may be damaged."""
         saved, count = self._tensor.saved, prod(self._shape[: self._lead])
         refs = [chunk.ref for chunk in self._tensor.chunks]
         stored = sum(
@@ -162,7 +164,9 @@ class _Stack:
         expected = sum(prod(chunk.sizes) for chunk in self._tensor.chunks)
         if count <= (stored if prod(self._shape[self._lead :]) else _MOST_EMPTY) and expected <= stored:
             return True
-        problems.append(f"{saved.key}: {list(self._shape)} are {count:,} tensors; its chunks hold {stored:,} elements")
+        problems.append(
+            f"{saved.key}: shape {list(self._shape)} means {count:,} tensors; its chunks have {stored:,} elements"
+        )
         return False
 
     def _cut_stacked(self, chunk: StoredChunk, _: list[str]) -> Iterator[tuple[Shape, StoredBox]]:
@@ -208,7 +212,7 @@ def _fuse(template: str, parts: dict[str, list[GlobalTensor]], problems: list[st
         if len(tensors) != len(row) or any(
             tensor.shape[1:] != first.shape[1:] or tensor.dtype is not first.dtype for tensor in tensors
         ):
-            problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape")
+            problems.append(f"{name}: its parts {', '.join(row)} are not all there, or differ in shape or dtype")
             continue
         rows = 0
         boxes = []
@@ -221,5 +225,5 @@ def _fuse(template: str, parts: dict[str, list[GlobalTensor]], problems: list[st
 
 @lru_cache(maxsize=1 << 12)
 def _shift(box: Box, rows: int) -> Box:
-    """The box so many rows further along dim 0."""
+    """The box, moved by `rows` along dim 0."""
     return Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes)

@@ -3,7 +3,7 @@
 Megatron reads the parallel degrees of a checkpoint from them, and compares others with its own (checkpointing.py:
 check_checkpoint_args). Arguments of a Megatron source get the new degrees (`update_arguments`). Other sources have
 none: most follow from names and shapes (`derive_arguments`), some from a Hugging Face config (`parse_config`). The user
-has to give the rest, like the number of attention heads: nothing is guessed.
+has to give the rest, such as the number of attention heads: nothing is guessed.
 
 >>> shapes = {
 ...     "decoder.layers.0.self_attention.linear_proj.weight": (32, 24),
@@ -41,7 +41,7 @@ _UNEVEN: Mapping[str, object] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-"""Arguments of uneven pipeline stages, reset for another pipeline."""
+"""Arguments of uneven pipeline stages, with the values they get if the number of stages or chunks changes."""
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 """Arguments that Megatron compares when it loads."""
 LETTERS = {".mixer.": "M", ".self_attention.": "*", ".experts.": "E", ".mlp.linear_fc1.": "-"}
@@ -110,8 +110,8 @@ def derive_arguments(
 ) -> dict[str, object]:
     """Arguments of a model that follow from its shapes and `settings`, which take precedence.
 
-    `dtypes`: types that the model computes in. `source`: for messages. Raises UsageError naming all arguments that
-    Megatron needs and that do not follow.
+    `dtypes`: types that the model computes in. `source`: path of the source, for messages. Raises UsageError naming all
+    arguments that Megatron needs and that cannot be derived.
     """
     letters = layer_letters(shapes)
     hybrid = {"is_hybrid_model": True, "hybrid_override_pattern": "".join(letters)} if "M" in letters else {}
@@ -149,7 +149,7 @@ def derive_attention(shapes: Shapes, arguments: Mapping[str, object]) -> dict[st
     groups, remainder = divmod(rows - columns, 2 * channels)
     sizes: dict[str, object] = {} if arguments.get("num_attention_heads") else {"num_attention_heads": heads}
     sizes["kv_channels"] = channels
-    if remainder == 0 and groups > 0 and heads % groups == 0:  # not so with gated queries
+    if remainder == 0 and groups > 0 and heads % groups == 0:  # false for gated queries
         sizes |= {"num_query_groups": groups, "group_query_attention": groups < heads}
     return sizes
 
@@ -254,8 +254,9 @@ def parse_config(config: Mapping[str, object]) -> dict[str, object]:
         arguments["rotary_base"] = int(arguments["rotary_base"])
         arguments.setdefault("rotary_percent", 1.0)
     scaling = _scaling_arguments(rope)
+    # without rotary_percent, ucp makes no config.json from these arguments: it would lack the scaling
     for name in _LATENT_UNKNOWN if _LATENT in config else ("rotary_percent",) if scaling is None else ():
-        arguments.pop(name, None)  # without rotary_percent no config.json, which would lack the scaling, is written
+        arguments.pop(name, None)
     return {**arguments, **(scaling or {})}
 
 
@@ -292,7 +293,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _scaling_arguments(rope: Mapping[str, object]) -> dict[str, object] | None:
-    """Arguments for a scaling of rotary positions; empty without one, None for one without arguments."""
+    """Arguments for the scaling of rotary positions; empty without scaling, None if `ucp` has no arguments for it."""
     match rope:
         case {"rope_type": "llama3", "factor": factor} if _is_number(factor):
             same = all(rope.get(key) == value for key, value in _LLAMA3.items())

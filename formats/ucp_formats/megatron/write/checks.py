@@ -96,7 +96,7 @@ def _find_mistype(value: object, recorded: object) -> str:
     if value is None or not isinstance(recorded, bool | int | float | str | list | tuple):
         return ""
     types = {float: (int, float), tuple: (list,)}.get(type(recorded), (type(recorded),))
-    return "" if type(value) in types else f"{value!r}, and the source has {format_value(recorded)}"
+    return "" if type(value) in types else f"{value!r}, but the source has {format_value(recorded)}"
 
 
 def check_consistency(
@@ -109,7 +109,7 @@ def check_consistency(
     if not settings:
         return
     lines = [
-        f"{name} = {value!r}: it is {written[name]!r} by --topology, --layout and what is written"
+        f"{name} = {value!r}: --topology, --layout or the written states make it {written[name]!r}"
         for name, value in settings.items()
         if name in written and written[name] != value
     ]
@@ -129,7 +129,7 @@ def check_consistency(
     if lines:
         raise UsageError(
             f"expected values of --set that agree with the checkpoint to write; got\n{format_list(lines)}\n"
-            "Drop these, or convert a checkpoint of the model that you mean"
+            "Drop these settings, or convert a checkpoint of a model that has these values"
         )
 
 
@@ -141,18 +141,18 @@ def _hybrid_problems(settings: Mapping[str, object], model: TargetModel) -> Iter
     if any(len(letter) > 1 for letter in letters):
         yield (
             f"hybrid pattern {pattern!r}: every layer has attention and a feed-forward, as in a GPT. A hybrid run of "
-            "megatron-core 0.20 loads the checkpoint of a GPT by itself: write it as one"
+            "megatron-core 0.20 can load the checkpoint of a GPT: leave out the pattern"
         )
         return
     layers = pattern.replace("|", "")
     if len(layers) != len(letters) or any(
         a != b for a, b in zip(layers, letters, strict=True) if a in LETTERS.values()
     ):
-        yield f"hybrid pattern {pattern!r}: by their tensors the layers are {''.join(letters)!r}"
+        yield f"hybrid pattern {pattern!r}: the tensors of the layers give {''.join(letters)!r}"
 
 
 def _type_problems(settings: Mapping[str, object], model: TargetModel) -> Iterator[str]:
-    """Contradictions with the types of the weights; a model in float32 may compute in any."""
+    """Contradictions with the types of the weights; a model with float32 weights may compute in any type."""
     dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is not Kind.BUFFER and tensor.dtype in _HALVES}
     for dtype, name in _HALVES.items() if dtypes else ():
         if name in settings and bool(settings[name]) != (dtype in dtypes):
@@ -166,14 +166,14 @@ _MOST_KINDS = 4
 
 
 def check_division(run: TargetRun) -> None:
-    """Check that a run of this topology can hold the model. Raises TopologyError with all reasons against it."""
+    """Check that a run of this topology can hold the model. Raises TopologyError with all reasons why it cannot."""
     mesh, arguments, model = run.topology, run.arguments, run.model
     problems = [
         find_grid_problem(mesh),
         *_head_problems(mesh.tp, arguments, model),
         *_cut_problems(model, mesh),
         *_vocabulary_problems(run),
-        f"experts: ep={mesh.ep}, and the model has none" if mesh.ep > 1 and not model.experts else None,
+        f"experts: ep={mesh.ep}, but the model has no experts" if mesh.ep > 1 and not model.experts else None,
         f"experts: ep={mesh.ep} does not divide {model.experts}" if model.experts % mesh.ep else None,
         stage_problem(model.layers, pp=mesh.pp, vpp=mesh.vpp, arguments=arguments),
     ]
@@ -186,7 +186,7 @@ def check_division(run: TargetRun) -> None:
 
 
 def _head_problems(tp: int, arguments: Mapping[str, object], model: TargetModel) -> Iterator[str]:
-    """Attention and Mamba heads, and their groups."""
+    """Numbers of heads and groups, of attention and Mamba, that tp does not divide."""
     heads = _number(arguments, "num_attention_heads")
     grouped = arguments.get("group_query_attention", True)
     groups = (_number(arguments, "num_query_groups") if grouped else 0) or heads
@@ -241,10 +241,10 @@ def _vocabulary_problems(run: TargetRun) -> Iterator[str]:
     tp, (rows, padded) = run.topology.tp, _rows(run)
     elsewhere = "torch_dist (--layout torch_dist) can be loaded with other padding"
     if rows and padded != rows and run.is_legacy:
-        yield f"vocabulary: padded_vocab_size={padded}, and there are {rows} rows; {elsewhere}"
+        yield f"vocabulary: padded_vocab_size={padded}, but there are {rows} rows; {elsewhere}"
     elif padded % tp:
         multiple = max(_number(run.arguments, "make_vocab_size_divisible_by"), 1) * tp
-        option = f"set the rows of the run, as in --set padded_vocab_size={-(-padded // multiple) * multiple}"
+        option = f"set the number of rows in the run, e.g. --set padded_vocab_size={-(-padded // multiple) * multiple}"
         remedy = elsewhere if run.is_legacy else option
         yield f"vocabulary: tp={tp} does not divide padded_vocab_size={padded}; {remedy}"
 
@@ -264,6 +264,6 @@ def vocabulary_notes(run: TargetRun) -> Iterator[str]:
     if multiple and rows % multiple:
         otherwise = "Megatron does not load it" if run.is_legacy else "it adds rows of zeros, or drops the last"
         yield (
-            f"the vocabulary is padded to {rows} rows, a run of tp={tp} pads to a multiple of {multiple}: start it "
-            f"with --make-vocab-size-divisible-by {rows // tp}, or {otherwise}"
+            f"the vocabulary is padded to {rows} rows, but a run of tp={tp} pads it to a multiple of {multiple}: start "
+            f"the run with --make-vocab-size-divisible-by {rows // tp}, or {otherwise}"
         )

@@ -1,7 +1,7 @@
 """Extras in Megatron's files (scheduler, counts), and messages about extras and states that are dropped.
 
 Megatron does not load an optimizer without a scheduler state (checkpointing.py: load_checkpoint). For a source of
-another framework a state is written that only counts samples; the run's own values apply.
+another framework a scheduler state is written that only counts samples; its other values come from the run's options.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def extra_notes(run: TargetRun) -> Iterator[str]:
     yield from vocabulary_notes(run)
     if run.chain and _SCHEDULER not in {extra.name for extra in run.index.extras}:
         samples = run.arguments.get("consumed_train_samples")
-        count = f"{samples} samples" if samples else "no sample (set it with --set consumed_train_samples=N)"
+        count = f"{samples} samples" if samples else "no samples (set them with --set consumed_train_samples=N)"
         yield (
-            f"the source has no scheduler of Megatron: a state that has seen {count} is written; start the run with "
-            "--override-opt_param-scheduler"
+            f"the source has no scheduler state of Megatron: one that has counted {count} is written; start the run "
+            "with --override-opt_param-scheduler"
         )
 
 
@@ -106,7 +106,7 @@ def lost_extras(run: TargetRun) -> Iterator[str]:
 
 
 def lost_states(run: TargetRun, placements: Iterable[Placement]) -> dict[str, frozenset[str]]:
-    """Parameter to its states that are in no file; steps are in the groups of an optimizer."""
+    """Parameter to its states that are not written; a step counts as written if its optimizer's group has one."""
     written = {(placement.slice.param, placement.slice.state) for placement in placements}
     lost: dict[str, frozenset[str]] = {}
     for atom, name, state in run.index.states():
@@ -126,7 +126,7 @@ def lost_lines(run: TargetRun, lost: Mapping[str, frozenset[str]], placements: I
     for piece in (placement.slice for placement in placements if placement.slice.state == WEIGHT):
         widest[piece.param] = max(widest.get(piece.param, 0), piece.dtype.itemsize)
     masters = [
-        atom.name  # its master is in no file, only the weight cast from it
+        atom.name  # its master is not written, only the weight cast from it
         for atom in run.index.atoms.values()
         if atom.kind is Kind.PARAMETER and atom.model_dtype is not None and WEIGHT in atom.states
         if 0 < widest.get(atom.name, 0) < atom.states[WEIGHT].dtype.itemsize

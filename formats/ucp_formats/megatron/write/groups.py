@@ -1,7 +1,7 @@
 """The optimizers of a target run and their parameter groups, made from the groups of any source.
 
 Megatron finds a saved group by its settings (`wd_mult`, `lr_mult`, `is_expert_parallel`, ...), not by its position
-(optimizer.py: param_group_identifier_keys). With expert parallelism experts have an optimizer of their own, second in a
+(optimizer.py: param_group_identifier_keys). With expert parallelism experts have a separate optimizer, the second in a
 chain; otherwise they are parameters like others. So groups are split or merged for the topology of the run.
 """
 
@@ -20,7 +20,7 @@ _NOT_SETTINGS = {"params", "step", "param_names", _EXPERT}
 """Keys that do not distinguish the groups of a source."""
 _TRANSLATED = (
     "the parameter groups of {format} are written as Megatron's: a run applies its own rule for which parameters decay "
-    "(all but biases and vectors); megatron-core 0.19 also identifies groups by --lr and --min-lr, which have to be "
+    "(all but biases and vectors); megatron-core 0.19 also identifies groups by --lr and --min-lr, which have to equal "
     "those of the source"
 )
 
@@ -36,9 +36,9 @@ class OptimizerGroup:
     step: int | float | None
     """Steps of all its parameters; None if the source has no count."""
     counts: bool = True
-    """Whether the group has the step, as an int, as with Adam of Apex and Transformer Engine; torch's has a float."""
+    """Whether the group records the step, as for Adam of Apex and Transformer Engine; false for torch's Adam."""
     each: bool = False
-    """Whether every parameter has the step, too, if the optimizer is not distributed: torch's Adam needs it."""
+    """Whether every parameter records the step, which torch's Adam needs; only without the distributed optimizer."""
 
     def entry(self) -> dict[str, object]:
         """The group as Megatron saves it, without its parameters."""
@@ -50,8 +50,8 @@ def make_chain(
 ) -> tuple[tuple[tuple[OptimizerGroup, ...], ...], tuple[str, ...]]:
     """Groups of each optimizer in the chain, and notes for the user.
 
-    `experts`: names of expert parameters. `optimizer`: counts steps, and notes their casts. `split`: whether experts
-    have an optimizer of their own. Raises UnsupportedError if parameters of a group have different steps.
+    `experts`: names of expert parameters. `optimizer`: gives step counts, and notes their casts. `split`: whether
+    experts have a separate optimizer. Raises UnsupportedError if parameters of a group have different steps.
     """
     if not index.groups:
         return (), ()
@@ -110,7 +110,7 @@ def _merge_groups(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _translate_group(group: ParamGroup) -> ParamGroup:
-    """A group of another framework with the settings of Megatron's groups."""
+    """A group of another framework, with the settings that Megatron's groups have."""
     settings: dict[str, object] = {
         "wd_mult": 1.0 if group.hyper.get("weight_decay", 0.0) else 0.0,
         "lr_mult": 1.0,
@@ -123,7 +123,7 @@ def _translate_group(group: ParamGroup) -> ParamGroup:
 
 
 def _find_step(index: Index, group: ParamGroup, optimizer: OptimizerPlan, *, exact: bool) -> int | float | None:
-    """Steps of all parameters of a group. `exact`: in the type of the source; else an int, as Apex's Adam needs."""
+    """Steps of all parameters of a group. `exact`: keep the type of the source; else an int, as Apex's Adam needs."""
     remedy = "convert to atoms or to stage-0 files of DeepSpeed, which keep one per parameter"
     first = optimizer.find_common_count(group.params, keeper="Megatron keeps it", remedy=remedy)
     recorded = group.hyper.get("step")

@@ -8,9 +8,9 @@ hold parameters in reversed order, aligned to 64 elements, without padding at th
 which ranks save.
 
 The modules of the run determine the keys and the order in which a chunk registers parameters. Megatron-core's own
-(`transformer_impl` "local") keep norms separate. Transformer Engine's fuse a norm into the next linear layer, and
-register its parameters right before that layer's weight; its grouped experts register all first projections before the
-second ones.
+(`transformer_impl` "local") keep norms separate. Transformer Engine's modules fuse a norm into the next linear layer,
+and register the norm right before that layer's weight; grouped experts register all first projections before all second
+ones.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ModuleNaming:
         extra_keys: dict[str, None] = {}
         for key, tensor in keys.items():
             is_linear = tensor.name.endswith(".weight") and len(tensor.shape) == 2 and tensor.name != EMBEDDING
-            if is_linear:  # and cut over tensor-parallel ranks
+            if is_linear:  # and sharded over tensor-parallel ranks
                 layout = tensor.match.layout(axes={"tp": 1, "etp": 1}, global_shape=tensor.shape)
                 is_linear = any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)
             if key == OUTPUT or is_linear:
@@ -156,8 +156,8 @@ class _LegacyPlan:
         self._grid = _grid(topology if run.model.experts else replace(topology, etp=None))
         if self._grid.collides:
             raise TopologyError(
-                f"with {self._grid} several ranks with different experts would save under one name, and Megatron "
-                "loses some. Choose an etp that divides tp, or write torch_dist (--layout torch_dist)"
+                f"with {self._grid} several ranks with different experts would save in folders of the same name, and "
+                "overwrite each other. Choose an etp that divides tp, or write torch_dist (--layout torch_dist)"
             )
         is_fused = run.arguments.get("transformer_impl") != "local"
         self._naming = ModuleNaming(
@@ -222,7 +222,7 @@ class _LegacyPlan:
         if run.chain:
             optimizers: list[dict[str, object]] = []
             for number, groups in enumerate(run.chain):
-                if run.is_distributed:  # its tensors lie in buffers
+                if run.is_distributed:  # its tensors are in buffers
                     inner = {"param_groups": [group.entry() for group in groups]}
                     optimizers.append({"optimizer": inner, **run.grad_scaler})
                 else:
@@ -237,7 +237,7 @@ class _LegacyPlan:
     def _state_dict(self, draft: FileDraft, chunk: Chunk, tensors: Sequence[_LocalTensor]) -> dict[str, object]:
         extras = list(self._naming.extra_states({local.key: local.tensor for local in tensors}))
         if chunk == self._last_chunk:
-            extras.append(f"{OUTPUT.removesuffix('weight')}_extra_state")  # also if it has no weight of its own
+            extras.append(f"{OUTPUT.removesuffix('weight')}_extra_state")  # even if it has no weight
         state_dict = {local.key: local.draft(draft, WEIGHT, local.tensor.dtype) for local in tensors}
         return state_dict | dict.fromkeys(extras)
 
@@ -298,7 +298,7 @@ class _LegacyPlan:
         return buffers
 
     def _buffer(self, draft: FileDraft, tensors: Sequence[_LocalTensor], bucket_numel: int | None) -> dict[str, object]:
-        # a tied embedding of a pipeline has a bucket of its own
+        # with pipeline parallelism, a tied embedding has a separate bucket
         separate = [n for n, local in enumerate(tensors) if self._is_tied and local.tensor.name == EMBEDDING]
         layout = simulate([local.numel for local in tensors], bucket_numel=bucket_numel, separate=separate)
         buffer: dict[str, object] = {}
@@ -333,8 +333,8 @@ def _split_tensors(model: TargetModel, layers_by_chunk: Mapping[Chunk, range]) -
             home = next(chunk for chunk, layers in layers_by_chunk.items() if tensor.layer in layers)
         elif tensor.name.startswith("mtp.") and first != last:
             raise TopologyError(
-                f"{tensor.name}: stages of a model with multi-token prediction are not written yet. Choose pp=1, or "
-                "write torch_dist (--layout torch_dist), which fits any"
+                f"{tensor.name}: ucp cannot write pipeline stages of a model with multi-token prediction yet. Choose "
+                "pp=1, or write torch_dist (--layout torch_dist), which fits any pp"
             )
         else:
             home = first if tensor.name.startswith("embedding.") else last

@@ -60,7 +60,7 @@ class TargetTensor:
     def to_part(
         self, pairs: tuple[RegionPair, ...], local_shape: tuple[int, ...], state: str, dtype: DType, layout: Layout
     ) -> Part:
-        """The slice that fills a local tensor with `pairs` of this one. `layout`: of the state over ranks."""
+        """The slice that fills a local tensor with boxes of this tensor. `layout`: of the state over ranks."""
         numel = Box.full(local_shape).numel
         part = Slice(
             param=self.name, state=state, dtype=dtype, pairs=pairs, local_shape=local_shape, start=0, stop=numel
@@ -104,7 +104,7 @@ class TargetModel:
 
 
 def build_model(index: Index, family: Family, *, weights: DType | None = None) -> TargetModel:
-    """The model in `index`, by the rules of `family`. `weights`: type to compute in, if another.
+    """The model in `index`, by the rules of `family`. `weights`: type to compute in, if not that of the source.
 
     Raises FamilyError naming all names without a rule.
     """
@@ -141,7 +141,7 @@ def check_layers(model: TargetModel, *, alike: bool) -> None:
     missing = [f"layer {layer}: every parameter" for layer, shapes in shapes_by_layer.items() if not shapes]
     for layer, shapes in shapes_by_layer.items():
         expected = dict(common)
-        for name, shape in shapes.items() if not common else ():  # a layer with one expert has all
+        for name, shape in shapes.items() if not common else ():  # a layer with experts needs all of them
             head, marker, rest = name.partition(".local_experts.")
             last = rest.partition(".")[2]
             expected |= {f"{head}{marker}{n}.{last}": shape for n in range(model.experts if marker else 0)}
@@ -151,8 +151,8 @@ def check_layers(model: TargetModel, *, alike: bool) -> None:
     if missing:
         raise MissingStateError(
             f"expected every parameter of all layers; {len(missing)} are missing:\n{format_list(missing)}\n"
-            "take a checkpoint with all of them, and drop --include and --exclude; if layers differ, say how, as in "
-            "--set moe_layer_freq=[0,1]"
+            "take a checkpoint with all of them, and drop --include and --exclude; if the layers of the model differ, "
+            "say how, e.g. --set moe_layer_freq=[0,1]"
         )
 
 
@@ -184,7 +184,7 @@ class TargetRun:
 
     @property
     def is_legacy(self) -> bool:
-        """Whether each rank saves a file, for one topology."""
+        """Whether each rank has a folder (`--layout torch`), for one topology."""
         return self.arguments["ckpt_format"] == "torch"
 
     @property
@@ -229,19 +229,19 @@ def make_axes_of(run: TargetRun) -> Callable[[str], tuple[AxisLayout, ...]]:
 
 
 def has_expert_optimizer(model: TargetModel, topology: Topology) -> bool:
-    """Whether experts have an optimizer of their own in a run.
+    """Whether experts have a separate optimizer in a run.
 
-    They do with expert parallelism, and since megatron-core 0.19 with an expert tensor-parallel degree of their own
-    (core/tensor_parallel/layers.py: use_expert_pgs).
+    They do with expert parallelism, and since megatron-core 0.19 also if their tensor-parallel degree differs from that
+    of the model (core/tensor_parallel/layers.py: use_expert_pgs).
     """
     return bool(model.experts) and (topology.ep > 1 or topology.expert_tp != topology.tp)
 
 
 def check_topology(topology: Topology) -> None:
-    """Raise TopologyError for degrees of another framework."""
+    """Raise TopologyError for a ZeRO stage, which only DeepSpeed has."""
     if topology.zero is not None:
         raise TopologyError(
-            f"ZeRO stages are DeepSpeed's: drop zero={topology.zero}. Megatron's optimizer is cut over dp anyway"
+            f"only DeepSpeed has ZeRO stages: drop zero={topology.zero}. Megatron's optimizer is sharded over dp anyway"
         )
 
 
@@ -257,7 +257,7 @@ def find_grid_problem(topology: Topology) -> str | None:
 
 
 def select_rng_states(index: Index, topology: Topology, places: Collection[GridPlace]) -> dict[GridPlace, object]:
-    """RNG states of the ranks at `places`, if the source has the same topology and all of them; else none."""
+    """RNG states of the ranks at `places`; none if the topology changes, or if the source lacks one of them."""
     if index.topology != topology:
         return {}
     states = {}

@@ -54,23 +54,23 @@ from ucp_formats.megatron.write.model import (
 from ucp_formats.megatron.write.torch_dist import Norms, dist_places, key_style, plan_dist, stored_parts
 
 _LAYOUTS = ("torch_dist", "torch")
-_GROUPS_UNSAID = (
-    "torch_dist, and legacy files with the distributed optimizer, do not record the parameters of groups: write one of "
-    "these (--set use_distributed_optimizer=true)"
+_GROUPS_NOT_RECORDED = (
+    "torch_dist, and legacy files with the distributed optimizer, do not record the members of groups: write "
+    "torch_dist, or legacy files with --set use_distributed_optimizer=true"
 )
-_EXPERTS_ALONG = (
+_EXPERTS_SEPARATE = (
     "With more than one expert-parallel rank, experts have a separate optimizer: write for ep=1, or use a checkpoint "
-    "that records the groups"
+    "that records the members of groups"
 )
 _NEVER_STEPPED = "Megatron cannot store a parameter that was never stepped. Train one step more, or write weights only"
 _TWO_OPTIMIZERS = (
     "The run trains matrices with {name}, and the other parameters with an optimizer that keeps other states. For "
-    "Megatron ucp writes only one optimizer. Write the weights only (--include '*/weight') and start the optimizer "
-    "anew, or keep all states with --to ucp"
+    "Megatron ucp writes only one optimizer. Write the weights only (--include '*/weight') and let the run "
+    "reinitialize the optimizer, or keep all states with --to ucp"
 )
-_ANEW = (
+_NO_MOMENTS = (
     "no parameter has a moment, and Megatron loads no optimizer without moments: none is written. Start the run with "
-    "--no-load-optim: it starts the optimizer anew, with masters made from the weights in the dtype it computes in"
+    "--no-load-optim: it reinitializes the optimizer, with masters made from the weights in the dtype it computes in"
 )
 
 
@@ -89,7 +89,7 @@ class MegatronTarget(Target):
         return True
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
-        """The arguments of a run of Megatron, with the modules that its layers are built of."""
+        """The arguments of a run of Megatron, with the modules that its layers are built from."""
         native, requested = run_arguments(index), parse_values(settings)
         check_settings(requested, native)
         modules = choose_modules(index, native, requested)
@@ -142,7 +142,7 @@ class MegatronTarget(Target):
 def _build_run(
     index: Index, topology: Topology, layout: str, options: TargetOptions, optimizer: OptimizerPlan
 ) -> tuple[TargetRun, tuple[str, ...]]:
-    """Everything that is to be written, and notes on what was assumed."""
+    """The checkpoint to write, and notes on what was assumed."""
     check_topology(topology)
     check_weights(index)
     native, requested = run_arguments(index), parse_values(options.settings)
@@ -156,13 +156,13 @@ def _build_run(
     trained = [tensor for tensor in model.tensors if tensor.kind is Kind.PARAMETER]
     has_moments = any(tensor.states.keys() - {WEIGHT} for tensor in trained)
     if chain and arguments.get("optimizer") != "sgd" and not has_moments:
-        chain, notes = (), (_ANEW,)
+        chain, notes = (), (_NO_MOMENTS,)
     if chain:
         _check_states(index, model, arguments)
     if chain and layout == "torch" and not arguments.get("use_distributed_optimizer", True):
-        optimizer.check_grouped(_find_stepped(index, index.atoms), remedy=_GROUPS_UNSAID)
+        optimizer.check_grouped(_find_stepped(index, index.atoms), remedy=_GROUPS_NOT_RECORDED)
     elif len(chain) > 1:
-        optimizer.check_grouped(_find_stepped(index, model.expert_params), remedy=_EXPERTS_ALONG)
+        optimizer.check_grouped(_find_stepped(index, model.expert_params), remedy=_EXPERTS_SEPARATE)
     places = legacy_places(topology) if layout == "torch" else dist_places(topology)
     samples = consumed_samples(index, arguments)
     if samples is not None:
@@ -203,7 +203,7 @@ def _make_arguments(
     dtypes = {tensor.dtype for tensor in model.tensors if tensor.kind is Kind.PARAMETER}
     arguments = derive_arguments(model.shapes, dtypes, settings={**stated, **overrides}, source=index.path)
     others = {name: value for name, value in stated.items() if name in overrides and overrides[name] != value}
-    notes = [f"--set {name}={overrides[name]}, where config.json says {value}" for name, value in others.items()]
+    notes = [f"--set {name}={overrides[name]} is used, but config.json says {value}" for name, value in others.items()]
     return arguments, tuple(filter(None, [scaling_note(recorded), *notes]))
 
 
@@ -212,7 +212,7 @@ def _folder_name(index: Index) -> str:
 
 
 def _find_stepped(index: Index, names: Iterable[str]) -> list[str]:
-    """The parameters with optimizer states, which they would lose outside the param groups."""
+    """The parameters with optimizer states: they would lose these if they were in no group."""
     return [name for name in names if name in index.atoms and index.atoms[name].states.keys() - {WEIGHT}]
 
 

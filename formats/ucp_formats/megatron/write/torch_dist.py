@@ -1,7 +1,7 @@
 """Write torch_dist: a checkpoint that Megatron loads at any topology, with fully reshardable optimizer states.
 
     iter_0001000/__0_0.distcp ...      chunks of tensors, one per parameter and tensor-parallel rank, and small objects
-    iter_0001000/.metadata             where they lie
+    iter_0001000/.metadata             where in these files they are
     iter_0001000/metadata.json         which backend reads it
     iter_0001000/common.pt             arguments, parameter groups, scheduler, iteration
 
@@ -12,9 +12,9 @@ are stored in stacked tensors:
     decoder.layers.mlp.experts.experts.linear_fc1.weight     [layers, experts, out, in]
     decoder.layers.7.mlp.experts.experts.linear_fc1.weight   [experts, out, in]          layers that differ
 
-The arguments of the run decide between the two: megatron-core 0.16 (TransformerBlock.sharded_state_dict) has the layer
-in the key if `moe_layer_freq` or `linear_attention_freq` is a list or more than 1, for heterogeneous blocks, and in
-hybrid models.
+The arguments of the run decide whether layers are stacked: megatron-core 0.16 (TransformerBlock.sharded_state_dict) has
+the layer in the key if `moe_layer_freq` or `linear_attention_freq` is a list or more than 1, for heterogeneous blocks,
+and in hybrid models.
 
 >>> stacked_key("decoder.layers.7.mlp.linear_fc2.weight", layer=True)
 'decoder.layers.mlp.linear_fc2.weight'
@@ -53,14 +53,14 @@ _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_conf
 
 
 class Norms(StrEnum):
-    """Name of a norm before a linear layer."""
+    """How the key of a norm before a linear layer is named."""
 
     FUSED = "fused"
-    """A module of Transformer Engine fuses both, except before experts."""
+    """Transformer Engine: as a part of the linear layer, except before experts."""
     RENAMED = "renamed"
-    """GPT layers of megatron-core's own modules rename it as if it were fused, before experts too."""
+    """GPT layers of megatron-core's own modules: as if it were fused, before experts too."""
     SEPARATE = "separate"
-    """Hybrid models of megatron-core's own modules keep its name."""
+    """Hybrid models of megatron-core's own modules: as a separate module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class StoredPart:
     lead: tuple[tuple[int, int], ...]
     """Index and length of each leading dim that stacks layers or experts, outermost first."""
     box: Box
-    """Elements of the parameter in it."""
+    """Elements of the parameter that it holds."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def stored_parts(tensor: TargetTensor, model: TargetModel, style: KeyStyle) -> t
 
 
 def _boxes(tensor: TargetTensor, count: int) -> tuple[Box, ...]:
-    """The `count` blocks that the rule cuts one by one; the full tensor for one."""
+    """The `count` blocks that the rule shards separately; for one block, the full tensor."""
     if count == 1:
         return (Box.full(tensor.shape),)
     layout = tensor.match.layout(axes={"tp": 1, "etp": 1}, global_shape=tensor.shape)
@@ -135,7 +135,7 @@ def _boxes(tensor: TargetTensor, count: int) -> tuple[Box, ...]:
     boxes = tuple(pair.global_box for pair in max(pairs, key=len, default=()))
     if len(boxes) != count:
         raise FamilyError(
-            f"{tensor.name} is {count} tensors in torch_dist, but its rule has {len(boxes)} blocks to cut it into. "
+            f"{tensor.name} is {count} tensors in torch_dist, but its rule splits it into {len(boxes)} blocks. "
             f"Fix the rule {tensor.match.rule} of {tensor.match.rule.source}"
         )
     return boxes
@@ -242,7 +242,7 @@ def _common(run: TargetRun) -> dict[str, object]:
     if run.is_distributed and run.chain:
         content = {"distrib_optim_sharding_type": _SHARDING, **content}
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
-    optimizers: list[dict[str, object]] = []  # their groups name no parameters: Megatron takes those of the run
+    optimizers: list[dict[str, object]] = []  # groups without members: Megatron takes those of the run
     for groups in run.chain:
         if run.is_distributed:
             inner: dict[str, object] = {"param_groups": [group.entry() for group in groups]}

@@ -132,4 +132,5 @@ class _TorchDraft:
                 dropped.add(extra.name)
         if dropped:
             names = ", ".join(sorted(dropped))
-            self.dropped = (f"extras of other ranks, of another framework, or of classes: {names}",)
+            kinds = "values of a single rank, entries of another framework, objects of Python classes"
+            self.dropped = (f"extras that do not belong in this file ({kinds}): {names}",)

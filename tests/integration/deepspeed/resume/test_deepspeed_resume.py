@@ -141,14 +141,14 @@ def test_limit_stage_3_counts_a_shared_step_once_per_sub_group(verdicts: Mapping
 _PAGE = """# Resume matrix
 
 Every source is a checkpoint that real DeepSpeed wrote (`fixtures/deepspeed/`). `ucp convert` wrote it for every target,
-and real DeepSpeed loaded it into a model of another seed: {versions}. `make integration` made this page.
+and real DeepSpeed loaded it into a model with another seed: {versions}. `make integration` makes this page.
 
 **Right after each load, all weights, moments, steps and hyper-parameters are those of the source, bit for bit**
-({compared} tensors compared over {loads} loads). The number in a cell is the largest relative difference of the next
-five losses from those of the run that was not interrupted; "exact" is none at all. It comes from another order of
-adding floats over ranks and flat buffers, or from another processor than the one that trained (DeepSpeed resuming its
-own files there and here differs as much), and has to stay below {tolerance}; in fp16 between
-stage 0 and the others, which do not train alike (see the end), below {stage_0:g}.
+({compared} tensors compared over {loads} loads). The number in a cell is the largest relative difference between the
+next five losses and those of the uninterrupted run; "exact" means that they are equal. Losses differ because other
+numbers of ranks and other flat buffers sum floats in another order, or because another processor trained the source
+(DeepSpeed resuming its own files on both differs as much). The test allows differences below {tolerance}; in fp16
+between stage 0 and the other stages, which do not train alike (see the end), below {stage_0:g}.
 
 {matrix}
 
@@ -158,29 +158,29 @@ Runs of other kinds:
 
 ## Limits of DeepSpeed 0.19.8
 
-Native files (`--to deepspeed`) have none of these but the last.
+For native files (`--to deepspeed`) only the last of these applies.
 
 - **Stage 0 loads no universal checkpoint**: the engine looks for the optimizer in the model-states file.
-- **A universal load leaves frozen parameters and buffers** as the model was built; for this table they were copied in
-  afterwards. Our directory has them under `module` of `mp_rank_00_model_states.pt`.
-- **Stage 3 shares one step tensor between all sub-groups** after a universal load, so that a torch optimizer counts it
-  once for each. For this table, each state was given its own:
+- **A universal load does not load frozen parameters and buffers**: they stay as the model was built. For this table
+  they were copied in afterwards. `ucp` writes them under `module` of `mp_rank_00_model_states.pt`.
+- **After a universal load, all sub-groups of stage 3 share one step tensor**, and a torch optimizer increases it
+  once for each sub-group. For this table, each state got its own:
 
       for state in engine.optimizer.optimizer.state.values():
           state["step"] = state["step"].clone()
 
-- **Stage 3 copies the first group's hyper-parameters over all groups.** Our universal files leave out those that
-  differ, so each group keeps what the engine was configured with. Under a schedule all groups have the learning rate of
-  the first until the scheduler sets them after the first step; for this table it did so at once:
+- **Stage 3 copies the first group's hyper-parameters over all groups.** `ucp` leaves out those that
+  differ, so each group keeps the values of the engine's configuration. With a scheduler, all groups have the learning
+  rate of the first group until the scheduler sets them after the first step. For this table it was set at once:
 
       engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)
 
-- **Stage 3 loads exp_avg, exp_avg_sq and step from a universal checkpoint, nothing else**: not SGD, FusedLion
+- **Stage 3 loads only exp_avg, exp_avg_sq and step from a universal checkpoint**, so it cannot resume SGD, FusedLion
   or Muon. (CPULion has an exp_avg_sq, which it never uses.)
-- **Stages 1 and 2 read the momentum of Muon in shares but use it whole**, so that the first step after a universal load
-  fails at more than one rank.
-- **Stages 1 and 2 under `round_robin_gradients` put what they load from a universal checkpoint in wrong places.**
-- **In fp16, stage 0 and the other stages do not train alike**: stage 0 divides gradients by a loss scale with which it
-  never multiplied the loss, and then does not clip them. Between the two the losses part by up to 10 % in five steps,
-  from states that are equal bit for bit.
+- **Under stages 1 and 2 each rank loads only its partition of Muon's momentum, but uses it as the full tensor**, so at
+  more than one rank the first step after a universal load fails.
+- **Stages 1 and 2 with `round_robin_gradients` load a universal checkpoint into the wrong parameters.**
+- **In fp16, stage 0 and the other stages do not train alike**: stage 0 divides gradients by a loss scale by which it
+  never multiplied the loss, and then does not clip them. From states that are equal bit for bit, losses of stage 0 and
+  of the other stages differ by up to 10 % after five steps.
 """

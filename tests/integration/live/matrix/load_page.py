@@ -19,7 +19,7 @@ Outcomes = Mapping[Cell, Outcome]
 
 _PAGE = """# `load_into`: the matrix
 
-`make integration` makes this page and its picture: every "exact" and every number was found by that run.
+`make integration` measures everything on this page, and makes the page and its picture.
 Sources and targets are runs of the same two models (`tests/integration/live/reference`: a Llama of {dense} layers, a
 Mixtral of {moe} layers with {experts} experts) that start from the same weights and see the same data: megatron-core
 {release}, DeepSpeed, FSDP2, and parallelism written by hand. {versions}, fp32.
@@ -30,16 +30,17 @@ it, and it trains {steps} steps.
 
 ## State after the load
 
-How many tensors of all ranks were compared bit for bit with the slices of what `ucp.open` reads: weights, fp32 masters
-and both moments; the step besides.
+After `load_into`, the tensors of all ranks (weights, fp32 masters and both moments) and the step were compared with
+what `ucp.open` reads from the source, bit for bit. A cell gives the number of tensors.
 
 {states}
 
 ## Losses
 
-Largest relative difference of a loss from the uninterrupted run of the source: in the first {first} steps, and in all
-{steps}. Ranks sum in other orders, so that the last bits differ from the first step on, and every step adds to it. In
-the Mixtral one more thing: where two experts' scores for a token differ by as little, the token goes to the other one.
+A cell gives the largest relative difference of a loss from the uninterrupted run of the source, in the first
+{first} steps and in all {steps}. Other layouts sum floats in another order, so the last bits differ from the first
+step on, and the differences grow with every step. In the Mixtral they grow faster: if the scores of two experts for
+a token are nearly equal, a last bit can send the token to the other expert.
 
 {gaps}
 

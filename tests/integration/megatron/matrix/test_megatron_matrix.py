@@ -42,7 +42,7 @@ REFUSED = {
     ("gpt-dp4-dp", "tp=3"): "tp=3 does not divide num_attention_heads=4",
     ("llama-tp2-dp2-dp", "pp=3"): "3 stages of 1 chunk do not divide 4",
     ("llama-tp2-dp2-dp", "pp=4,vpp=2"): "4 stages of 2 chunks do not divide 4",
-    ("gpt-dp4-dp", "ep=4,dp=4"): "ep=4, and the model has none",
+    ("gpt-dp4-dp", "ep=4,dp=4"): "ep=4, but the model has no experts",
     ("mixtral-ep4-dp4-full", "ep=3,dp=3"): "ep=3 does not divide 4",
 }
 """A kept source and a target at which Megatron would not start -> the reason that is given."""
@@ -163,19 +163,25 @@ Four pipeline stages of two chunks need eight layers; the other models have four
 
 ### Oracles 1 and 3: what is read
 
-Megatron wrote the same state at every layout. Each number is pairs that were compared x states in each (names, shapes,
-values and groups of weights, moments and steps), with none that differs: the three kinds of files of a layout with each
-other; each of them with what Megatron wrote at TP1 and at TP2 DP4; each with what the ranks held when they saved it.
-Last: masters as `ucp` reads them, which cast by torch are the weights that the models held, and which `ucp` finds to
-be those in the files.
+Megatron saved the same state at every layout, so `ucp` must read the same atoms from all of these checkpoints. A
+cell is the number of comparisons x the number of states in each (names, shapes, values and groups of weights,
+moments and steps). No state differed.
+
+| column | compares |
+|---|---|
+| its three kinds | the three kinds of files of this layout with one another |
+| TP1, TP2 DP4 | each kind with the checkpoint of the same kind that Megatron wrote at that layout |
+| the ranks | each kind with what the ranks held when they saved it |
+| masters round to weights | masters, cast by torch, with the weights that the models held and with those in the files |
 
 {readings}
 
 ### Oracle 2: what is loaded
 
-`ucp convert --to megatron` wrote each source for each target, and real Megatron loaded it into a job of other weights.
-"exact": after the load the ranks hold what the ranks of a run of that layout held: model weights, masters and both
-moments bit for bit, and the step. {count} of {of} loads are, {tensors} tensors in all. A cell is three of them:
+`ucp convert --to megatron` wrote each source for each target, and real Megatron loaded it into a job with other
+weights. "exact" means that after the load the ranks held the same as the ranks of a run that trained at that
+layout: model weights, masters and both moments bit for bit, and the step. That is so for {count} of {of} loads,
+{tensors} tensors in all. A cell stands for three loads:
 
 | from | written as | loaded by |
 |---|---|---|
@@ -185,16 +191,16 @@ moments bit for bit, and the step. {count} of {of} loads are, {tensors} tensors 
 
 {loads}
 
-[1] Where stages share an embedding, megatron-core 0.16.1 writes the states of it shifted into `fully_reshardable`
-files ([why](megatron.md#optimizers-1)). `ucp` leaves them out, and refuses to write an optimizer without them: legacy
-files are made from legacy files here.
+[1] If stages share an embedding, megatron-core 0.16.1 saves wrong optimizer states of it in `fully_reshardable`
+files ([why](megatron.md#states-that-megatron-saves-wrongly)). `ucp` leaves these states out, and does not write an
+optimizer without them. So here the legacy files are made from legacy files.
 
 [2] megatron-core 0.15.3 runs expert and tensor parallelism together only with sequence parallelism, which the models
-of this page do not use: 0.16.1 loads these legacy files.
+of this page do not use. So here 0.16.1 loads the legacy files.
 
 ### Refused
 
-At these layouts Megatron does not start, and nothing is written for them:
+Megatron does not start at these layouts, so `ucp` refuses them and writes nothing:
 
 {refused}
 """

@@ -147,7 +147,7 @@ def test_any_nan_is_the_copy_of_any_nan(damaged: Callable[..., Path], case: str)
     index = read(root)
     check_cover(index)
     assert find_drift(index, SilentObserver()) == []
-    assert not any("the master is not the weight" in note for note in index.notes)
+    assert not any("the master differs from the weight" in note for note in index.notes)
     assert "exp_avg" in index.atoms[norms[2]].states
 
 
@@ -176,7 +176,7 @@ def test_a_dim_that_no_chunk_bears_out(damaged: Callable[..., Path], shape: tupl
 
     root = damaged()
     change_metadata(root, change)
-    with pytest.raises(MalformedError, match="are 4,611,686,018,427,387,904 tensors; its chunks hold"):
+    with pytest.raises(MalformedError, match="means 4,611,686,018,427,387,904 tensors; its chunks have"):
         read(root)
 
 
@@ -209,7 +209,7 @@ def test_a_legacy_parameter_that_lacks_a_state_of_others(damaged: Callable[..., 
 def test_the_models_own_tensors_are_tiled_though_masters_are_taken(damaged: Callable[..., Path]) -> None:
     root = damaged()
     change_metadata(root, twice(FC2))
-    with pytest.raises(CoverError, match=r"(?s)2 regions of the model's own tensors.*several pieces.*nothing"):
+    with pytest.raises(CoverError, match=r"(?s)2 regions are in none or in several:.*several pieces.*no piece"):
         read(root)
 
 
@@ -217,7 +217,7 @@ def test_the_models_own_tensors_are_tiled_though_masters_are_taken(damaged: Call
 def test_a_damaged_metadata_json(damaged: Callable[..., Path], text: str) -> None:
     root = damaged()
     (root / "metadata.json").write_text(text)
-    with pytest.raises(MalformedError, match=r"metadata\.json; got .*: it is damaged"):
+    with pytest.raises(MalformedError, match=r"metadata\.json; got .*: the file is damaged"):
         read(root)
 
 
@@ -271,7 +271,7 @@ def test_groups_that_differ_by_rank_are_told_by_setting(damaged: Callable[..., P
 
     root = damaged("llama-tp2-torch-fused")
     change_rank(root, change)
-    with pytest.raises(MalformedError, match=r"on mp_rank_01 lr is 0\.\d+ and 11\.0"):
+    with pytest.raises(MalformedError, match=r"on mp_rank_01 lr is 11\.0, expected 0\.\d+"):
         read(root)
 
 

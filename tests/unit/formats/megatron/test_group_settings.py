@@ -162,7 +162,7 @@ def test_groups_that_no_argument_explains_leave_their_candidates_open():
     ("arguments", "said"),
     [
         ({}, "arguments were not saved"),
-        ({"no_weight_decay_cond_type": "mine"}, "none of Megatron's"),
+        ({"no_weight_decay_cond_type": "mine"}, "not one of Megatron's"),
         (RATES, "fits none of the groups, or several"),
     ],
 )

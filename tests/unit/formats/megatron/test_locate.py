@@ -50,7 +50,7 @@ def test_an_iteration_and_a_rank_lead_there_too(tmp_path: Path) -> None:
     assert locate(root).root == root
     found = locate(root / "mp_rank_01")
     assert found.root == root
-    assert found.reasons[0] == "mp_rank_01, a rank of it"
+    assert found.reasons[0] == "mp_rank_01, the folder of a rank"
 
 
 def test_of_several_one_must_be_named(tmp_path: Path) -> None:

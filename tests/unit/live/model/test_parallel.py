@@ -108,7 +108,7 @@ def test_heads_that_are_fewer_than_ranks_lie_on_neighbours(tmp_path):
     saved = Saved(tmp_path, LLAMA)
     reports, _ = load(saved.path, "tp=4", lambda rank: llama(saved, rank, heads=2), family="llama")
     assert any(
-        note.startswith("layout over the ranks of the run inferred from family llama: --family")
+        note.startswith("layout over the ranks of the run inferred from family llama: chosen with --family")
         for note in reports[0].notes
     )
 

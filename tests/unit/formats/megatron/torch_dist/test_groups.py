@@ -44,7 +44,7 @@ def test_without_arguments_members_stay_open_and_keep_the_step_of_all_groups(fak
     assert len(index.lost) == 10
     (reason,) = index.loss_reasons([EMBEDDING, "nothing"])
     assert "arguments were not saved" in reason
-    assert reason.endswith(f"save the run so:\n  {EMBEDDING}: {list(index.atoms[EMBEDDING].global_shape)}")
+    assert reason.endswith(f"save the checkpoint that way:\n  {EMBEDDING}: {list(index.atoms[EMBEDDING].global_shape)}")
 
 
 @pytest.mark.parametrize("steps", [(7, 6, 7), (7, 7.0, 7)])

@@ -41,7 +41,7 @@ def test_every_reason_is_told_at_once(layout, source, to_megatron, tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_experts_without_experts(layout, source, to_megatron, tmp_path):
     src = source("gpt")
-    with pytest.raises(TopologyError, match=r"experts: ep=2, and the model has none"):
+    with pytest.raises(TopologyError, match=r"experts: ep=2, but the model has no experts"):
         to_megatron(src, tmp_path / "b", "ep=2,dp=2", layout)
 
 
@@ -55,7 +55,9 @@ def test_groups_that_share_ranks(source, to_megatron, tmp_path):
 
 def test_the_vocabulary_of_the_run(source, to_megatron, tmp_path):
     src, rows = source("gpt"), 16
-    with pytest.raises(TopologyError, match=rf"padded_vocab_size={rows + 2}; set the rows of the run.*={rows + 4}"):
+    with pytest.raises(
+        TopologyError, match=rf"padded_vocab_size={rows + 2}; set the number of rows in the run.*={rows + 4}"
+    ):
         to_megatron(src, tmp_path / "a2", "tp=4", padded_vocab_size=rows + 2)
     more = to_megatron(src, tmp_path / "b", "tp=4", padded_vocab_size=rows + 4)
     assert any(f"fills rows {rows} to {rows + 3} with zeros" in note for note in more.notes)

@@ -101,7 +101,7 @@ def test_layouts_that_do_not_fit(layout, message, fake_legacy, to_megatron, tmp_
 def test_ranks_that_would_overwrite_one_another(topology, fake_legacy, to_megatron, tmp_path):
     """Before, half of every expert was left out with ep=1, and nothing said."""
     src = fake_legacy(kind="mixtral", optimizer="L3a").save(tmp_path / "a")
-    with pytest.raises(TopologyError, match="under one name"):
+    with pytest.raises(TopologyError, match="in folders of the same name"):
         to_megatron(src, tmp_path / "b", topology, "torch")
 
 

@@ -60,7 +60,7 @@ def test_keys_of_the_source_tell(through, mixtral, tmp_path):
     found = tensors(tmp_path / "b" / "iter_0000010")
     assert BEFORE_EXPERTS[kind] in found
     assert BEFORE_EXPERTS[other] not in found
-    assert f"transformer_impl {kind}), as those of the source are: it has decoder.layers.0." in note_of(report)
+    assert f"transformer_impl {kind}), as the key decoder.layers.0." in note_of(report)
     assert arguments(tmp_path / "b").transformer_impl == kind
 
 

@@ -222,7 +222,7 @@ def test_rules_of_the_users_own_say_what_is_not_recorded(copied, tmp_path: Path)
     for name, atom in index.atoms.items():
         assert atom.patterns == recorded[name].patterns
         assert atom.states == recorded[name].states
-    assert any("by the family small: --patterns" in note for note in index.notes)
+    assert any("the family small: chosen with --patterns" in note for note in index.notes)
 
 
 @pytest.mark.parametrize(("key", "value"), [("universal_checkpoint_version", 0.9), ("affine_map", {"version": 2})])

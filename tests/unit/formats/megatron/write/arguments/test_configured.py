@@ -93,7 +93,7 @@ def test_what_config_and_tensors_contradict_is_refused(name, tmp_path):
 def test_what_is_said_comes_before_the_config(tmp_path):
     said, notes = to_megatron(tmp_path, {"max_position_embeddings": "64", "norm_epsilon": "1e-5"})
     assert (said["max_position_embeddings"], said["norm_epsilon"]) == (64, 1e-5)
-    assert "--set max_position_embeddings=64, where config.json says 32" in notes
+    assert "--set max_position_embeddings=64 is used, but config.json says 32" in notes
 
 
 def test_latent_attention_has_no_such_widths():

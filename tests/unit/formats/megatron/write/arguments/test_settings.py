@@ -30,7 +30,7 @@ def test_values_of_the_kind_that_was_recorded(name, value):
     ("name", "value"), [("num_layers", "x"), ("num_layers", 1.5), ("swiglu", 1), ("tokenizer_type", 3), ("layout", 1)]
 )
 def test_values_of_another_kind(name, value):
-    with pytest.raises(UsageError, match=rf"with --set; got\n {{0,2}}{name}: .*, and the source has "):
+    with pytest.raises(UsageError, match=rf"with --set; got\n {{0,2}}{name}: .*, but the source has "):
         check_settings({name: value}, RECORDED)
 
 
