@@ -54,7 +54,7 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """The version, and what not every use needs, looked for when it is first asked for (PEP 562)."""
+        """The version, or a public name that is imported at its first use (PEP 562)."""
         if name == "__version__":
             from importlib.metadata import version
 
@@ -91,5 +91,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, those too that are imported when they are first asked for (PEP 562)."""
+    """The public names, also those that are imported at their first use (PEP 562)."""
     return __all__

@@ -1,4 +1,4 @@
-"""The use cases: what the command line calls and `import ucp` gives; each imports what it needs when it is called.
+"""The use cases, which the command line calls and `import ucp` exports; each imports what it needs when it is called.
 
 >>> import ucp
 >>> str(ucp.Topology(dp=4, zero=3))
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Unpack
 
-import ucp  # the return types, which are imported when they are looked at
+import ucp  # for return types, which are imported only when an annotation is evaluated
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
@@ -51,7 +51,7 @@ __all__ = [
 
 @takes_options(SourceArguments)
 def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:  # noqa: A001  # what users look for
-    """The checkpoint at `path`, of whatever format. Raises SourceError, CoverError.
+    """The checkpoint at `path`, of any format. Raises SourceError, CoverError.
 
     `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
     """
@@ -63,10 +63,10 @@ def open(path: type_path, **options: Unpack[SourceArguments]) -> ucp.Checkpoint:
 @takes_options(SourceArguments)
 @pause_gc()
 def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
-    """Index of the checkpoint at `path`, even if shards are missing: nothing is proved of it.
+    """Index of the checkpoint at `path`, even if shards are missing: it is not checked that they tile every tensor.
 
-    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError; `survey(path)` then
-    gives what is known.
+    `family`, `patterns`, `shapes_from`, `param_order`: see `convert`. Raises SourceError if there is no index to read;
+    `survey(path)` then still tells the format and lists the files.
     """
     path = parse_path(path)
     index = read_index(path, source=make_options(**options).source)
@@ -112,9 +112,10 @@ def add_to_chain(
 def plan(src: type_path, dst: type_path | None = None, **options: Unpack[PlanArguments]) -> PlanReport:
     """What `convert` would do with the same arguments: files, bytes, memory, casts, and what is left behind.
 
-    `dst` may be left out; for one in a bucket, the disk is told too that files take before they are uploaded. Writes
-    nothing. Reads indexes and windows of a few moments (the whole of those that are zero there); with `drift` "first"
-    or "mean", copies of tensors too. Raises UcpError where `convert` would before it writes.
+    `dst` may be left out; if it is in a bucket, the report also says how much local disk files take before they are
+    uploaded. Writes nothing. Reads the indexes and samples of optimizer moments (all elements, if the samples are
+    zero); with `drift` "first" or "mean", also the tensors that have copies. Raises each UcpError that `convert` would
+    raise before it writes.
     """
     return preview(parse_path(src), make_options(**options), None if dst is None else parse_path(dst))
 
@@ -135,13 +136,14 @@ def convert(
     Returns
     -------
     ConvertReport
-        What was written: files, bytes, casts, notes, what was left behind; printed, a few lines.
+        What was written: files, bytes, casts, notes, what was left behind. `print` shows it in a few lines.
 
     Raises
     ------
     UcpError
-        `dst` is then as it was; in a bucket it may be unfinished, which whoever reads it is told, until `resume`.
-        UnfinishedError, which says what is missing, where `finalize` finds parts undone.
+        A folder `dst` is then as it was before. A `dst` in a bucket may be unfinished: reading it raises
+        IncompleteError until the conversion is resumed. UnfinishedError: `finalize` found that parts are not done;
+        the message says which.
     """
     from ucp.conversion.convert import carry_out
 
@@ -154,7 +156,7 @@ def is_unfinished(dst: type_path) -> bool:
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
-    """Threads that compare what is at some paths. Raises MemoryBudgetError."""
+    """Number of threads for comparing the checkpoints at `paths`. Raises MemoryBudgetError."""
     from ucp.transfer.compare import fit_threads
 
     remote = any(path is not None and is_url(os.fspath(path)) for path in paths)
@@ -172,13 +174,14 @@ def verify(
     """Prove that the checkpoint at `path` is complete, undamaged and, if asked, equal to `against` bit for bit.
 
     Reads every byte that has a recorded checksum, compares copies that should be equal, and proves that shards tile
-    every tensor. Against another checkpoint, a state of another dtype is compared after the cast; extras are compared
-    if `path` holds atoms of the same run in the layout of `against`.
+    every tensor. In the comparison with `against`, a state of another dtype is cast first; extras are compared if
+    `path` holds atoms of the same run in the layout of `against`.
 
     `include`, `exclude`: globs over parameter names, or name/state, that choose what is compared with `against`;
-    `weights`: weights alone, as for an export of a run. `family`, `patterns`, `shapes_from` and `param_order`: see
-    `convert`; they apply to both, as far as their formats need them. `workers`: threads, by default four, or eight
-    with a bucket; `memory`: bytes for all of them, beyond the interpreter's own.
+    `weights`: compare the weights alone, e.g. those of an export with those of the run. `family`, `patterns`,
+    `shapes_from` and `param_order`: see `convert`; they apply to both checkpoints, as far as their formats need them.
+    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all threads together, in addition
+    to the interpreter's own.
     """
     from ucp.checks.verify import verify_checkpoint
 
@@ -204,8 +207,8 @@ def diff(
 ) -> ucp.DiffReport:
     """Every difference between two checkpoints of any formats, streamed.
 
-    `extras`: also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`, `patterns`,
-    `shapes_from`, `param_order`, `workers`, `memory`: see `verify`.
+    `extras`: compare also what is not a parameter, entry by entry. `include`, `exclude`, `weights`, `family`,
+    `patterns`, `shapes_from`, `param_order`, `workers`, `memory`: see `verify`.
     """
     from ucp.checks.verify import diff_checkpoints
 

@@ -55,7 +55,7 @@ def _printable(part: object) -> object:
 class UcpError(Exception):
     """Root of every expected failure; the command line prints it without a traceback.
 
-    Messages name options as the command line spells them; public functions add a note with their arguments.
+    Messages name options as the command line spells them; public functions add a note with the Python arguments.
     """
 
     def __init__(self, *args: object) -> None:
@@ -63,22 +63,22 @@ class UcpError(Exception):
 
 
 class UsageError(UcpError):
-    """An argument cannot mean anything: exit code 2."""
+    """An argument is invalid; the command line exits with code 2."""
 
 
 class TopologyError(UsageError):
-    """A layout of ranks that nothing can have, or that this target cannot have of this source; another one can."""
+    """The topology is impossible, or this target cannot write it for this source; another one may work."""
 
 
 class IdleOptionError(UsageError):
-    """What is said of a source (a model family) is of no use to its reader."""
+    """The source's format has no use for an option that describes the source, such as a model family."""
 
 
 class NoSuchNameError(UcpError, KeyError):
-    """A checkpoint has no parameter or state of that name; the message says which are near."""
+    """A checkpoint has no parameter or state of that name; the message suggests similar names."""
 
     def __str__(self) -> str:
-        """The message as it is: a KeyError shows its argument quoted."""
+        """The message without quotes, which KeyError would add."""
         return str(self.args[0])
 
 
@@ -87,7 +87,7 @@ class MissingLibraryError(UcpError, ImportError):
 
 
 class SourceError(UcpError):
-    """The source cannot be read as it stands."""
+    """The source cannot be read."""
 
 
 class UnknownFormatError(SourceError):
@@ -95,7 +95,7 @@ class UnknownFormatError(SourceError):
 
 
 class UnsupportedError(SourceError):
-    """The layout is recognised and named, but not convertible."""
+    """The layout is recognised, but cannot be converted; the message names it."""
 
 
 class MissingFileError(SourceError):
@@ -107,19 +107,19 @@ class MalformedError(SourceError):
 
 
 class ChangedError(SourceError):
-    """A referenced file is no longer the one that was recorded."""
+    """A file that was recorded has been changed or replaced since."""
 
 
 class AccessError(SourceError):
-    """A store does not let us in: there are no credentials, or they do not allow it."""
+    """A storage service denies access: credentials are missing, or do not permit it."""
 
 
 class ConnectionLostError(SourceError):
-    """A store does not answer, or breaks off, however often it is asked."""
+    """A storage service does not answer, or ends the connection, even after retries."""
 
 
 class FamilyError(SourceError):
-    """Names or shapes of the source and the rules of a model family do not fit together."""
+    """Names or shapes of the source contradict the rules of a model family."""
 
 
 class UnknownFamilyError(FamilyError):
@@ -167,15 +167,15 @@ class BusyError(DestinationError):
 
 
 class UnfinishedError(DestinationError):
-    """Parts of the conversion are still to be done; the message says which, and how."""
+    """Parts of the conversion are not done; the message says which, and how to run them."""
 
 
 class OverlapError(UsageError, DestinationError):
-    """The destination is the source, lies in it, or holds what it consists of: another one must be named."""
+    """The destination is the source, is inside it, or contains files of it; another destination must be chosen."""
 
 
 class TagError(UsageError, DestinationError):
-    """The tag that the user chose can be no folder of the destination."""
+    """The tag that the user chose cannot be the name of a folder in the destination."""
 
 
 class WorkerDiedError(UcpError):
@@ -183,7 +183,7 @@ class WorkerDiedError(UcpError):
 
 
 class EngineError(UcpError):
-    """The machines that an engine works on cannot be reached, or are not as it needs them."""
+    """The machines that an engine runs on cannot be reached, or do not meet its requirements."""
 
 
 class LoadError(UcpError):
@@ -191,7 +191,7 @@ class LoadError(UcpError):
 
 
 def format_list(items: Iterable[str], *, most: int = 20) -> str:
-    """One indented line per item, the rest counted.
+    """One indented line for each of the first `most` items, and a line that counts the others.
 
     >>> print(format_list(["a", "b", "c"], most=2))
       a
@@ -205,7 +205,7 @@ def format_list(items: Iterable[str], *, most: int = 20) -> str:
 
 
 def format_count(count: int, what: str, several: str = "") -> str:
-    """A number of things; `what`: the word for one of them, and what follows; `several`: the same for more.
+    """A number with its noun. `what`: the singular, and words that follow it; `several`: the plural, if irregular.
 
     >>> format_count(1, "state of parameters"), format_count(2000, "file"), format_count(2, "name has", "names have")
     ('1 state of parameters', '2,000 files', '2 names have')
@@ -217,7 +217,7 @@ def format_count(count: int, what: str, several: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that was likely meant: of which `name` leaves out words or letters, or that is spelt alike.
+    """The name in `known` that was probably meant: one that `name` abbreviates, or one that is spelt alike.
 
     >>> nearest("num_heads", ["mamba_num_heads", "num_attention_heads"]), nearest("hf", ["dcp", "huggingface"])
     ('num_attention_heads', 'huggingface')
@@ -241,6 +241,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _leaves_out(parts: Iterable[str], all_parts: Iterable[str]) -> bool:
-    """Whether `parts` are `all_parts` in their order, with others between."""
+    """Whether `all_parts` contains `parts` in the same order, perhaps with others between them."""
     remaining = iter(all_parts)
     return all(part in remaining for part in parts)

@@ -25,34 +25,34 @@ INTERRUPTED = 130
 """Stopped from the keyboard."""
 
 HUNG_UP = 129
-"""Stopped by SIGHUP (128 + 1), as when a terminal goes away."""
+"""Stopped by SIGHUP (128 + 1), which a closing terminal sends."""
 
 TERMINATED = 143
-"""Stopped by SIGTERM (128 + 15), as a scheduler does before it kills."""
+"""Stopped by SIGTERM (128 + 15), which a scheduler sends before it kills."""
 
 
 class Failure(click.ClickException):
-    """It could not be done."""
+    """An expected failure of a command: its message and exit code."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # of the class in click's hints; it reads that of the instance
+        self.exit_code = exit_code  # type: ignore[misc]  # a class attribute in click's hints, but read of the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the message, to stderr unless told otherwise."""
+        """Print the message to `file`, by default to stderr."""
         head = click.style("Error:", fg=None if os.environ.get("NO_COLOR") else "red", bold=True)
         click.echo(f"{head} {printable(self.message)}", file=file, err=file is None)
 
 
 def make_stopped(by: KeyboardInterrupt, advice: str = "") -> Failure:
-    """The failure that an interrupt or a termination is; `advice`: what is said after it."""
+    """The failure for an interrupt from the keyboard or by a signal. `advice`: text after the message."""
     if isinstance(by, Terminated):
         return Failure(f"terminated{advice}", HUNG_UP if by.args == (signal.SIGHUP,) else TERMINATED)
     return Failure(f"interrupted{advice}", INTERRUPTED)
 
 
 def to_failure(error: BaseException) -> Failure | None:
-    """The failure that `error` is to a user; None for a mistake of this program."""
+    """`error` as a failure to show to the user; None for a bug of this program, which gets a traceback."""
     match error:
         case UsageError() | MemoryBudgetError():
             return Failure(str(error), USAGE)

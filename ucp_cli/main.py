@@ -1,7 +1,7 @@
 """The program: `ucp VERB ...`.
 
-Nothing is imported before signals are heeded, so that one that comes while the verbs are still being imported ends the
-program as any other does.
+Signal handlers are set before anything is imported, so that a signal during the imports, too, ends the program with a
+message and its exit code.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from ucp_cli.stopping import heed_termination
 
 _OBJECTS_BETWEEN_COLLECTIONS = 10_000_000
-"""An index is millions of objects without cycles: with Python's default threshold (700), or a collection right after
-planning, the search for them takes a tenth of the time."""
+"""An index is millions of objects without reference cycles: with Python's default threshold (700), or a collection
+right after planning, the search for cycles takes a tenth of the time."""
 
 
 def main() -> None:
@@ -26,9 +26,9 @@ def main() -> None:
         gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # whatever a name holds, and whatever the locale
+                stream.reconfigure(errors="backslashreplace")  # any name can be printed in any locale
         cli(prog_name="ucp")
-    except KeyboardInterrupt as stop:  # before or after the verbs, which tell it themselves
+    except KeyboardInterrupt as stop:  # before or after the verb, which reports its own
         from ucp_cli.failures import make_stopped
 
         failure = make_stopped(stop)
@@ -39,7 +39,7 @@ def main() -> None:
             from ucp.io.files import close_connections
 
             close_connections()  # or the interpreter would wait for requests that nobody needs any more
-        gc.freeze()  # or the interpreter would look for cycles in all there is, only to end
+        gc.freeze()  # or the interpreter would search all objects for cycles before it ends
 
 
 if __name__ == "__main__":

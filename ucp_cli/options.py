@@ -1,4 +1,4 @@
-"""The options of `ucp.conversion.options` as click has them, and those that only the command line has."""
+"""The options of `ucp.conversion.options` as click options, and those that only the command line has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _AnyPath(click.Path):
 
 
 PATH = _AnyPath(path_type=Path)
-"""A path; whether a checkpoint is there is for `ucp` to say."""
+"""A path; the library checks whether a checkpoint is there."""
 
 
 def _raise_bad_parameter(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -88,7 +88,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def make_completer(names: Callable[[], Iterable[str]]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """What a shell completes a value with: those of `names` that begin with what was typed."""
+    """A function for shell completion: it lists those of `names` that begin with what was typed."""
 
     def complete(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
         return [name for name in names() if name.startswith(typed)]
@@ -97,7 +97,7 @@ def make_completer(names: Callable[[], Iterable[str]]) -> Callable[[click.Contex
 
 
 class _EngineOption(click.Option):
-    """An option whose help lists the installed engines, which are imported for that."""
+    """An option whose help lists the installed engines, and imports them only then."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The option, and its help with the engines in it."""
@@ -130,11 +130,11 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "fsync": {"callback": lambda *call: not call[2]},
     **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},
 }
-"""Argument to what click is to know of it beyond its `Option`."""
+"""Argument to its click settings that `Option` does not have."""
 
 
 def takes_options(arguments: type[SourceArguments]) -> Callable[[F], F]:
-    """Add the options that are among `arguments`, passed under the names of the library's arguments."""
+    """Add the options that are among `arguments`; the command receives them under the names of library arguments."""
 
     def decorate(command: F) -> F:
         for option in reversed(list_options(arguments)):
@@ -170,7 +170,8 @@ def progress(command: F) -> F:
         type=click.Choice(["auto", "bar", "log", "json", "none"]),
         default="auto",
         show_default=True,
-        help="On stderr: a bar (auto: only on a terminal), log lines (for Slurm and tee), or JSON events.",
+        help="Show progress on stderr: bar, log (lines for Slurm and tee), json (one event per line), or none. auto is "
+        "bar on a terminal, none elsewhere.",
     )
     silent = click.option(
         "-q", "--quiet", is_flag=True, help="Print only errors, and what --json or --progress asks for."
@@ -179,5 +180,5 @@ def progress(command: F) -> F:
 
 
 def example(*lines: str) -> str:
-    """Epilog of a help page that shows command lines."""
+    """End of a help page: examples of command lines."""
     return "\n".join(("\b", "Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)))

@@ -1,6 +1,7 @@
-"""Progress as a bar on a terminal, as lines of a log, as JSON events, or not at all: each an `Observer` of a run.
+"""Progress as a bar on a terminal, as lines of a log, as JSON events, or not at all.
 
-No thread is started, so that worker processes may be forked at any time; `advance` may be called from several.
+`Watch`, an `Observer`, starts no thread, so that worker processes may be forked at any time. Several threads may call
+its `advance`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _SURE = 1.0
 """Seconds of a stage after which the remaining time is estimated."""
 
 _LINES = 10
-"""Lines of a log in a stage, at most, that lasts less than so many times `_PAUSE`."""
+"""Lines of a log at equal steps of a stage; more are written only after `_PAUSE` without one."""
 
 _PAUSE = 30.0
 """Seconds between two lines of a log, at most."""
 
 
 class _Display:
-    """What is drawn of a stage: nothing."""
+    """How a stage is drawn; here not at all."""
 
     _title = ""
     _total = 0
@@ -50,7 +51,7 @@ class _Display:
 
 
 class Watch:
-    """Observer that counts, and draws what it counted at most ten times a second."""
+    """Observer that counts bytes, and draws them at most ten times a second."""
 
     def __init__(self, shown: _Display, clock: Callable[[], float] = time.monotonic) -> None:
         self._shown = shown
@@ -60,7 +61,7 @@ class Watch:
         self._done = 0
 
     def begin(self, *, title: str, nbytes: int) -> None:
-        """Start a stage of so many bytes."""
+        """Start a stage of `nbytes` bytes."""
         with self._lock:
             self._start = self._drawn = self._clock()
             self._done = 0
@@ -107,7 +108,7 @@ class _Events(_Display):
 
 
 class _Log(_Display):
-    """A line on stderr at every tenth of a stage, and every half minute: for files, Slurm and `tee`."""
+    """A line on stderr at every tenth of a stage, and at least every half minute: for files, Slurm and `tee`."""
 
     _tenth = 0
     _last_line = 0.0
@@ -133,7 +134,7 @@ class _Log(_Display):
 
 
 class _Bar(_Display):
-    """A bar with bytes, rate and time to go, on stderr; it goes away when the stage is over."""
+    """A bar with bytes, rate and remaining time, on stderr; it disappears at the end of the stage."""
 
     _progress: Progress | None = None
 
@@ -179,13 +180,13 @@ class _Bar(_Display):
 
 
 _WIDE = 80
-"""Columns of a terminal that is not known."""
+"""Columns of a terminal whose width is not known."""
 _LEAST_BAR = 20
-"""Columns for the title and some of a bar."""
+"""Columns for the title and a short bar."""
 
 
 def _columns(done: int, total: int, seconds: float) -> list[str]:
-    """How far a stage is, what matters most first; no time to go before it can be told."""
+    """How far a stage is, most important first; the remaining time only once it can be estimated."""
     texts = [f"{100 * done / max(1, total):3.0f}%", f"{nbytes_text(done):>8} of {nbytes_text(total)}"]
     if done and seconds >= _SURE:
         texts += [f"{rate_text(done, seconds):>10}", f"{seconds_text(seconds * (total - done) / done):>10} left"]
@@ -196,6 +197,6 @@ _SHOWN: dict[str, Callable[[], _Display]] = {"bar": _Bar, "log": _Log, "json": _
 
 
 def watch(progress: str, *, quiet: bool = False) -> Watch:
-    """Observer for a value of --progress and of --quiet, which leaves out "auto"."""
+    """Observer for the values of --progress and --quiet; with --quiet, "auto" draws nothing."""
     auto = "bar" if sys.stderr.isatty() and not quiet else "none"
     return Watch(_SHOWN[auto if progress == "auto" else progress]())

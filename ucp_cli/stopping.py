@@ -1,7 +1,7 @@
-"""SIGTERM and SIGHUP end a verb as Ctrl-C does: work in progress is left in order, and one line says how to go on.
+"""SIGTERM and SIGHUP end a verb as Ctrl-C does: unfinished work can be continued, and one line says how.
 
-A scheduler sends the one before it kills, a terminal that goes away the other. Only the first signal counts: those that
-follow would cut the tidying short.
+A scheduler sends SIGTERM before it kills; a closing terminal sends SIGHUP. Only the first signal counts: later ones
+would interrupt the cleanup.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _HEEDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal that ends the program was received; its number is the argument."""
+    """A signal that ends the program was received. The argument is its number."""
 
 
 def heed_termination() -> None:
-    """From now on they raise `Terminated` in the main thread; not those that the process was told to ignore."""
+    """Let SIGTERM and SIGHUP raise `Terminated` in the main thread, unless this process ignores them (nohup)."""
     for number in _HEEDED:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)

@@ -1,6 +1,6 @@
 """`ucp VERB ...`: the group of all verbs, and how their failures end.
 
-A verb's module is imported when it is run, so that `ucp --help` costs nothing.
+The module of a verb is imported when the verb is run, so that `ucp --help` is fast.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Verbs(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """The context of a call; an interrupt here too is one message and its exit code."""
+        """The context of a call. An interrupt while it is made becomes one message and its exit code."""
         try:
             return super().make_context(info_name, args, parent, **extra)
         except KeyboardInterrupt as stop:
@@ -92,7 +92,7 @@ class Verbs(click.Group):
 @click.option("--debug", is_flag=True, envvar="UCP_DEBUG", help="Show the traceback of a failure (or UCP_DEBUG=1).")
 @click.version_option(package_name="universal-checkpoint", message="ucp %(version)s")
 def cli(*, debug: bool) -> None:
-    """Read DeepSpeed, Megatron and PyTorch training checkpoints in any layout, and write them for any other.
+    """Read DeepSpeed, Megatron, PyTorch and Hugging Face checkpoints in any layout, and write them for any other.
 
     Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed or damaged, 2 usage error, 3 differences
     found.

@@ -1,6 +1,6 @@
 """Advice for files that are recognised by name but not read: checkpoints of other libraries, and incomplete ones.
 
-It is asked only if no format recognises a path, so that a file beside a checkpoint never hides it.
+It is used only if no format recognises a path, so that such a file beside a checkpoint never hides the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _KINDS = (
     _Kind(
         "a LoRA adapter (peft)",
         ("adapter_config.json", "adapter_model.*"),
-        "Keep it as it is, since it is the same for every parallel layout, or merge it into its model with peft",
+        "Keep it unchanged, since it is the same for every parallel layout, or merge it into its model with peft",
     ),
     _Kind(
-        "a folder of safetensors files under names of their own",
+        "a folder of safetensors files with unknown names",
         ("*.safetensors",),
         "Pass one of the files; those of one model have names such as model-00001-of-00003.safetensors",
     ),
@@ -44,7 +44,7 @@ _KINDS = (
     _Kind(
         "an orbax checkpoint (JAX)",
         ("_CHECKPOINT_METADATA", "manifest.ocdbt", "*.orbax-checkpoint-tmp-*"),
-        "Load it in JAX and save its arrays for the framework that is to go on with them",
+        "Load it in JAX and save its arrays in a format of the framework that will continue the training",
     ),
     _Kind(
         "an optimizer without its model",

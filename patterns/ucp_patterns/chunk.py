@@ -1,7 +1,7 @@
 """Chunk: a dim is cut into parts of ceil(length / parts), as `torch.chunk` does; the last ones are shorter, or empty.
 
-Of dim 0 it is `Shard(0)` of a DTensor (FSDP2). Of a flattened tensor it is the partition of ZeRO-3, where every rank
-stores ceil(numel / ranks) elements, padded at the end (`partition_parameters.py`, DeepSpeed 0.19.8), and of FSDP1.
+On dim 0 it is `Shard(0)` of a DTensor (FSDP2). On a flattened tensor it is how FSDP1 shards, and ZeRO-3, where every
+rank stores ceil(numel / ranks) elements, padded at the end (`partition_parameters.py`, DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Cut: a dim is cut into parts of recorded widths, block by block.
 
-What `Shard` computes is recorded here: attention heads that do not divide, query heads and key/value heads of other
-numbers, splits along a grain. A part holds its range of every block, one after another; a width may be 0.
+It records widths that `Shard` would compute: for attention heads that do not divide evenly, different numbers of query
+heads and key/value heads, or cuts only at multiples of some size. A part holds its range of every block, one after
+another; a width may be 0.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Cut(Pattern):
         return f"cut(dim={self.dim}, widths={[list(block) for block in self.widths]})"
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """This part's range of every block, one after another; one empty box if that is nothing.
+        """This part's range of every block, one after another; one empty box if it holds nothing.
 
         `global_shape`: elements.
 
@@ -47,7 +48,9 @@ class Cut(Pattern):
         """
         length = check_dim(global_shape, self.dim)
         if sum(map(sum, self.widths)) != length or any(len(block) != parts for block in self.widths):
-            raise ValueError(f"widths {self.widths} do not cut the {length} elements of dim {self.dim} in {parts}")
+            raise ValueError(
+                f"widths {self.widths} do not cut the {length} elements of dim {self.dim} into {parts} parts"
+            )
         begins = accumulate(map(sum, self.widths), initial=0)
         starts = [begin + sum(block[:index]) for begin, block in zip(begins, self.widths, strict=False)]
         ranges = [(start, start + block[index], 0) for start, block in zip(starts, self.widths, strict=True)]

@@ -31,7 +31,7 @@ class Pieces(Pattern):
     """Parts that hold the same box hold the same bits."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a pair of boxes of different sizes: manifests can hold such pieces."""
+        """Raise ValueError for a pair of boxes of different sizes: a manifest may contain anything."""
         for pair in (pair for pairs in self.held for pair in pairs):
             if pair.dims is None and pair.global_box.sizes != pair.local.sizes:
                 raise ValueError(

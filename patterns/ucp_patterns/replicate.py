@@ -13,7 +13,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Pattern):
-    """The full tensor on every part, equal.
+    """The full tensor on every part, or on `holders`; the copies are equal.
 
     >>> [len(Replicate(holders=(0, 3)).regions((4, 2), 4, index)) for index in range(4)]
     [1, 0, 0, 1]

@@ -1,9 +1,10 @@
 """Shard: a dim is cut into parts.
 
-One block is Shard-V (dim 0 of a stored [out, in] weight) or Shard-H (dim 1). Several blocks are Shard-NC: the dim is
-a concatenation (gate and up; q, k and v of unequal sizes), each block is cut on its own, and a part holds its range of
-every block, one after another. A block may be cut into fewer pieces than there are parts: then `copies` adjacent parts
-hold the same piece (grouped attention with fewer key and value heads than tensor-parallel ranks).
+With one block it is the paper's Shard-V (dim 0 of a stored [out, in] weight) or Shard-H (dim 1); with several, its
+Shard-NC: the dim is a concatenation (gate and up; q, k and v of unequal sizes), each block is cut separately, and a
+part holds its range of every block, one after another. A block may be cut into fewer pieces than there are parts: then
+`copies` adjacent parts hold the same piece (grouped attention with fewer key and value heads than tensor-parallel
+ranks).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Shard(Pattern):
                 f"expected at most {_MOST_BLOCKS:,} blocks, repeats counted; got {len(self.blocks):,} x {self.repeat:,}"
             )
         if self.repeat < 1 or (self.repeat > 1 and not self.blocks):
-            raise ValueError(f"expected blocks to repeat, once or more; got {self.repeat} of {self.blocks}")
+            raise ValueError(f"expected a repeat of 1 or more, and blocks if more; got {self.repeat} of {self.blocks}")
         if self.copies and (len(self.copies) != len(self.blocks) or any(copy < 1 for copy in self.copies)):
             raise ValueError(f"expected copies of each of the blocks {self.blocks}, one or more; got {self.copies}")
 
@@ -66,7 +67,7 @@ class Shard(Pattern):
         return Overlap.EQUAL if any(copy > 1 for copy in self.copies) else Overlap.EXCLUSIVE
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
-        """This part's range of every block, one after another; one empty box if that is nothing.
+        """This part's range of every block, one after another; one empty box if it holds nothing.
 
         `global_shape`: elements.
 
@@ -89,7 +90,7 @@ class Shard(Pattern):
         return regions_of(global_shape, self.dim, ranges)
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """That of the blocks, where there are any: parts may hold copies. Raises ValueError for other parts."""
+        """Global shape: from the blocks if there are any, as parts may hold copies. Raises ValueError for a misfit."""
         shapes = tuple(map(tuple, local_shapes))
         return join_shapes(self, shapes, sum(self.blocks) * self.repeat if self.blocks else None)
 
@@ -102,7 +103,7 @@ def check_dim(shape: Sequence[int], dim: int) -> int:
 
 
 def regions_of(shape: tuple[int, ...], dim: int, ranges: Iterable[DimRange]) -> tuple[RegionPair, ...]:
-    """A part that holds `ranges` of a dim one after another; one empty box where that is nothing."""
+    """A part that holds `ranges` of a dim one after another; one empty box if it holds nothing."""
     zero = (0,) * len(shape)
     pairs = []
     local = 0

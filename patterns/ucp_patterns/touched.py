@@ -14,7 +14,7 @@ from ucp.core.region import Box, RegionPair
 
 @dataclass(frozen=True, slots=True)
 class Touched(Pattern):
-    """A full flattened parameter on every part whose share it touches, equal.
+    """A full flattened parameter on every part whose share it touches; the copies are equal.
 
     >>> [len(Touched(start=3, share=4).regions((4,), 3, index)) for index in range(3)]
     [1, 1, 0]

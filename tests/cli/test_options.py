@@ -56,7 +56,7 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
         (["--to", "nothing"], "expected one of the targets dcp, deepspeed"),
         (["--virtual", "--layout", "packed"], "--virtual"),
         (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),
-        (["--include", "l1"], "globs are of the whole name: '*l1*' matches l1."),
+        (["--include", "l1"], "a glob must match the whole name: '*l1*' matches l1."),
         (["--bogus"], "No such option"),
     ],
 )

@@ -19,7 +19,7 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
         (["inspect", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
         (["plan", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
         (["patterns", "check", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
-        (["plan", ZERO3, "--to", "deepspeed", "--tag", "a/../b"], "its part '..' names no folder of its own"),
+        (["plan", ZERO3, "--to", "deepspeed", "--tag", "a/../b"], "its part '..' cannot be the name of a folder"),
         (["plan", ZERO3, "--to", "deepspeed", "--tag", ""], "expected a tag such as global_step100"),
         (["plan", ZERO3, "--to", "megatron", "--topology", "tp=1"], "Only models of a known family"),
         (["plan", LLAMA, "--megatron-format", "torch"], "got 'torch', which is a layout of --to megatron"),

@@ -1,1 +1,1 @@
-"""Looking without writing: verify and explain."""
+"""Checks that only read: verify, diff, explain."""

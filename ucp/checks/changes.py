@@ -1,4 +1,4 @@
-"""Differences between two checkpoints as tables: those of numbered layers are one row."""
+"""Shows differences between two checkpoints as tables; the same difference in many numbered layers is one row."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ucp.errors import format_count
 from ucp.transfer.differences import Change
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""A part of a name that is a number: the 12 of layers.12.mlp.weight."""
+"""A part of a name that is a number, such as 12 in layers.12.mlp.weight."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Changes shown on one line."""
+    """Changes that are shown on one line."""
 
     first: Change
-    """The first of them."""
+    """The first of the changes."""
     changes: int = 0
-    """How many."""
+    """How many changes there are."""
     numel: int = 0
-    """Elements that differ, in all."""
+    """Number of elements that differ, in all changes together."""
     largest: float = 0.0
-    """Largest difference of all; not a number is larger than any."""
+    """The largest difference; NaN counts as larger than any number."""
     numbers: list[set[int]] = field(default_factory=list)
-    """Numbers that stand in the name, by place."""
+    """For each number in the name, the values that it has in the changes."""
 
     def add(self, change: Change) -> None:
         self.changes += 1
@@ -43,7 +43,7 @@ class _Row:
 
     @property
     def label(self) -> str:
-        """Name, with "#" for numbers that differ."""
+        """The name; of several changes, with "#" for numbers, followed by the values of each."""
         if self.changes == 1:
             return self.first.param
         ranges = (f"  [{ranges_text(sorted(numbers))}]" for numbers in self.numbers)
@@ -51,20 +51,20 @@ class _Row:
 
     @property
     def times(self) -> str:
-        """How many parameters the line stands for."""
+        """How many parameters the line stands for, as text; empty for one."""
         return f"×{self.changes}" if self.changes > 1 else ""
 
 
 _MOST_ROWS = 20
-"""Rows of a table; the one that matters is not to be lost among hundreds."""
+"""The most rows of a table, so that important rows are not lost among hundreds."""
 
 
 def _short_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Section:
-    return table(title, columns, rows, most=_MOST_ROWS, all_in="`changes` and --json list all differences")
+    return table(title, columns, rows, most=_MOST_ROWS, all_in="--json lists all (in Python: `changes`)")
 
 
 def make_tables(changes: Sequence[Change], *, a: str, b: str) -> Iterator[Part]:
-    """Differences, grouped; nothing without any. `a`, `b`: what the two checkpoints are called."""
+    """Tables of differences by kind; nothing if there are none. `a`, `b`: the names of the two checkpoints."""
     if not changes:
         return
     values = [change for change in changes if change.what == "values"]
@@ -104,5 +104,5 @@ def _group_rows(changes: Iterable[Change], key: Callable[[Change], object]) -> l
 
 
 def _similarity(change: Change) -> tuple[str, str, str]:
-    """What changes of one layer after another have in common."""
+    """A key that is equal for the same change in different numbered layers."""
     return _NUMBER.sub("#", change.param), change.state, change.what

@@ -1,6 +1,6 @@
-"""What the rules of a model family say about a checkpoint: the rule of every parameter, and what fits none.
+"""Explains what the rules of a model family say about a checkpoint: the rule of each parameter, and what fits no rule.
 
-Works on the index of any format: names and global shapes.
+Works on the index of any format; it uses only names and global shapes.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from ucp.families.rule import Rule
 from ucp.families.template import kind
 
 NO_RULE = "no rule"
-"""The problem of a name that falls under none."""
+"""The problem of a name that no rule covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedParameter:
-    """One parameter, and what is known of it."""
+    """One parameter, and what a family says about it."""
 
     name: str
     """Name in the checkpoint."""
     global_shape: tuple[int, ...]
     """Elements per dim."""
     canonical: str = ""
-    """Canonical name, numbers that the name lacks left open; empty without a rule."""
+    """Canonical name, with placeholders for numbers that the name does not have; empty without a rule."""
     style: str = ""
     """Naming style of the name; empty without a rule."""
     template: str = ""
-    """Template of that style that the name falls under; empty without a rule."""
+    """Template of that style that the name matches; empty without a rule."""
     part: int | None = None
-    """Which of the tensors that join to the canonical one it is; None when it is all of it."""
+    """Which part of the canonical tensor it is; None if it is the complete tensor."""
     rule: Rule | None = None
     """Its rule."""
     patterns: tuple[str, ...] = ()
-    """How it lies over each axis at the degrees of the checkpoint, e.g. "tp: shard(dim=0)"."""
+    """How it is split over each axis at the degrees of the checkpoint, for example "tp: shard(dim=0)"."""
     problem: str = ""
-    """What is wrong; empty when nothing is."""
+    """What is wrong; empty if nothing is."""
     order: tuple[int, ...] = ()
-    """Dims of the stored tensor in the order of the rule's; empty when they agree."""
+    """Dims of the stored tensor in the order of the rule's dims; empty if the orders agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +58,26 @@ class FamilyReport:
     format: str
     """Format that read it."""
     family: Family | None = None
-    """The family, bound to the model; None where none fits and none is needed: the checkpoint records its layout."""
+    """The family, bound to the model; None if none fits but the checkpoint records its layout, so none is needed."""
     reasons: tuple[str, ...] = ()
-    """Why it is this one."""
+    """Why this family was chosen."""
     parameters: tuple[ExplainedParameter, ...]
     """Every parameter, in the order of the checkpoint."""
     unused: tuple[Rule, ...] = ()
-    """Rules that hold for the model, and no name falls under."""
+    """Rules that hold for the model but cover no name of the checkpoint."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
-    """Mesh axis to where the checkpoint says how tensors lie over it, where no family does."""
+    """Without a family: mesh axis to where the checkpoint records how tensors are split over it."""
 
     @property
     def ok(self) -> bool:
-        """Whether every parameter has one rule and fits it."""
+        """Whether every parameter has exactly one rule and fits it."""
         return not any(parameter.problem for parameter in self.parameters)
 
 
 def explain(path: Path, options: SourceOptions | None = None) -> FamilyReport:
-    """What a family says about the checkpoint at `path`: the one in `options`, else the one chosen by evidence.
+    """What a family says about the checkpoint at `path`: the family in `options`, or one chosen by evidence.
 
-    Raises SourceError, UnknownFamilyError when none or several fit and one is needed, UsageError.
+    Raises SourceError, UsageError, and UnknownFamilyError if a family is needed and none or several fit.
     """
     fmt, _ = recognise(path)
     try:

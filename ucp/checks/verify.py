@@ -1,4 +1,4 @@
-"""Proofs: a checkpoint is complete and undamaged; two are equal; what was written reads back as its source."""
+"""Checks that a checkpoint is complete and undamaged, and that two checkpoints are equal."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from ucp.transfer.differences import Change, compare, describe_casts, find_equal
 _ALL = NameFilter()
 
 _UNPROVED = (
-    "its files record no checksums: headers, sizes and shapes were checked, not the bytes of tensors. --against "
-    "compares these with another copy"
+    "its files record no checksums: headers, sizes and shapes were checked, but not the bytes of tensors. Use "
+    "--against to compare these with another copy"
 )
-"""What to say where a flipped bit would not be seen."""
+"""Note for a checkpoint in which a flipped bit would not be noticed."""
 
 _DAMAGE = (ChangedError, CorruptError, CoverError, MalformedError, MissingFileError)
-"""What keeps a checkpoint from being read that was once whole: a finding of `verify`, not its failure."""
+"""Errors that mean damage: `verify` reports them as problems instead of raising them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,21 @@ class VerifyReport(Report):
     path: str
     """What was verified."""
     against: str | None
-    """What it was compared with, bit for bit."""
+    """The checkpoint that it was compared with, bit for bit; None if with none."""
     checked_bytes: int
-    """Bytes that recorded checksums or digests cover."""
+    """Number of bytes that were checked against recorded checksums or digests."""
     problems: tuple[str, ...]
-    """Damage: bytes that are not what they should be, copies that drifted."""
+    """What is wrong: damage, copies that differ, states without parameters."""
     changes: tuple[Change, ...]
-    """Differences from `against`, which is compared only with what has no problem."""
+    """Differences from `against`; a checkpoint with other problems than `unnamed` is not compared."""
     drift: tuple[str, ...] = ()
-    """Those of `problems` that are copies which differ: every byte of them may be as it was written."""
+    """Those `problems` that are copies which differ, although every byte may be as it was written."""
     casts: tuple[str, ...] = ()
-    """Changes of dtype after which states of `against` were compared; empty when it was bit for bit."""
+    """Casts that were applied to states of `against` before they were compared; empty if there were none."""
     experts: tuple[str, ...] = ()
-    """Those of `problems` that are experts which cannot be right, whatever the bytes of the files."""
+    """Those `problems` that are experts which cannot be right, although their bytes are undamaged."""
     unnamed: tuple[str, ...] = ()
-    """Those of `problems` that are states which could not be given to parameters: their bytes are as written."""
+    """Those `problems` that are states which cannot be assigned to parameters, although their bytes are undamaged."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what explains the differences as a whole."""
 
@@ -76,7 +76,7 @@ class VerifyReport(Report):
         return not self.problems and not self.changes
 
     def page(self) -> Page:
-        """The verdict, what it stands on, and everything that is wrong."""
+        """The verdict, what it is based on, and everything that is wrong."""
         same = f"{self.against}{', after the casts below' if self.casts else ''}"
         yield self._verdict()
         yield facts(
@@ -101,13 +101,13 @@ class VerifyReport(Report):
         return (*self.drift, *self.experts, *self.unnamed)
 
     def _verdict(self) -> str:
-        """The first line: what was found, in a word."""
+        """The first line of the page: the result."""
         if len(self.problems) > len(self._undamaged):
             return f"{self.path}: damaged"
         if self.experts:
             return f"{self.path}: undamaged, but its experts cannot be right"
         if self.unnamed:
-            return f"{self.path}: undamaged, but the states of its optimizer cannot be given to parameters"
+            return f"{self.path}: undamaged, but the states of its optimizer cannot be assigned to parameters"
         if self.drift:
             return f"{self.path}: holds copies that should be equal and are not"
         if self.changes:
@@ -120,19 +120,19 @@ class DiffReport(Report):
     """How two checkpoints differ."""
 
     a: str
-    """The first."""
+    """The first checkpoint."""
     b: str
-    """The second."""
+    """The second checkpoint."""
     compared: int
-    """States that both have in one shape."""
+    """Number of states that both have, with the same shape."""
     nbytes: int
-    """Bytes of all states of the first."""
+    """Bytes of all states of the first checkpoint."""
     nbytes_compared: int
-    """Bytes of them in the first."""
+    """Bytes of the compared states in the first checkpoint."""
     changes: tuple[Change, ...]
-    """Differences; empty when equal bit for bit, but for the type that counts such as `step` are kept in."""
+    """Differences; empty if the two are equal bit for bit, apart from the dtype of counts such as `step`."""
     notes: tuple[str, ...] = ()
-    """What explains them as a whole."""
+    """What explains the differences as a whole."""
 
     @property
     def equal(self) -> bool:
@@ -156,12 +156,15 @@ def verify_checkpoint(
     threads: int,
     observer: Observer,
 ) -> VerifyReport:
-    """What `ucp.verify` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError.
+    """Verify a checkpoint for `ucp.verify`. Raises UsageError.
 
-    `names`: which parameters and states are compared with `against`; `path` is proved whole.
+    `source`: options for reading; each applies to `path`, `against` or both, wherever a format can use it. `names`:
+    which parameters and states are compared with `against`; all of `path` is checked for damage in any case.
     """
     if against is None and names != _ALL:
-        raise UsageError("--include, --exclude and --weights choose what is compared: say with what by --against")
+        raise UsageError(
+            "--include, --exclude and --weights select what is compared with another checkpoint: name it by --against"
+        )
     recognise(path)
     reader = _SourceReader(source)
     other = None if against is None else reader.read(against)
@@ -212,16 +215,17 @@ def verify_checkpoint(
 
 
 def _drop_optional(index: Index, store: Index) -> Index:
-    """`index` less the extras of which a conversion to `store` decides: the tag, and companions that were left."""
+    """`index` without extras that a conversion may leave out: the tag, and sidecar files that `store` does not have."""
     names = {extra.name for extra in store.extras}
     extras = (stored for stored in index.extras if stored.name in names or not stored.is_sidecar)
     return replace(index, extras=tuple(stored for stored in extras if stored.name != TAG))
 
 
 def _select_compared(both: tuple[Index, Index], names: NameFilter) -> tuple[Index, Index]:
-    """Two checkpoints with what `names` keeps, and hyper-parameters where it keeps optimizer states.
+    """Two checkpoints, narrowed to the parameters and states that `names` selects.
 
-    Raises UsageError for a glob that matches nothing in either.
+    Hyper-parameters are kept for parameters with selected optimizer states. Raises UsageError for a glob that matches
+    nothing in either checkpoint.
     """
     if names == _ALL:
         return both
@@ -256,9 +260,10 @@ def diff_checkpoints(
     threads: int,
     observer: Observer,
 ) -> DiffReport:
-    """What `ucp.diff` finds. `source`: about both, as far as their formats have a use for it. Raises UsageError.
+    """Compare two checkpoints for `ucp.diff`. Raises UsageError.
 
-    `names`: which parameters and states are compared.
+    `source`: options for reading; each applies to `a`, `b` or both, wherever a format can use it. `names`: which
+    parameters and states are compared.
     """
     reader = _SourceReader(source)
     index_a, index_b = reader.read(a), reader.read(b)
@@ -282,7 +287,7 @@ def diff_checkpoints(
             *_describe_no_overlap(index_a, index_b),
             *casts,
             *(
-                f"{line}, of {format_count(count, 'parameter')}: the numbers are equal, only their type is another"
+                f"{line}, for {format_count(count, 'parameter')}: the numbers are equal, only their dtypes differ"
                 for line, count in Counter(
                     f"{change.state} is {change.a} in a, {change.b} in b" for change in recast
                 ).items()
@@ -297,26 +302,26 @@ def diff_checkpoints(
 
 
 def _find_recast_counts(changes: Iterable[Change], index: Index) -> list[Change]:
-    """Changes of dtype of counts, such as `step`, that kept every number: of no consequence."""
+    """Changes of the dtype of counts, such as `step`, with equal numbers: these have no consequence."""
     valued = {(change.param, change.state) for change in changes if change.what == "values"}
     of_type = (change for change in changes if change.what == "dtype" and (change.param, change.state) not in valued)
     return [change for change in of_type if index.atoms[change.param].is_count(change.state)]
 
 
 def _describe_no_overlap(a: Index, b: Index) -> tuple[str, ...]:
-    """What to say where two checkpoints have no name in common."""
+    """A note if two checkpoints have no parameter name in common."""
     if not a.atoms or not b.atoms or a.atoms.keys() & b.atoms.keys():
         return ()
     note = (
-        f"not one parameter has the same name in both ({next(iter(a.atoms))} in one, {next(iter(b.atoms))} in the "
-        "other): they are of other models, or name the modules of one in other ways. What a conversion renames, "
-        "`ucp convert --verify` compares under the new names"
+        f"no parameter name occurs in both ({next(iter(a.atoms))} in one, {next(iter(b.atoms))} in the other): these "
+        "are different models, or one model with different names for its modules. If a conversion renamed the "
+        "parameters, `ucp convert --verify` compares them under the new names"
     )
     return (note,)
 
 
 class _SourceReader:
-    """What the user says of several checkpoints: each takes it that has a use for it, and one of them must."""
+    """Reads several checkpoints with the same options; at least one of them must have a use for the options."""
 
     def __init__(self, source: SourceOptions) -> None:
         self._source = source
@@ -324,7 +329,7 @@ class _SourceReader:
         self._is_used = False
 
     def read(self, path: Path) -> Index:
-        """Index of one of them."""
+        """Index of one checkpoint; its format may have no use for the options."""
         try:
             index = index_of(path, source=self._source)
         except IdleOptionError as error:
@@ -334,15 +339,15 @@ class _SourceReader:
         return index
 
     def check_used(self) -> None:
-        """Raise IdleOptionError where none had a use for it."""
+        """Raise IdleOptionError if no checkpoint had a use for the options."""
         if self._idle is not None and not self._is_used:
             raise self._idle
 
 
 def _find_changed_files(index: Index) -> list[str]:
-    """A line for each file of tensors, and each that says what these hold, that is not as the conversion wrote it.
+    """A line for each file of a destination that is not as the conversion wrote it: files of tensors, and of metadata.
 
-    Checksums do not see bytes that somebody appended, and a framework may refuse the file for them.
+    Checksums do not cover bytes that somebody appended, but a framework may refuse a file because of them.
     """
     folder = find_destination(path_of(index.path))
     if folder is None:
@@ -356,11 +361,11 @@ def _find_changed_files(index: Index) -> list[str]:
 
 
 def _list_oddities(index: Index) -> list[str]:
-    """A line for everything that speaks against the files, and one for states that were lost."""
+    """A line for each sign that the files are incomplete or inconsistent, and one for states that were lost."""
     lost = find_state_gaps(index)
     return [*(problem.text for problem in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
 
 
 def _list_unnamed(index: Index) -> tuple[str, ...]:
-    """A line for states that could not be given to parameters."""
+    """A line for states that could not be assigned to parameters, if there are any."""
     return () if index.unnamed is None else (index.unnamed.reason,)

@@ -84,7 +84,7 @@ class FlatBuffer:
         axis: str = "dp",
         starts: Sequence[int] | None = None,
     ) -> FlatBuffer:
-        """The buffer of parameters with these numbers of elements; `starts`: of each, if not end to end."""
+        """The buffer of parameters with these numbers of elements; `starts`: their offsets, if not end to end."""
         starts = [*accumulate(numels.values(), initial=0)][:-1] if starts is None else starts
         live = [
             (name, start, start + numel) for (name, numel), start in zip(numels.items(), starts, strict=True) if numel
@@ -190,8 +190,8 @@ _UNSHARDED = {"Replicate": "replicate", "Partial": "partial"}
 class DTensorPlacement:
     """How one axis of a DTensor's mesh shards a tensor (torch 2.13, `torch/distributed/tensor/placement_types.py`).
 
-    `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim, as tensor
-    parallelism does first; where these do not make up the factor, it is the pattern `strided`.
+    `_StridedShard(dim, split_factor)` is `Shard(dim)` applied after the inner axes that shard the same dim: FSDP shards
+    after tensor parallelism. If the degrees of these axes do not multiply to `split_factor`, the pattern is `strided`.
     """
 
     kind: str
@@ -202,7 +202,7 @@ class DTensorPlacement:
     """`split_factor` of a _StridedShard."""
 
     def pattern(self, *, in_order: bool) -> Pattern:
-        """The pattern of this placement; `in_order`: the axes that shard before a strided one come before it."""
+        """The pattern. `in_order`: whether the axes that shard before a `_StridedShard` precede it in the layout."""
         if self.kind in _UNSHARDED:
             return pattern(_UNSHARDED[self.kind])
         if self.kind == "Shard" or in_order:
@@ -242,7 +242,7 @@ def placements_to_axes(
 def holder_axes(axis: str, parts: int, known_from: str, holders: Collection[int] = ()) -> tuple[AxisLayout, ...]:
     """Layout along an axis whose ranks `holders` (empty: all ranks) have the full tensor; nothing for a single rank.
 
-    >>> [own.pattern.name for holders in ({1}, {0, 3}) for own in holder_axes("pp", 4, "arguments", holders)]
+    >>> [axis.pattern.name for holders in ({1}, {0, 3}) for axis in holder_axes("pp", 4, "arguments", holders)]
     ['unique', 'replicate(holders=[0, 3])']
     """
     parts_with_it = tuple(sorted(set(holders)))

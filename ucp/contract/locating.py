@@ -47,11 +47,11 @@ class Evidence:
     reasons: tuple[str, ...]
     """What was seen, e.g. "zero_pp_rank_*_optim_states.pt"."""
     is_saved_in: bool = False
-    """Whether `root` was found as a run saves it in the folder passed: what else lies there is not asked about."""
+    """Whether a run saved `root` in the folder passed; other subfolders there are then not examined."""
     strength: Strength = Strength.MARKER
     """Strength of the evidence."""
     not_read: tuple[str, ...] = ()
-    """Files there that by their suffix could be checkpoints too; set where this evidence is the stronger one."""
+    """Files there that could be checkpoints too, by their suffix; set if this evidence is stronger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Located(Generic[T]):
     """What a path resolves to."""
 
     root: Path
-    """Folder or file of the checkpoint; the path passed, where there are several."""
+    """Folder or file of the checkpoint; the path passed, if there are several checkpoints."""
     content: T
     """What the format found there."""
     reasons: tuple[str, ...]
@@ -83,7 +83,7 @@ class Located(Generic[T]):
     strength: Strength = Strength.MARKER
     """Strength of the evidence."""
     notes: tuple[str, ...] = ()
-    """What was assumed on the way."""
+    """What was assumed when it was located."""
 
     @property
     def evidence(self) -> Evidence:
@@ -102,12 +102,12 @@ class Pointer:
     file: str
     """Name of the file."""
     folder_of: Callable[[str], str | None] = str
-    """Name of the checkpoint's folder, by the text of the file; None for a text that is no name."""
+    """Makes the name of the checkpoint's folder from the text of the file; None for a text that is not a name."""
     is_binding: bool = True
-    """Whether a text that is no name is an error even where only one checkpoint is there."""
+    """Whether a text that is not a name is an error even if the folder has only one checkpoint."""
 
     def read(self, folder: Path) -> str | None:
-        """Name of the folder that the file in `folder` names; None where there is none, or no name in it."""
+        """The name that the file in `folder` gives; None if there is no such file, or no valid name in it."""
         text = read_short_text(folder / self.file, most_bytes=_MOST_BYTES)
         name = self.folder_of(text) if text else None
         if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
@@ -146,9 +146,9 @@ def follow_pointers(path: Path, look: Look[T], pointers: Sequence[Pointer]) -> L
 
 
 def find_only(path: Path, looks: Sequence[Look[T]], pointers: Sequence[Pointer] = ()) -> Located[T] | None:
-    """The only checkpoint in `path`, or the choice between several: of the first of `looks` that sees any.
+    """The only checkpoint in `path`, or the choice between several, by the first of `looks` that recognises any.
 
-    `pointers`: files that lead to none, if they are there.
+    `pointers`: pointer files; if one is there, it is known to lead to no checkpoint.
     """
     names = sorted(name for name in names_in(path) if (path / name).is_dir())
     for look in looks:
@@ -171,7 +171,7 @@ def require_checkpoint(
 ) -> Located[T]:
     """The one checkpoint found at `path`. Raises UnknownFormatError, MalformedError (a pointer to none), UsageError.
 
-    `what` is expected, such as `example`; `pointer`: the file that would name one of several.
+    `what`, `example`: what the message says is expected. `pointer`: the file that would name one of several.
     """
     if located is None:
         raise UnknownFormatError(f"expected {what} at {path}: {example}")

@@ -53,8 +53,8 @@ _MOST_BYTES = 4 << 20
 def recorded_arguments(index: Index) -> Mapping[str, object]:
     """Recorded sizes and settings of the model, under the names of the framework that recorded them.
 
-    Those of config.json, before them those of the model (`model_args` of nanoGPT), and before these those of the run.
-    Raises MalformedError for a config.json that is none.
+    They come from config.json, from `model_args` (nanoGPT) and from the arguments of the run; of equal names, the last
+    counts. Raises MalformedError for a config.json that is not JSON.
     """
     return {**_configuration(index), **_extra(index, _MODEL_ARGUMENTS), **run_arguments(index)}
 
@@ -65,7 +65,7 @@ def run_arguments(index: Index) -> Mapping[str, object]:
 
 
 def read_config(folder: str) -> dict[str, object]:
-    """What `config.json` in a folder says; nothing where there is none. Raises MalformedError."""
+    """Contents of the `config.json` in a folder; empty if there is none. Raises MalformedError."""
     path = os.path.join(folder, _CONFIG_FILE)
     return read_object(path) if exists(path) else {}
 
@@ -108,7 +108,7 @@ def _configuration(index: Index) -> Mapping[str, object]:
 
 
 def _extra(index: Index, names: Collection[str]) -> dict[str, object]:
-    """Entries of the first extra with one of these names, of all ranks or the first; empty where there is none."""
+    """Entries of the first extra with one of these names that is of all ranks or of rank 0; empty if there is none."""
     for extra in index.extras:
         if extra.name in names and extra.rank in (None, 0):
             return _by_name(extra.value.state if isinstance(extra.value, Stub) else extra.value)
@@ -127,29 +127,29 @@ _FAMILIES = {
     "bloom": "bloom",
     "gpt_neox": "gpt-neox",
 }
-"""`model_type` of a config.json to the family whose modules in transformers have the order of such a model."""
+"""`model_type` of a config.json to the model family with the parameter order of its class in transformers."""
 MODEL_TYPES = tuple(sorted(_FAMILIES))
-"""Those whose order is known."""
+"""Model types whose parameter order is known."""
 _OUTPUTS = ("lm_head.weight", "embed_out.weight")
 _INPUTS = (".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".embed_in.weight")
-"""Ends of the names of embeddings, below the model without its head."""
+"""Ends of the names of input embeddings, which belong to the base model (the model without its head)."""
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes with an output matrix."""
 _NUMBER = re.compile(r"(\d+)")
 
 
 def family_of_type(model_type: object) -> Family | None:
-    """The family of models of that type, of those whose order is known; None where it is none of them."""
+    """The family of models of that type; None if the parameter order of that type is not known."""
     name = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if name is None:
         return None
-    from ucp.contract import registry  # which imports this module for its protocols
+    from ucp.contract import registry  # imports this module
 
     return registry.family(name)
 
 
 def sort_in_model_order(names: Iterable[str], model_type: object) -> list[str] | None:
-    """Names of parameters in the order of a model of that type; None where it is not known of all of them."""
+    """Names of parameters in the order of a model of that type; None if the position of some is not known."""
     family = family_of_type(model_type)
     return None if family is None else family.sort_names(names, "huggingface")
 
@@ -167,12 +167,12 @@ def sort_by_number(names: Iterable[str]) -> list[str]:
 
 
 def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:
-    """The output matrix and the embedding that it is; None where the model is not tied, or not known to be.
+    """Names of the output matrix and of the embedding that it is tied to; None if they are not known to be tied.
 
-    transformers saves such a matrix once, under the name of the embedding; older files hold it twice. Whether it is
-    tied says config.json; a model for which it does not say so and whose class has an output matrix that the files
-    lack is tied too, since transformers would else initialise it. The name of the output matrix may or may not be one
-    of `names`.
+    transformers saves a tied matrix once, under the name of the embedding; older files hold it twice. config.json says
+    whether it is tied. If the class of the model has an output matrix and the files lack it, it counts as tied unless
+    config.json denies that, since transformers would otherwise initialise it at random. The name of the output matrix
+    may or may not be one of `names`.
     """
     inputs = [name for name in names if name.endswith(_INPUTS)]
     outputs = [name for name in _OUTPUTS if name in names]

@@ -31,7 +31,7 @@ class OptimizerPlan:
         self._counts: dict[tuple[str, str], int | float] = {}
         self._casts: Counter[str] = Counter()
         known: dict[Tensor, tuple[bytes, int | float]] = {}  # parameters of one flat tensor share their counts
-        # of a parameter with one element a count looks like a value per element
+        # for a parameter with one element, a count looks like a state with a value per element
         counts = {name for atom, name, _ in index.states() if atom.is_count(name) and name != WEIGHT}
         for atom, name, state in index.states():
             if name in counts and state.numel == 1:
@@ -51,7 +51,7 @@ class OptimizerPlan:
     def find_common_count(self, params: Iterable[str], state: str = STEP, *, keeper: str, remedy: str) -> str | None:
         """The first of `params` that has this count; None if none has. All counts must agree.
 
-        `keeper`: what keeps one for all. Raises UnsupportedError where they differ.
+        `keeper`: clause of the message that says who keeps a single count. Raises UnsupportedError if counts differ.
         """
         first: dict[int | float, str] = {}
         for name in params:
@@ -85,7 +85,7 @@ class OptimizerPlan:
         return tuple(f"{change} in {format_count(count, 'parameter')}" for change, count in self._casts.items())
 
     def check_grouped(self, params: Iterable[str], *, remedy: str) -> None:
-        """Raise MissingStateError for those of `params` that are in no group, with the reasons that the source has."""
+        """Raise MissingStateError for those of `params` that are in no group, with the reasons, as far as known."""
         grouped = {name for group in self._index.groups for name in group.params}
         absent = [name for name in params if name not in grouped]
         if absent:

@@ -4,7 +4,7 @@
 >>> check_named([("..", "zero/../fp32.pt")], expected="names that can be folders", remedy="rename them")
 Traceback (most recent call last):
 ucp.errors.DestinationError: expected names that can be folders; got 1 that cannot:
-  '..': its part '..' names no folder of its own
+  '..': its part '..' cannot be the name of a folder
 rename them
 """
 
@@ -21,7 +21,7 @@ _MOST_COMPONENT = 255
 _MOST_PATH = 4095
 """Bytes of a path that Linux takes (PATH_MAX counts the NUL at its end)."""
 _NO_LIMIT = 1 << 31
-"""Bytes that no path has."""
+"""Limit where a file system has none: no path is that long."""
 _SHOWN = 80
 """Characters of a name that a message shows."""
 
@@ -37,8 +37,8 @@ def check_named(
 ) -> None:
     """Raise `error` for names whose path cannot be a file, or collides with another.
 
-    `paths`: name, and a path relative to the destination that is made of it. `taken`: paths of other files. `faults`:
-    name, and what else is wrong with it. `expected`, `remedy`: of the message.
+    `paths`: each name, and the path relative to the destination that is made from it. `reserved`: paths of other files.
+    `faults`: names, and what else is wrong with them. `expected`, `remedy`: parts of the message.
     """
     named = list(paths)
     faults_by_name: dict[str, str] = {}
@@ -62,8 +62,8 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
     lengths_of_new = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
     if max(lengths_of_new, default=0) > most_component:
         raise DestinationError(
-            f"expected a destination whose name takes at most {most_component} bytes with all that is put beside it; "
-            f"got {max(lengths_of_new)} bytes in {_format_name(str(folder))}. Choose a shorter name"
+            f"expected a destination whose name takes at most {most_component} bytes, with the ending of its working "
+            f"folder; got {max(lengths_of_new)} bytes in {_format_name(str(folder))}. Choose a shorter name"
         )
     room = most_path - len(os.fsencode(folder)) - 1
     lengths = ((path, len(os.fsencode(path)), _longest(path)) for path in paths)
@@ -72,7 +72,7 @@ def check_fits(folder: Path, paths: Iterable[str]) -> None:
         raise DestinationError(
             f"expected paths of at most {most_path} bytes, and {most_component} for each part, below {folder}; got "
             f"{format_count(len(long), 'longer one')}:\n{format_list(map(_format_name, long))}\nchoose a shorter "
-            "destination, or a layout or target that makes no files of names"
+            "destination, or a layout or target that names no file after a parameter"
         )
 
 
@@ -89,8 +89,9 @@ def check_text(names: Iterable[str]) -> None:
     wrong = [name for name in dict.fromkeys(names) if not is_text(name)]
     if wrong:
         raise DestinationError(
-            f"expected names that are text; got {format_count(len(wrong), 'name')} with lone surrogates, which have no "
-            f"UTF-8:\n{format_list(map(repr, wrong))}\nrename them in the model, or leave them out with --exclude"
+            f"expected names that are text; got {format_count(len(wrong), 'name')} with lone surrogates, which UTF-8 "
+            f"cannot store:\n{format_list(map(repr, wrong))}\nrename them in the model, or leave them out with "
+            "--exclude"
         )
 
 
@@ -99,10 +100,10 @@ def _fault(path: str) -> str:
     if "\0" in path:
         return "it holds a NUL character, which ends a path"
     if not is_text(path):
-        return "it holds lone surrogates, which are no text and have no UTF-8"
+        return "it holds lone surrogates, which UTF-8 cannot store"
     wrong = [part for part in path.split("/") if part in ("", ".", "..")]
     if wrong:
-        return f"its part {wrong[0]!r} names no folder of its own"
+        return f"its part {wrong[0]!r} cannot be the name of a folder"
     if _longest(path) > _MOST_COMPONENT:
         return f"a part of its path takes {_longest(path):,} bytes; a file system allows {_MOST_COMPONENT}"
     nbytes = len(path.encode())
@@ -110,7 +111,7 @@ def _fault(path: str) -> str:
 
 
 def _meeting(named: Iterable[tuple[str, str]], reserved: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Names whose path is another's, or a folder where another has a file."""
+    """Names with the same path as another name, or with a path below the file of another."""
     owners = dict.fromkeys(reserved, "the checkpoint itself")
     for name, path in named:
         if path in owners:
@@ -124,12 +125,12 @@ def _meeting(named: Iterable[tuple[str, str]], reserved: Iterable[str]) -> Itera
 
 
 def _longest(path: str) -> int:
-    """Bytes of its longest part."""
+    """Bytes of the longest part of a path."""
     return max(len(os.fsencode(part)) for part in path.split("/"))
 
 
 def _limit(folder: Path, name: str) -> int:
-    """A limit of the file system at `folder`; where it has none, one that nothing reaches."""
+    """A limit of the file system at `folder`; `_NO_LIMIT` if it has none."""
     try:
         limit = os.pathconf(folder, name)
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Installed plugins: all that packages register by entry point. The built-in ones are registered in the same way.
+"""Installed plugins, which packages register as entry points. The built-in ones are registered in the same way.
 
 Groups: `ucp.formats`, `ucp.targets`, `ucp.engines`, `ucp.patterns`: the name of the entry point is the name users type.
 `ucp.families`: a package with a TOML file per model family (see `ucp.families`).
-`ucp.live`: what describes the live runs of frameworks (`ucp.live.adapters`).
-`ucp.unread`: functions that say what a path is that no format reads, and what to do about it.
+`ucp.live`: adapters that describe live runs of a framework (`ucp.live.adapters`).
+`ucp.unread`: functions that take a path that no format reads, and say what it is and what to do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def producer() -> str:
 def entry_points(group: str) -> dict[str, str]:
     """Entry points that installed packages declare in a group: name to "module:attribute".
 
-    The same that `importlib.metadata` finds, whose import alone takes longer.
+    They are those that `importlib.metadata` finds; importing that module alone would take longer.
     """
     declared = {}
     for _, _, folder in _installed(tuple(sys.path)):
@@ -95,12 +95,12 @@ def instance(group: str, name: str) -> object:
 
 
 def pattern_factory(name: str) -> PatternFactory:
-    """What makes a pattern of that name. Raises UsageError naming those there are."""
-    return cast("PatternFactory", load("ucp.patterns", name))  # what the group promises
+    """The factory of patterns with that name. Raises UsageError listing the registered names."""
+    return cast("PatternFactory", load("ucp.patterns", name))  # by the contract of the group
 
 
 def pattern(name: str, **fields: object) -> Pattern:
-    """The pattern of that name with its fields. Raises UsageError naming those there are.
+    """The pattern of that name with these fields. Raises UsageError listing the registered names.
 
     >>> pattern("shard", dim=0, blocks=(4, 2)).name
     'shard(dim=0, blocks=[4, 2])'
@@ -109,7 +109,7 @@ def pattern(name: str, **fields: object) -> Pattern:
 
 
 def describe_pattern(value: Pattern) -> tuple[str, dict[str, object]] | None:
-    """Registered name and fields of a pattern, those left out that have their defaults; None where it has none.
+    """Registered name of a pattern, and its fields that differ from their defaults; None if it is not registered.
 
     >>> describe_pattern(pattern("shard", dim=1))
     ('shard', {'dim': 1})

@@ -36,7 +36,7 @@ WAITING = "waiting for"
 ParamOrder = tuple[tuple[str, ...], ...]
 """Names of parameters: a tuple for each group of an optimizer, or one for all."""
 ParamOrderLike = str | PathLike[str] | Sequence[str] | Sequence[Sequence[str]]
-"""Path of a JSON file with names, or the names: those of each group, or one list for all groups."""
+"""Path of a JSON file with names, or the names: a list for each group, or one list for all groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class SourceOptions:
     patterns: Path | None = None
     """TOML file with a family of the user's own."""
     shapes_from: Path | None = None
-    """Checkpoint, or JSON of name to shape, that says the shapes of parameters which the source has flat."""
+    """Checkpoint, or JSON file of name to shape, with the shapes of parameters that the source stores flat."""
     param_order: Path | ParamOrder | None = None
-    """Names of the parameters that an optimizer numbers, in its order; a path is of a JSON file with them."""
+    """Names of the parameters that an optimizer numbers, in its order; or the path of a JSON file with them."""
 
     at: int | None = None
     """Iteration at which a chain of checkpoints is read; None for the newest."""
@@ -60,7 +60,7 @@ class SourceOptions:
     """Proportion of tokens that experts may have lost, 0 to 1; None for any."""
 
     def without_family(self) -> SourceOptions:
-        """What is for the source alone: rules of a family may be for the target."""
+        """The options without the family, which may be meant for the target alone."""
         return replace(self, family=None, patterns=None)
 
 
@@ -71,7 +71,7 @@ class Naming:
     style: str = ""
     """Naming style of model families to write; empty for the target's, or the source's."""
     source: str = ""
-    """Style of the source's names, where several have the same names for other tensors; empty for any."""
+    """Style of the source's names, if several styles use these names for different tensors; empty for any."""
     rules: Path | None = None
     """TOML file with rules of the user's own."""
 
@@ -96,20 +96,20 @@ class Format(Protocol):
     name: str
     """Name on the command line, e.g. "deepspeed"."""
     pickles: Collection[str] = ()
-    """Classes ("module.name") that its framework pickles: unpickling them surprises nobody."""
+    """Classes ("module.name") that its framework pickles; they are not reported as unusual."""
     takes_shapes: bool = False
     """Whether it uses `SourceOptions.shapes_from`."""
     takes_order: bool = False
     """Whether it uses `SourceOptions.param_order`."""
     run: RunExtras = RunExtras()
-    """Which of its extras a run resumes from."""
+    """Which of its extras a run resumes from, and where they are."""
     takes_time: bool = False
     """Whether its checkpoints hold several iterations, so that it uses `SourceOptions.at`."""
     names: str = ""
     """Naming style of model families that its checkpoints are in; empty for any."""
 
     def detect(self, path: Path) -> Evidence | None:
-        """Whether `path` is such a checkpoint, from names alone; None if not."""
+        """Why `path` is such a checkpoint, judged by names alone; None if it is not."""
 
     def read(self, path: Path) -> Index:
         """Index of the checkpoint at `path` (as given by the user). Raises SourceError; reads no tensor."""
@@ -134,36 +134,36 @@ class Target(Protocol):
     settings: Mapping[str, str] = MappingProxyType({})
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     layouts: Collection[str] = ()
-    """Variants of its layout that `--layout` names, the default first; none where it has one."""
+    """Variants of its file layout that `--layout` names, the default first; empty if there is only one."""
     names: str | None = None
-    """Naming style of model families whose names it writes; None where it takes any."""
+    """Naming style (of model families) that it writes; None if it writes any."""
     takes_parts: bool = False
-    """Whether a part of a model is of use: no warning of one."""
+    """Whether a part of a model is a useful output, so that no warning is given."""
     takes_optimizer: bool = True
     """Whether it writes states of an optimizer; False where it writes weights alone."""
 
     resumes: bool = False
     """Whether a run resumes from what it writes, at the step that the source was saved at."""
     scheduler: str | None = None
-    """Extra from which it writes the state of a learning rate scheduler of any framework; None where it has no place
-    for one, or only for its framework's."""
+    """Extra from which it writes the state of any framework's learning rate scheduler; None if its files have no place
+    for one, or only for a scheduler of its own framework."""
     keeps_extras_of: Collection[str] = ()
-    """Formats whose extras it writes under the keys that they have."""
+    """Formats whose extras it writes under unchanged keys."""
     takes_replicas: bool = False
     """Whether its runs may hold replicas of shards: `dp_replicate` and `dp_shard` of a topology (HSDP)."""
 
     def takes_family(self, topology: Topology | None) -> bool:
-        """Whether it goes by the rules of a model family: --family and --patterns are for it if not for the source."""
+        """Whether it uses the rules of a model family; --family and --patterns may then be meant for it alone."""
         del topology
         return False
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
-        """Whether it writes a model of no known family under the names that it has."""
+        """Whether it writes a model of no known family under unchanged names."""
         del index, settings
         return False
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
-        """What is known of the model, for choosing its family: recorded by the source, or said with --set."""
+        """Sizes and settings of the model, for choosing its family: recorded by the source, or given with --set."""
         return {**recorded_arguments(index), **parse_values(settings)}
 
     def source_settings(self, index: Index) -> Collection[str]:
@@ -175,7 +175,7 @@ class Target(Protocol):
         """Files, and which slice of which state goes where. Writes nothing. Raises UsageError, MissingStateError."""
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """Files to write last, in order, once all bytes are down: the presence of the last is the commit. Here none."""
+        """Files to write last, in order, when all others are written; the last one is the commit. By default none."""
         del index, plan, receipts
         return ()
 
@@ -184,14 +184,15 @@ class Target(Protocol):
 class Observer(Protocol):
     """Receives the progress of a run.
 
-    Stages follow one another. Within one, `advance` is called from many threads, at the same time too: whoever counts
-    takes a lock. Work waits while it runs.
+    Stages follow one another. Within a stage, `advance` is called from many threads, also at the same time: an observer
+    that counts needs a lock. The work waits until `advance` returns.
     """
 
     def begin(self, *, title: str, nbytes: int) -> None:
-        """A stage starts, of so many bytes to write (or to read, when nothing is written).
+        """A stage starts, with `nbytes` bytes to write (or to read, if nothing is written).
 
-        Of 0 bytes where there is nothing to copy, or where a title that begins with `WAITING` says who is waited for.
+        `nbytes` is 0 if there is nothing to copy, or while another process is waited for: the title then begins with
+        `WAITING` and names it.
         """
 
     def advance(self, nbytes: int) -> None:
@@ -207,7 +208,7 @@ class Engine(Protocol):
     name: str
     """Name on the command line, e.g. "processes"."""
     summary: str
-    """What does the work, in a few words: `ucp convert --help` says it."""
+    """What does the work, in a few words, for `ucp convert --help`."""
     settings: Mapping[str, str] = MappingProxyType({})
     """What `--set NAME=VALUE` takes: name to meaning, in a few words."""
     spans_machines: bool = False
@@ -222,7 +223,7 @@ class Engine(Protocol):
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
     ) -> Generator[Done | Step, None, None]:
-        """Reports of `tasks`, in the order they finish, and steps of those that take long.
+        """Reports of `tasks`, in the order in which they finish, and progress steps of long ones.
 
-        Raises what a worker raised; then the rest is not done. Closing the generator ends the work.
+        Raises what a worker raised; the remaining tasks are then not done. Closing the generator ends the work.
         """

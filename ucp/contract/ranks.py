@@ -112,7 +112,7 @@ class Problems:
     """Intact files that cannot be read here."""
 
     def check_agreement(self, what: str, values: Mapping[str, object]) -> None:
-        """Add a problem for each file whose value is not that of most; `values`: file to value, None if unknown."""
+        """Add a problem for each file whose value differs from most. `values`: file to its value, None if unknown."""
         known = {file: value for file, value in values.items() if value is not None}
         firsts = Checksums(()).find_first_same(known.values())
         if len(set(firsts)) <= 1:

@@ -36,13 +36,12 @@ _MOST_TRIED = 50
 
 
 def _formats() -> list[Format]:
-    return [
-        cast("Format", plugins.instance("ucp.formats", name)) for name in plugins.names("ucp.formats")
-    ]  # what the group promises
+    # the cast is right by the contract of the group, as in the functions below
+    return [cast("Format", plugins.instance("ucp.formats", name)) for name in plugins.names("ucp.formats")]
 
 
 def is_owned_by_another(name: str, fmt: str) -> bool:
-    """Whether a file name is of a format other than `fmt`, by what formats say (`Format.owns`)."""
+    """Whether a format other than `fmt` claims files of that name (`Format.owns`)."""
     return any(other.owns(name) for other in _formats() if other.name != fmt)
 
 
@@ -52,25 +51,24 @@ def run_extras(index: Index) -> RunExtras:
 
 
 def naming_style_of(index: Index) -> str:
-    """Naming style that checkpoints of its format are in; empty where they can be in any."""
+    """Naming style that all checkpoints of its format use; empty if they can use any."""
     return next((fmt.names for fmt in _formats() if fmt.name == (index.origin or index.format)), "")
 
 
 def target(name: str) -> Target:
-    """The target of that name. Raises UsageError naming those there are."""
-    return cast("Target", plugins.instance("ucp.targets", name))  # what the group promises
+    """The target of that name. Raises UsageError listing the registered names."""
+    return cast("Target", plugins.instance("ucp.targets", name))  # by the contract of the group
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name. Raises UsageError naming those there are."""
-    return cast("Engine", plugins.instance("ucp.engines", name))  # what the group promises
+    """The engine of that name. Raises UsageError listing the registered names."""
+    return cast("Engine", plugins.instance("ucp.engines", name))  # by the contract of the group
 
 
 def live_adapters() -> list[LiveAdapter]:
-    """What describes the live runs of frameworks."""
-    return [
-        cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")
-    ]  # what the group promises
+    """The adapters that describe live runs of a framework."""
+    # by the contract of the group
+    return [cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")]
 
 
 @cache
@@ -82,12 +80,12 @@ def library() -> Library:
 
 
 def families() -> tuple[str, ...]:
-    """Names of the model families that a checkpoint can be of."""
+    """Names of the model families that a checkpoint can belong to."""
     return tuple(family.name for family in library().concrete())
 
 
 def family(name: str) -> Family:
-    """The model family of that name. Raises UsageError naming those there are."""
+    """The model family of that name. Raises UsageError listing the registered names."""
     return library().family(name)
 
 
@@ -100,12 +98,13 @@ def choose_family(
     options: SourceOptions | None = None,
     explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
-    """The family of a checkpoint, bound to its sizes, and the reasons; chosen by evidence unless `options` name it.
+    """The family of a checkpoint, bound to its sizes, and the reasons; detected, unless `options` name it.
 
-    `names`: of the model's tensors, in any style. `shapes`: global ones, or local ones of a rank together with the
-    degrees in `axes`. `arguments`: as recorded. `explain`: whether an error says why the nearest family does not fit,
-    which reads all families. Raises UnknownFamilyError if none or several fit, MisfitError if the family that `options`
-    name contradicts the checkpoint, UsageError for an unknown family or a mistake in a rules file.
+    `names`: names of the model's tensors, in any style. `shapes`: global shapes; or local shapes of a rank, with the
+    degrees in `axes`. `arguments`: arguments that the checkpoint records. `explain`: whether an error says why the
+    nearest family does not fit, which reads all families. Raises UnknownFamilyError if none or several fit, MisfitError
+    if the family that `options` name contradicts the checkpoint, UsageError for an unknown family or a mistake in a
+    rules file.
     """
     known = library()
     name = options.family if options is not None else None
@@ -115,15 +114,16 @@ def choose_family(
         name, why = (name, why) if name else (own_family, f"chosen with --patterns {options.patterns}")
         if replaced := known.list_replaced(own_family):
             why += (
-                f", where rules of its own stand in place of known ones for {', '.join(replaced)}: a mistake in them "
-                "joins the wrong rows, and nothing that is read by the same rules can tell"
+                f", whose rules are used in place of known ones for {', '.join(replaced)}: a mistake in them joins the "
+                "wrong rows, and no check that uses the same rules can notice it"
             )
     if name is not None:
         bound = known.get_concrete(name).bind(arguments=arguments, shapes=shapes, axes=axes)
         if bound.conflicts and (options is None or options.patterns is None):
             raise MisfitError(
-                f"the model is not of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family to see which "
-                "it is; where the checkpoint is wrong, say so under [given] in a rules file of your own (--patterns)"
+                f"the model is not of the family {name!r}: {'; '.join(bound.conflicts)}. Drop --family, and the family "
+                "is detected; or, where the checkpoint is wrong, give the right values under [given] in a rules file "
+                "of your own (--patterns)"
             )
         return bound.among(names), (why,)
     from ucp.families.library import choose
@@ -134,19 +134,19 @@ def choose_family(
     except UnknownFamilyError:
         if not explain:
             raise
-        return choice(known.concrete())  # the message tells what speaks against each of all
+        return choice(known.concrete())  # the message says why each family does not fit
 
 
 def target_family(
     index: Index, options: TargetOptions, arguments: Mapping[str, object] | None = None
 ) -> tuple[Family, tuple[str, ...]]:
-    """The family of what a target is to write, and the reasons: see `choose_family`."""
+    """The family of the model that a target writes, and the reasons: see `choose_family`."""
     source_options = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
     return choose_family(names=index.atoms, shapes=index.shapes, arguments=arguments, options=source_options)
 
 
 def add_call_notes(index: Index) -> Index:
-    """The index, with a note on what objects in it call when they are unpickled, where that is nothing usual."""
+    """The index, with a note on unusual functions that objects in it call when they are unpickled."""
     usual = {name for fmt in _formats() for name in fmt.pickles}
     values = [*((extra.name, extra.value) for extra in index.extras), *((GROUPS, dict(g.hyper)) for g in index.groups)]
     notes = [note for note in index.notes if not note.startswith(CALLS)]
@@ -157,21 +157,21 @@ def _configured(fmt: Format, options: SourceOptions | None) -> Format:
     if options is None or options == SourceOptions():
         return fmt
     if options.family is not None:
-        family(options.family)  # a misspelt one is no use to any format
+        family(options.family)  # raises for a misspelt name, before the format is asked
     if options.shapes_from is not None and not fmt.takes_shapes:
-        raise IdleOptionError(f"{fmt.name} checkpoints say the shapes of their parameters: drop --shapes-from")
+        raise IdleOptionError(f"{fmt.name} checkpoints record the shapes of their parameters: drop --shapes-from")
     if options.param_order is not None and not fmt.takes_order:
-        raise IdleOptionError(f"{fmt.name} checkpoints say what the states of an optimizer are of: drop --param-order")
+        raise IdleOptionError(f"{fmt.name} checkpoints record the parameter of each state: drop --param-order")
     if options.at is not None and not fmt.takes_time:
-        raise IdleOptionError(f"{fmt.name} checkpoints are no chain of several iterations: drop --at")
-    options = replace(options, exact=False, max_plt=None)  # `ucp.source.read` sees to these
+        raise IdleOptionError(f"{fmt.name} checkpoints hold one iteration: drop --at")
+    options = replace(options, exact=False, max_plt=None)  # checked by `ucp.source.read`
     return fmt if options == SourceOptions() else fmt.configured(options)
 
 
 def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:
-    """The one format that `path` is of; `unfinished`: even when it is the growing part of a conversion.
+    """The only format that recognises `path`. `unfinished`: accept the working folder of a conversion, too.
 
-    `options`: what the user says of the source. Raises UnknownFormatError when none or several formats recognise it,
+    `options`: the user's options for the source. Raises UnknownFormatError when none or several formats recognise it,
     IncompleteError for an unfinished conversion, IdleOptionError for options that the format has no use for.
     """
     if not path.exists():
@@ -180,7 +180,7 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         refuse_partial(path.resolve())
     formats = _formats()
     claims = [(fmt, evidence) for fmt in formats if (evidence := fmt.detect(path)) is not None]
-    strongest = [  # of what `path` is itself, or of what a run saved in it; not of a folder there
+    strongest = [  # a claim is out if a stronger one is about `path` itself, or about what a run saved in it
         claim
         for claim in claims
         if not any(other.strength > claim[1].strength and not _is_below(path, other) for _, other in claims)
@@ -205,12 +205,12 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
 
 
 def _is_below(path: Path, evidence: Evidence) -> bool:
-    """Whether the checkpoint is merely the only one in a folder of `path`."""
+    """Whether the checkpoint is a mere subfolder of `path`: nothing there says that a run saved it in `path`."""
     return not evidence.is_saved_in and evidence.root.parent == path
 
 
 def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[Format]) -> None:
-    """Raise UnknownFormatError where a folder in `path` was taken, and another in it is of another format."""
+    """Raise UnknownFormatError if the checkpoint is a subfolder of `path`, and another subfolder has another format."""
     if not _is_below(path, evidence):
         return
     other_formats = [candidate for candidate in formats if candidate is not fmt]
@@ -226,7 +226,7 @@ def _check_only(path: Path, fmt: Format, evidence: Evidence, formats: Sequence[F
 
 
 def _folders(path: Path) -> list[Path]:
-    """Folders one level down, as many as are looked into."""
+    """Subfolders, up to the number that is searched."""
     return sorted(entry for entry in path.iterdir() if entry.is_dir())[:_MOST_TRIED] if path.is_dir() else []
 
 
@@ -241,7 +241,7 @@ def _absent(path: Path) -> str:
 
 
 def _advice(path: Path, formats: Sequence[Format]) -> str:
-    """What to pass instead: a checkpoint in `path`; else what is known of its names; else what it is a part of."""
+    """What to pass instead: a checkpoint in `path`; else what a plugin says; else the checkpoint that it is part of."""
     inside = [str(folder) for folder in _folders(path) if any(fmt.detect(folder) for fmt in formats)]
     if len(inside) > 1:
         return f"It holds several:\n{format_list(inside)}\nPass one of them"

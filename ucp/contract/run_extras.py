@@ -18,9 +18,9 @@ LR_SCHEDULER = "lr_scheduler"
 """Key under which most frameworks and scripts save the state of a learning rate scheduler."""
 
 MODULE_STATE = "module/"
-"""Prefix of extras that are entries of the model's state dict and no parameters; the name of the entry follows."""
+"""Prefix of extras that are entries of the model's state dict but not parameters; the name of the entry follows."""
 _EXTRA_STATE = "_extra_state"
-"""Last part of the name under which a module keeps what it likes (`torch.nn.Module.get_extra_state`)."""
+"""Last part of the name of a module's extra state (`torch.nn.Module.get_extra_state`)."""
 
 _SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
     (frozenset({"last_epoch"}), frozenset({"base_lrs", "_step_count", "_last_lr"})),  # torch: LambdaLR, SequentialLR
@@ -32,7 +32,7 @@ _SCHEDULER_ENTRIES: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
 
 
 def is_module_state(name: object) -> bool:
-    """Whether an entry of a state dict is what a module keeps beside its tensors, be it a tensor, a dict or bytes.
+    """Whether an entry of a state dict is a module's extra state, whose value may be a tensor, a dict or bytes.
 
     >>> is_module_state("layers.0._extra_state"), is_module_state("layers.0.weight")
     (True, False)
@@ -83,7 +83,7 @@ def find_schedulers_in(name: str, value: object) -> Iterator[SchedulerState]:
     """States of schedulers in the value of the extra `name`, without those nested in another scheduler's state.
 
     >>> saved = {"epoch": 1, "sched": [{"last_epoch": 3, "base_lrs": [0.1]}]}
-    >>> [own.key for own in find_schedulers_in("app", saved)]
+    >>> [scheduler.key for scheduler in find_schedulers_in("app", saved)]
     ['app.sched.0']
     """
     for path, item in walk_paths(value, enter=lambda container: not _is_scheduler(container)):
@@ -119,7 +119,7 @@ class LossScale:
     growth_interval: object = None
     """Steps without overflow after which it grows."""
     growth_tracker: object = None
-    """Such steps since it last changed."""
+    """Steps without overflow since it last changed."""
 
 
 _SCALERS = ("scaler", "grad_scaler", "loss_scaler", "GradScaler")
@@ -146,16 +146,17 @@ class RunExtras:
     """Extras of a format that a run resumes from."""
 
     scheduler: str | None = None
-    """Extra in which the framework itself keeps a scheduler's state; None where scripts save it under any key."""
+    """Extra in which the framework itself keeps a scheduler's state; None if scripts save it under any key."""
     scale: Callable[[Index], LossScale | None] = find_torch_scale
     """Finds the loss scale."""
     places: re.Pattern[str] | None = None
-    """NAME/PLACE of what each rank has for itself: groups `name`, and `tp`, `pp`, `dp`, `ep` for the place.
+    """Matches NAME/PLACE of values that differ by rank: groups `name`, and `tp`, `pp`, `dp`, `ep` for the place.
 
-    PLACE may be a key of a dict. A list has one entry for each dp rank of the place, or one for all.
+    PLACE may also be a key of a dict. A value that is a list has one entry for each dp rank of the place, or one for
+    all of them.
     """
     client: str = ""
-    """Name of the extra with all that the training script handed over, a dict; empty where each is an extra."""
+    """Name of the extra, a dict, with all that the training script passed to save; empty if each entry is an extra."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,19 +166,19 @@ class ExtraRow:
     keys: tuple[str, ...] = ()
     """Keys of the value in its files; empty if it is not read from a key."""
     is_carried: bool = True
-    """Whether its target writes the value of the source as it is; else it writes a value of its own, or needs none."""
+    """Whether the target writes the source's value unchanged; else it writes another value, or none."""
     rank_stage: int = 0
-    """ZeRO stage from which each rank has a file for a value of its own."""
+    """Lowest ZeRO stage in which every rank has a file that can hold a separate value."""
 
 
 ExtraTable = Mapping[str, ExtraRow]
-"""Name of an extra, or how names start (with a slash at the end), to its row."""
+"""Name of an extra, or a prefix of names that ends with a slash, to its row."""
 
 
 class ExtraValues:
     """Extras of `index`, by name and rank, for a target with `table`.
 
-    `same_ranks`: whether the target has as many ranks; only then does each get the values that it had for itself.
+    `same_ranks`: whether the target has as many ranks as the source; only then does each rank keep its own values.
     """
 
     def __init__(self, index: Index, table: ExtraTable, *, same_ranks: bool = True) -> None:
@@ -192,7 +193,7 @@ class ExtraValues:
         return list(dict.fromkeys([*self._common, *(name for name, _ in self._of_ranks)]))
 
     def get(self, name: str, rank: int = 0) -> object:
-        """Value of `name` for `rank`: its own where it may have one, over the common one; None if there is none."""
+        """Value of `name` for `rank`: its own, else the common one, else None. A dict is merged over a common dict."""
         common = self._common.get(name)
         value = self._of_ranks.get((name, rank if self._same_ranks else 0))
         if value is None or (common is not None and not self._same_ranks):
@@ -205,7 +206,7 @@ class ExtraValues:
         return value if isinstance(value, dict) else {}
 
     def with_prefix(self, prefix: str, rank: int = 0) -> Iterator[tuple[str, object]]:
-        """Extras whose name starts with `prefix`, by the rest of the name; those that `rank` has a value of."""
+        """(rest of the name, value for `rank`) of the extras whose name starts with `prefix`, if `rank` has a value."""
         for name in self.names():
             if name.startswith(prefix) and (value := self.get(name, rank)) is not None:
                 yield name.removeprefix(prefix), value
@@ -215,7 +216,7 @@ class ExtraValues:
         return sorted(name for name in self.names() if self._row(name) is None)
 
     def without_rank(self, stage: int) -> list[str]:
-        """Names of which ranks above 0 have values that files of a ZeRO `stage` have no room for, sorted."""
+        """Names for which ranks above 0 have values that the files of ZeRO stage `stage` cannot hold, sorted."""
         lost = {name for name, rank in self._of_ranks if rank > 0}
         last = max((row.rank_stage for row in self._table.values()), default=0)
         stages = {name: row.rank_stage if (row := self._row(name)) else last for name in lost}

@@ -81,8 +81,8 @@ def list_sidecars(index: Index) -> Iterator[SidecarFile]:
         is_whole = isinstance(ref, TensorRef) and ref.dtype is DType.UINT8 and len(ref.shape) == 1 and ref.is_contiguous
         if not isinstance(ref, TensorRef) or not is_whole or not _is_plain_name(name):
             raise MalformedError(
-                f"expected the extra {extra.name!r} of {index.path} to be the bytes of a file with a name without a "
-                "path; got something else. The store is damaged: make it again"
+                f"expected the extra {extra.name!r} of {index.path} to be the bytes of a file, under a name without "
+                "slashes; got something else. The store is damaged: make it again"
             )
         yield SidecarFile(name=name, rank=extra.rank, ref=ref)
 
@@ -99,7 +99,7 @@ def select_sidecars(index: Index, policy: SidecarPolicy) -> Index:
     why = (
         "--companions none"
         if policy is SidecarPolicy.NONE
-        else f"larger than {MOST_SMALL >> 20} MiB, and --companions all was not asked for"
+        else f"larger than {MOST_SMALL >> 20} MiB: pass --companions all to copy them, too"
     )
     return replace(
         index,
@@ -114,25 +114,25 @@ def select_sidecars(index: Index, policy: SidecarPolicy) -> Index:
 def add_sidecars(index: Index, plan: TargetPlan, *, reserved: Iterable[str] = ()) -> TargetPlan:
     """`plan` with the sidecar files of `index`.
 
-    Files that a rank saved for itself go only to a run of as many ranks. `reserved`: names of the files that the target
-    writes last, which are not in the plan.
+    Files that a rank saved for itself are copied only if the target has as many ranks. `reserved`: names of the files
+    that the target writes last, which are not in the plan.
     """
     used_names = {*reserved, *(file.path.partition("/")[0] for file in plan.files)}
     before, now = index.topology.ranks, None if plan.topology is None else plan.topology.ranks
-    alien = f"of single ranks; there were {format_count(before, 'rank')}, and " + (
-        f"will be {now:,}" if now else "what is written is for any number of ranks"
+    wrong_ranks = f"files of single ranks; there were {format_count(before, 'rank')}, and " + (
+        f"there will be {now:,}" if now else "the output is for any number of ranks"
     )
     carried: list[SidecarFile] = []
     left_behind: dict[str, list[str]] = {}
     for sidecar in list_sidecars(index):
         if sidecar.name in used_names:
-            left_behind.setdefault("the target writes what has that name itself", []).append(sidecar.name)
+            left_behind.setdefault("the target writes a file of that name itself", []).append(sidecar.name)
         elif sidecar.rank is not None and now != before:
-            left_behind.setdefault(alien, []).append(sidecar.name)
+            left_behind.setdefault(wrong_ranks, []).append(sidecar.name)
         else:
             carried.append(sidecar)
             used_names.add(sidecar.name)
-    note = f"carried along from beside the checkpoint: {_names_text(sidecar.name for sidecar in carried)}"
+    note = f"carried along (files beside the checkpoint): {_names_text(sidecar.name for sidecar in carried)}"
     return replace(
         plan,
         files=(*plan.files, *(OutputFile(path=sidecar.name, nbytes=sidecar.ref.nbytes) for sidecar in carried)),
@@ -180,7 +180,7 @@ def attach_sidecars(index: Index, folder: SaveFolder | None, *, is_own: Callable
                 continue
             if is_adapter(entry.name):
                 adapter.append(entry.name)
-            reason = _reason(entry) or (f"of {folder.newest}, which was saved last" if folder.newest else "")
+            reason = _reason(entry) or (f"saved with {folder.newest}, the newest checkpoint" if folder.newest else "")
             if reason:
                 left_behind.setdefault(reason, []).append(ascii(entry.name)[1:-1])
             else:
@@ -210,5 +210,5 @@ def _reason(entry: Path) -> str:
     if entry.is_dir():
         return "folders are not carried along"
     if not entry.is_file():
-        return "no regular files"
-    return "" if _is_plain_name(entry.name) else "names that are no plain text"
+        return "not regular files"
+    return "" if _is_plain_name(entry.name) else "their names are not printable text"

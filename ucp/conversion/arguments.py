@@ -35,7 +35,7 @@ class SourceArguments(TypedDict, total=False):
 
 
 class CompareArguments(SourceArguments, total=False):
-    """Those of `verify` and `diff`."""
+    """Options of `verify` and `diff`."""
 
     include: Iterable[str]
     exclude: Iterable[str]
@@ -52,7 +52,7 @@ class ExpertArguments(SourceArguments, total=False):
 
 
 class LoadArguments(SourceArguments, total=False):
-    """Those of `load_into`."""
+    """Options of `load_into`."""
 
     settings: Mapping[str, str | int | float] | None
     names: str | None
@@ -62,7 +62,7 @@ class LoadArguments(SourceArguments, total=False):
 
 
 class PlanArguments(LoadArguments, total=False):
-    """Those of `plan`."""
+    """Options of `plan`."""
 
     to: str
     topology: TopologyLike | None
@@ -84,7 +84,7 @@ class PlanArguments(LoadArguments, total=False):
 
 
 class ConvertArguments(PlanArguments, total=False):
-    """Those of `convert`."""
+    """Options of `convert`."""
 
     resume: bool
     overwrite: bool
@@ -103,7 +103,7 @@ _TYPES: dict[str, str] = {
 _FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
 """Example: --zero-moments."""
 _PLACE = "\nOPTIONS\n"
-"""The line of a docstring in whose place the options are explained that it does not explain itself."""
+"""The line of a docstring that is replaced by explanations of the options that the docstring lacks."""
 
 
 def list_options(arguments: type[SourceArguments]) -> list[Option]:
@@ -112,10 +112,10 @@ def list_options(arguments: type[SourceArguments]) -> list[Option]:
 
 
 def takes_options(arguments: type[SourceArguments]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the `**options` of a function those of `arguments`, for `help` and notebooks.
+    """Show the options of `arguments` in the signature and docstring of a function, in place of its `**options`.
 
-    A misspelt argument is answered with the nearest one, and an error that names options of the command line carries
-    a note with the arguments.
+    An error about a misspelt argument suggests the nearest one, and an error that names options of the command line
+    gets a note with the Python arguments.
 
     >>> @takes_options(SourceArguments)
     ... def open(path, **options): ...
@@ -126,7 +126,7 @@ def takes_options(arguments: type[SourceArguments]) -> Callable[[Callable[P, R]]
     names = {option.flag: f"`{option.name}`" for option in OPTIONS.values()}
 
     def explained(option: Option) -> str:
-        """An option as a docstring explains it: by its help, flags named as arguments."""
+        """The explanation of an option in a docstring: its help, with the arguments in place of the flags."""
         text = _FLAG.sub(lambda match: names.get(match.group(), match.group()), option.python or option.help)
         return f"{option.name}\n{fill(text, 112, initial_indent='    ', subsequent_indent='    ')}"
 

@@ -2,12 +2,12 @@
 
 1. `prepare` reads the source's index, proves that its shards tile every tensor, lets the target plan its files, and
    plans the work;
-2. `execute` has an engine write them where the destination grows (`ucp.conversion.destination`), with a journal, and
+2. `execute` has an engine write the files to a working folder (`ucp.conversion.destination`), with a journal, and
    compares recorded checksums of everything read;
 3. `verify_written` reads the files back, if asked;
 4. `commit` puts the destination in place: on a disk by one rename, in a bucket by the object that is written last.
 
-In parts (`ucp.conversion.parts`) each does its share of 2; whoever finalizes does the rest.
+With `--part` (`ucp.conversion.parts`), each part does its share of step 2, and `--finalize` does the rest.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ConvertReport(ConversionReport):
     dst: str
     """Destination."""
     files_out: int
-    """How many files these are."""
+    """Number of the files that `nbytes_out` counts."""
     nbytes_last: int
-    """Bytes of the files that are written last and say what the others hold."""
+    """Bytes of the metadata files, which are written last."""
     files_last: int
-    """How many files these are."""
+    """Number of the metadata files."""
     resumed_bytes: int
     """Bytes that an earlier run had already written."""
     believed_bytes: int
-    """How many of these `finalize` did not read back: the part that wrote them had synced them and ended."""
+    """How many of these `finalize` did not read back, as the part that wrote them had synced them and then ended."""
     read_back_bytes: int
     """How many of these were read back and compared with their digests."""
     already_complete: bool
@@ -66,9 +66,9 @@ class ConvertReport(ConversionReport):
     copies_checked: int
     """States of which the source held copies (replicas, the model's own weights) that were compared."""
     part: str = ""
-    """Which part this was, such as "3/8"; empty for all. Files and copies are counted by whoever finalizes."""
+    """Which part this was, such as "3/8"; empty for all. Files and copies are counted by `finalize` only."""
     scratch_bytes: int = 0
-    """Bytes that files on their way to a bucket took of the scratch folder at once, at most; 0 on a disk."""
+    """Most bytes that files waiting for upload took in the scratch folder at once; 0 for a destination on disk."""
 
     seconds: float = field(default=0.0, compare=False)
     """Time it took."""
@@ -76,7 +76,7 @@ class ConvertReport(ConversionReport):
     """Whether everything was read back and compared with the source."""
 
     def page(self) -> Page:
-        """What was written and checked, and what is to be known."""
+        """What was written and checked, warnings and notes."""
         yield facts(_list_facts(self))
         yield lines("Warnings", self.warnings)
         yield from self.remarks()
@@ -86,7 +86,7 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
     """Convert `src` to `dst`. Raises UcpError; then `dst` is as it was."""
     nul = next((path for path in (src, dst) if "\0" in str(path)), None)
     if nul is not None:
-        raise UsageError(f"expected paths without the character NUL, which ends one; got {str(nul)!r}")
+        raise UsageError(f"expected paths without a NUL character, which would end them; got {str(nul)!r}")
     start = time.monotonic()
     with _exclusive_stores(src, dst, observer):
         report = _carry_out(src, dst, options, observer)
@@ -95,7 +95,7 @@ def carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer)
 
 @contextmanager
 def _exclusive_stores(src: Path, dst: Path, observer: Observer) -> Iterator[None]:
-    """Wait until no other thread of this process converts from or to a store: forks end connections of all threads."""
+    """Wait until no other thread of this process converts with a bucket: a fork closes connections of all threads."""
     if not any(map(url_scheme, (src, dst))):
         yield
         return
@@ -112,7 +112,7 @@ def _exclusive_stores(src: Path, dst: Path, observer: Observer) -> Iterator[None
 
 
 def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer) -> ConvertReport:
-    """`carry_out`, once the paths can be paths and stores are free."""
+    """`carry_out`, after the check of the paths and the wait for other threads."""
     destination = open_destination(dst, options)
     destination.check(src)
     remote = any(url_scheme(path) for path in (src, dst))
@@ -120,7 +120,7 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
     prepared = prepare(src, options, observer, reserved_bytes=destination.upload_memory)
     destination.check(src, prepared.job)
     with destination:
-        if isinstance(destination, DiskDestination) and options.part is not None:  # a bucket has refused it
+        if isinstance(destination, DiskDestination) and options.part is not None:  # a bucket has refused --part
             return _make_report(prepared, write_part(prepared, destination.staging, options, observer), dst, options)
         resume_point = destination.begin(prepared, observer)
         if resume_point is None:
@@ -140,7 +140,7 @@ def _carry_out(src: Path, dst: Path, options: ConvertOptions, observer: Observer
 def _make_report(
     prepared: Prepared, written: Written | None, dst: Path, options: ConvertOptions, *, scratch: int = 0
 ) -> ConvertReport:
-    """What was done; `written`: None where nothing was left to do."""
+    """What was done; `written`: None if there was nothing to do."""
     index, plan = prepared.job.index, prepared.job.target
     already_complete, written = written is None, written or Written()
     tracked = {record.path for record in index.records}
@@ -231,7 +231,7 @@ def _list_checks(report: ConvertReport) -> Iterator[str]:
 def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: Observer, threads: int) -> None:
     """Read back what was written, before it is put in place, and compare it with the source. Raises CorruptError.
 
-    `source`: what the user says of the source, or of a target that knows families alone.
+    `source`: the user's options for the source; the written files are read with those that their format takes.
     """
     before, index = job.index, read_with_options(written, source=source, unfinished=True)
     before = _match_ties(index, before)
@@ -256,7 +256,7 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
 
 
 def _keep_companions(index: Index, job: Job) -> Index:
-    """`index` without extras, but for the companion files that were carried along."""
+    """`index` with no extras except the sidecar files that were copied."""
     carried = {extra.name for extra in list_sidecars(job.index)}
     names = {file.path for file in job.target.files if file.path in carried}
     companions = tuple(extra for extra in index.extras if extra.is_sidecar and extra.name.partition("/")[2] in names)
@@ -264,9 +264,9 @@ def _keep_companions(index: Index, job: Job) -> Index:
 
 
 def _match_ties(written: Index, source: Index) -> Index:
-    """`source`, tied as the reader of what was written sees it: it may know of more ties, or of fewer.
+    """`source` with the ties that the reader of the written files sees, which may be more, or fewer.
 
-    A second name that it reads as a tensor of its own is one to compare with the first.
+    A tied name that the reader takes for a separate tensor is compared with the first one.
     """
     separate = {alias: name for alias, name in source.aliases.items() if alias in written.atoms}
     copies = {
@@ -278,7 +278,7 @@ def _match_ties(written: Index, source: Index) -> Index:
 
 
 def _match_groups(written: Index, source: Index, job: Job) -> Index:
-    """`source` without the places in groups that go with optimizer states which the target does not hold."""
+    """`source` whose groups leave out parameters that have no optimizer states in the target."""
     grouped = {name for group in written.groups for name in group.params}
     bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
     groups = (replace(g, params=tuple(p for p in g.params if p in grouped or p not in bare)) for g in source.groups)

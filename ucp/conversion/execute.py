@@ -29,7 +29,7 @@ from ucp.transfer.worker import Done, Step, Sum
 
 @dataclass(slots=True)
 class Written:
-    """What is known of the bytes so far."""
+    """What has been written and read so far."""
 
     sums: list[Sum] = field(default_factory=list)
     """Digests and checksums of what was written."""
@@ -46,9 +46,9 @@ class Written:
     read_back: int = 0
     """How many of these were read back."""
     files: tuple[int, ...] = ()
-    """Bytes of each file that holds tensors, or lies beside."""
+    """Bytes of each file with tensors, and of each file beside them."""
     last: tuple[int, ...] = ()
-    """Bytes of each file that says what the others hold."""
+    """Bytes of each metadata file; these are written last."""
 
     def add(self, done: Done) -> None:
         """Add the report of a task."""
@@ -66,16 +66,16 @@ def execute(
     fsync: bool,
     verify: Callable[[Path], None] | None,
 ) -> Written:
-    """Write all files that an earlier run did not, and put the destination in folder.
+    """Write all files that an earlier run did not write, and put the destination in place.
 
-    `verify` is called before with the path to read everything back from. Raises CorruptError, ReplicaError where the
-    source is not what it should be.
+    `verify` is called before that, with the path to read everything back from. Raises CorruptError or ReplicaError if
+    the source is not what it should be.
     """
     job = resume_point.job
     written = carry_out_tasks(prepared, destination, resume_point, observer)
     _check_source(job.index, written)
     receipts, sizes = destination.finish(job, written.sums)
-    with pause_gc():  # what tells of millions of pieces is millions of values
+    with pause_gc():  # metadata of millions of pieces is millions of objects
         sealed = prepared.target.seal(job.index, job.target, receipts)
     closing_files = (_make_mark(prepared, sizes, receipts, sealed), *sealed)
     written.files = tuple(sizes.values())
@@ -85,7 +85,7 @@ def execute(
 
 
 def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: ResumePoint, observer: Observer) -> Written:
-    """Have an engine carry out the tasks that are left, and note each that is done; what is known of all."""
+    """Have an engine carry out the remaining tasks, and record each that is done. Returns the reports of all tasks."""
     job, todo_nbytes, written = resume_point.job, count_bytes(resume_point.todo), Written()
     for done in resume_point.done:
         written.add(done)
@@ -93,11 +93,11 @@ def carry_out_tasks(prepared: Prepared, folder: WorkFolder, resume_point: Resume
     written.trusted, written.read_back = resume_point.trusted_nbytes, resume_point.read_back_nbytes
     chosen = prepared.engine or engine("processes" if prepared.workers > 1 and len(resume_point.todo) > 1 else "serial")
     never_waits = is_memory(folder.root) and not is_remote(job.index.files)
-    threads = 1 if never_waits else prepared.threads  # a second one is there to work while one waits
+    threads = 1 if never_waits else prepared.threads  # a second thread is for working while the first waits
     with ExitStack() as stack:
         for number, tasks in enumerate(folder.rounds(resume_point.todo)):
             stream = chosen.run(job, folder.root, tasks, workers=prepared.workers, threads=threads)
-            with closing(stream):  # whatever happens here, no worker writes on
+            with closing(stream):  # after an error here, no worker goes on writing
                 if not number:
                     observer.begin(title="convert", nbytes=todo_nbytes)
                     stack.callback(observer.end)
@@ -129,7 +129,7 @@ def _check_source(index: Index, written: Written) -> None:
 def check_read(index: Index, written: Written) -> None:
     """Raise ReplicaError for copies that differ, CorruptError for records whose bytes do not match their checksum."""
     if written.drift:
-        lines = list(dict.fromkeys(written.drift))  # a task that wrote several files of a bucket is told of by each
+        lines = list(dict.fromkeys(written.drift))  # in a bucket, a task of several files is recorded with each of them
         raise ReplicaError(
             f"{index.path} holds copies that should be equal and are not:\n{format_list(lines)}\n"
             "the ranks drifted apart, the model was changed after its last step, or files of different runs were "

@@ -27,9 +27,9 @@ def to_line(done: Done) -> Line:
 def check_noted(
     job: Job, root: Path, lines: Iterable[Line], *, observer: Observer | None = None, threads: int = 1
 ) -> dict[int, Done]:
-    """Finished tasks whose bytes are there as they were reported, by number; anything else is to be done again.
+    """Finished tasks whose bytes are there as reported, by task number; all other tasks must be done again.
 
-    `threads`: which read the bytes, one section each at a time.
+    `threads`: number of threads that read; each holds one section in memory at a time.
     """
     reports_by_task: dict[int, list[Done]] = {}
     for line in lines:
@@ -70,7 +70,7 @@ def parse_done(line: Line) -> Done | None:
 
 
 def is_report_of(task: Task, done: Done) -> bool:
-    """Whether a report is of what a task writes."""
+    """Whether a report covers exactly what a task writes."""
     wanted = [(section.placement, section.start, section.nbytes) for fill in task.fills for section in fill.sections]
     return wanted == [(section.placement, section.start, section.nbytes) for section in done.sums]
 

@@ -44,7 +44,7 @@ TopologyLike = Topology | str | Mapping[str, int]
 MemoryLike = int | str
 """Memory: bytes, or text like "512M", "1GiB" (powers of 1024), "2GB" (powers of 1000)."""
 PartLike = str | tuple[int, int]
-"""A part: "3/8" or (3, 8), counted from 1; "auto" where Slurm says which."""
+"""A part: "3/8" or (3, 8), counted from 1; "auto": the part that Slurm's variables name."""
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
 """Number, prefix, "iB" or "B". Examples: 512M, 1.5GiB, 2GB, 1073741824."""
@@ -112,12 +112,13 @@ def parse_topology(topology: object) -> Topology:
     return Topology.parse(topology)
 
 
-def choice_parser(choices: type[T], what: str) -> Callable[[str], T]:
-    """A parser of the names of `choices`, which raises UsageError. `what`: what is chosen, for the message."""
+def choice_parser(choices: type[T], argument: str) -> Callable[[str], T]:
+    """A parser of the name of a choice, passed as `argument`, which raises UsageError for any other text."""
 
     def parse_choice(name: str) -> T:
         if name not in set(choices):
-            raise UsageError(f"expected {what} of {', '.join(choices)}; got {name!r}")
+            several = "one of " if len(set(choices)) > 1 else ""
+            raise UsageError(f"expected {argument} to be {several}{', '.join(choices)}; got {name!r}")
         return choices(name)
 
     return parse_choice
@@ -139,7 +140,7 @@ def text_parser(argument: str) -> Callable[[str], str]:
 
     def parse_text(value: str) -> str:
         if not isinstance(value, str):
-            raise UsageError(f"expected {argument} as text; got {value!r}")
+            raise UsageError(f"expected the argument {argument!r} to be text; got {value!r}")
         return value
 
     return parse_text
@@ -153,7 +154,7 @@ def parse_tag(tag: str) -> str:
 
 
 def path_parser(argument: str, parse: Callable[[type_path], Path] = Path) -> Callable[[type_path], Path]:
-    """A parser of the path passed as `argument`, which raises UsageError. `parse`: makes a path of a text."""
+    """A parser of the path passed as `argument`, which raises UsageError. `parse`: makes a `Path` from a text."""
 
     def parse_value(value: type_path) -> Path:
         if not isinstance(value, str | PathLike):
@@ -217,7 +218,7 @@ def parse_param_order(names: ParamOrderLike) -> Path | ParamOrder:
 
 
 def parse_part(value: PartLike) -> Share:
-    """A part of the work; of "auto", the one that Slurm gives this process. Raises UsageError."""
+    """A part of the work; for "auto", the part that Slurm assigns to this process. Raises UsageError."""
     if value == "auto":
         return find_slurm_part(os.environ)
     match = _PART.fullmatch(value) if isinstance(value, str) else None
@@ -243,14 +244,14 @@ def find_slurm_part(environment: Mapping[str, str]) -> Share:
         if not step or last != first + (parts - 1) * step or (index - first) % step or not first <= index <= last:
             raise UsageError(
                 f"expected a job array of evenly spaced indexes, as of --array=1-8; got index {index} among {parts} "
-                f"from {first} to {last} in steps of {step}. Say which part: --part $SLURM_ARRAY_TASK_ID/N"
+                f"from {first} to {last} in steps of {step}. Name the part: --part $SLURM_ARRAY_TASK_ID/N"
             )
         number = (index - first) // step
     if not is_array or "SLURM_STEP_ID" in environment:
         task, tasks = (_parse_variable(environment, f"SLURM_{name}") for name in ("PROCID", "NTASKS"))
         if not task < tasks:
             raise UsageError(
-                f"expected SLURM_PROCID below SLURM_NTASKS; got {task} of {tasks}. Say which part: --part K/N"
+                f"expected SLURM_PROCID below SLURM_NTASKS; got {task} of {tasks}. Name the part: --part K/N"
             )
         number, parts = number * tasks + task, parts * tasks
     return Share(number + 1, parts)
@@ -261,15 +262,15 @@ def _parse_variable(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         got = f"{name}={text}" if name in environment else f"no {name}"
         raise UsageError(
-            f"expected variables of Slurm for --part auto; got {got}. Start it with srun or in a job array, or say "
-            "which part: --part K/N"
+            f"expected variables of Slurm for --part auto; got {got}. Start it with srun or in a job array, or name "
+            "the part: --part K/N"
         )
     return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How an option is spelled, what it takes, and what it decides."""
+    """How an option is spelled, what values it takes, and what it decides."""
 
     name: str = ""
     """Argument of functions; set by `ucp.conversion.options.OPTIONS`."""
@@ -282,19 +283,19 @@ class Option:
     help: str
     """What it does."""
     python: str = ""
-    """The same for the arguments of functions, where these take other forms."""
+    """The help for the argument of Python functions, if it takes other forms."""
     comparing: str = ""
-    """The same for `verify` and `diff`, where it means something else."""
+    """The help for `verify` and `diff`, if the option means something else there."""
     parse: Callable[[Any], object] = bool
-    """Makes the field's value of the argument, or raises UsageError."""
+    """Makes the field's value from the argument, or raises UsageError."""
     choices: type[StrEnum] | None = None
-    """All values, where they are few."""
+    """All values, if they are few."""
     repeats: bool = False
-    """Whether the command line takes it several times."""
+    """Whether it can be given several times on the command line."""
     shown: str = ""
     """The default on a help page."""
     identity: str = ""
-    """Name in messages as a part of a conversion's identity; empty where it does not decide what is written."""
+    """Name in messages that compare two conversions; empty if the option does not affect what is written."""
     default: object = None
     """Default of the argument; set by `OPTIONS`."""
 
@@ -304,7 +305,7 @@ class Option:
 
     @property
     def in_python(self) -> str:
-        """The argument as a note below a message spells it.
+        """The argument as a Python user writes it, for the note below a message.
 
         >>> Option(name="fsync", help="", default=True).in_python
         'fsync=False'

@@ -57,8 +57,8 @@ class ConvertOptions:
     """What the user asked for. The metadata of each field says what it means."""
 
     to: str = option(
-        "What to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
-        "installed target.",
+        "Format to write: ucp (atoms), dcp, deepspeed, deepspeed-universal, huggingface, megatron, torch, or any "
+        "other installed target.",
         default="ucp",
         metavar="FORMAT",
         shown="ucp",
@@ -66,17 +66,18 @@ class ConvertOptions:
         identity="target",
     )
     topology: Topology | None = option(
-        "Layout of the run that will load it, such as dp=4,zero=3. Axes left out are 1; deepspeed requires "
-        "zero; dcp takes dp_replicate=2,dp_shard=4 for HSDP. Without the option: a run like the source. "
-        "deepspeed-universal fits any run and takes tp and pp only.",
-        python='Layout of the run that will load it, where the target has ranks: "dp=4,zero=3", {"dp": 4, '
-        '"zero": 3} or ucp.Topology(dp=4, zero=3).',
+        "Parallel layout of the run that will load the result, such as dp=4,zero=3; axes that are not given are 1. "
+        "Without this option, the layout of the source. deepspeed requires zero; dcp takes "
+        "dp_replicate=2,dp_shard=4 for HSDP; deepspeed-universal takes only tp and pp, as any run can load it.",
+        python="Parallel layout of the run that will load the result, if the target depends on it: "
+        '"dp=4,zero=3", {"dp": 4, "zero": 3} or ucp.Topology(dp=4, zero=3).',
         metavar="T",
         parse=parse_topology,
         identity="topology",
     )
     layout: str = option(
-        "Of atoms: packed (default) or per-parameter. Of megatron: torch_dist (default) or torch.",
+        "Variant of the format. For atoms: packed (default) or per-parameter. For megatron: torch_dist (default) or "
+        "torch.",
         default="",
         alternative="--megatron-format",
         metavar="NAME",
@@ -84,11 +85,13 @@ class ConvertOptions:
         identity="layout",
     )
     virtual: bool = option(
-        "Write atoms that refer to the source's bytes; nothing is copied.", default=False, identity="references"
+        "Write atoms that refer to the bytes in SRC instead of a copy: SRC must be kept.",
+        default=False,
+        identity="references",
     )
     compress: bool = option("Compress atoms with zstd.", default=False, identity="compression")
     include: tuple[str, ...] = option(
-        "Only these parameters (NAME) or states (NAME/STATE). May be repeated.",
+        "Take only parameters (NAME) or states (NAME/STATE) that match GLOB, e.g. '*/weight'. May be repeated.",
         default=(),
         python="Globs over parameter names, or name/state, of what to take.",
         metavar="GLOB",
@@ -97,7 +100,7 @@ class ConvertOptions:
         identity="included",
     )
     exclude: tuple[str, ...] = option(
-        "Leave these out. May be repeated.",
+        "Leave out parameters or states that match GLOB. May be repeated.",
         default=(),
         python="Globs over parameter names, or name/state, of what to leave out.",
         metavar="GLOB",
@@ -105,9 +108,12 @@ class ConvertOptions:
         parse=parse_globs,
         identity="left out",
     )
-    weights: bool = option("Compare weights alone, as of a run and an export: --include '*/weight'.", default=False)
+    weights: bool = option(
+        "Compare only weights, e.g. a training checkpoint with its export; the same as --include '*/weight'.",
+        default=False,
+    )
     dtypes: Mapping[str, str] = option(
-        "Cast a state, e.g. weight=bfloat16. May be repeated.",
+        "Cast a state of all parameters, e.g. weight=bfloat16. May be repeated.",
         default={},
         python='State to dtype, e.g. {"weight": "bfloat16"}, {"weight": "bf16"} or {"weight": torch.bfloat16}.',
         flag="--dtype",
@@ -117,11 +123,15 @@ class ConvertOptions:
         identity="dtypes",
     )
     settings: Mapping[str, str] = option(
-        "What the target needs and the source does not record, e.g. num_attention_heads=N (an unknown name "
-        "lists those there are); drop=EXTRA,... leaves extras of the source out; frozen=GLOB,... or none says "
-        "what is frozen; step=N and scheduler=KEY what a run resumes from. Also settings of --engine.",
+        "A value that the target needs and the source does not record, e.g. num_attention_heads=32, or a setting of "
+        "--engine. drop=EXTRA,... leaves out extras of the source; frozen=GLOB,... or frozen=none says which "
+        "parameters are frozen; step=N and scheduler=KEY say from which step and scheduler state a run resumes. The "
+        "error for an unknown name lists all names. May be repeated.",
         default={},
-        python='What the target needs and the source does not record, e.g. {"num_attention_heads": 32} for megatron.',
+        python='Values that the target needs and the source does not record, e.g. {"num_attention_heads": 32} for '
+        'megatron, and settings of the engine. {"drop": "EXTRA,..."} leaves out extras of the source, {"frozen": '
+        '"GLOB,..."} says which parameters are frozen, {"step": N} and {"scheduler": KEY} say from which step and '
+        "scheduler state a run resumes.",
         flag="--set",
         metavar="NAME=VALUE",
         repeats=True,
@@ -129,41 +139,48 @@ class ConvertOptions:
         identity="settings",
     )
     names: str | None = option(
-        "Write names and tensors of another framework, by the model's family: huggingface, mcore, ... "
-        "FROM:STYLE where the source's names are those of several.",
+        "Write the names of another framework, and tensors joined or split as it has them: huggingface, mcore, ... "
+        "`ucp patterns show FAMILY` lists the styles of a model family. FROM:STYLE also says the style of the source, "
+        "if its names fit several.",
+        python="Write the names of another framework, and tensors joined or split as it has them: "
+        '"huggingface", "mcore", ...; "nanogpt:huggingface" also says the style of the source (nanogpt), if its '
+        "names fit several.",
         metavar="STYLE",
         parse=lambda names: Naming.parse(text_parser("names")(names), None) and names,
         identity="names",
     )
     rename: Path | None = option(
-        "Other names by rules of your own, as a TOML file.",
+        "Rename parameters by your own rules, in a TOML file.",
         metavar="FILE",
         parse=path_parser("rename"),
         identity="renamed by",
     )
     family: str | None = option(
-        "Model family of the source; see `ucp patterns list`.",
-        python="Model family whose rules say how the source is sharded, instead of the one chosen by evidence.",
+        "Model family whose rules say how parameters are sharded, instead of the one found by their names; see `ucp "
+        "patterns list`.",
+        python="Model family whose rules say how parameters are sharded, instead of the one found by their names.",
         metavar="NAME",
         parse=text_parser("family"),
         identity="family",
     )
     patterns: Path | None = option(
-        "Model family of your own, as a TOML file.",
+        "TOML file of your own model family, instead of --family.",
         metavar="FILE",
         parse=path_parser("patterns"),
         identity="rules of the family",
     )
     shapes_from: Path | None = option(
-        "Checkpoint, or JSON of name to shape, that has the shapes which the source lacks (FSDP1, LOCAL).",
+        "Where to find shapes that the checkpoint does not record (FSDP1's LOCAL_STATE_DICT): another checkpoint of "
+        "the model, or a JSON file of {name: shape}.",
         metavar="PATH",
         parse=path_parser("shapes_from", parse_path),
         identity="shapes",
     )
     param_order: Path | ParamOrder | None = option(
-        "JSON of the names that the source's optimizer numbers, in its order: a list per group, or one.",
-        python="Names of the parameters that the source's optimizer numbers, in its order: a list for each "
-        "of its groups, one for all of them, or a JSON file with either.",
+        "JSON file of parameter names in the order of the saved optimizer, if that identifies them only by number: "
+        "one list, or a list per param group.",
+        python="Names of the parameters in the order of the saved optimizer, if that identifies them only by "
+        "number: one list, a list per param group, or a JSON file with either.",
         metavar="FILE",
         parse=parse_param_order,
         identity="order of the optimizer",
@@ -184,10 +201,10 @@ class ConvertOptions:
         parse=parse_share,
     )
     drift: Drift = option(
-        "If copies that should be equal differ: stop, take the first rank's, or take their mean.",
+        "If replicas of a tensor differ: stop (error), take that of the first rank (first), or take the mean (mean).",
         default=Drift.ERROR,
-        python='If copies that should be equal differ: "error" (stop), "first" (take the first rank\'s) or "mean".',
-        parse=choice_parser(Drift, "a policy for copies that differ"),
+        python='If replicas of a tensor differ: "error" (stop), "first" (take that of the first rank) or "mean".',
+        parse=choice_parser(Drift, "drift"),
         identity="of copies that differ",
     )
     step: StepPolicy = option(
@@ -200,65 +217,70 @@ class ConvertOptions:
         identity="step counts",
     )
     zero_moments: ZeroMoments = option(
-        "If all moments are zero although steps were taken (the optimizer was lost): stop, or keep them.",
+        "If all of the optimizer's moments are zero although it has stepped (its state was lost): stop (error), or "
+        "keep the zeros (keep).",
         default=ZeroMoments.ERROR,
-        python='If all moments are zero although steps were taken (the optimizer was lost): "error" (stop) or "keep".',
-        parse=choice_parser(ZeroMoments, "a policy for moments that are zero"),
+        python="If all of the optimizer's moments are zero although it has stepped (its state was lost): "
+        '"error" (stop) or "keep" (keep the zeros).',
+        parse=choice_parser(ZeroMoments, "zero_moments"),
     )
     optimizer: NewOptimizer | None = option(
-        "Make optimizer states for a source that has none, such as a published model: moments of zero, and one "
-        "parameter group (--set lr=, beta1=, beta2=, eps=, weight_decay=).",
-        python='"zero": make moments of zero, a step of 0 and one parameter group for a source without '
+        "Make optimizer states for a source that has none, such as a published model. zero: moments of zero, step 0, "
+        "and one param group with --set lr=, beta1=, beta2=, eps=, weight_decay=.",
+        python='"zero": make moments of zero, a step of 0 and one param group for a source without '
         "optimizer states, such as a published model. `settings` takes its lr, beta1, beta2, eps and "
         "weight_decay.",
         choices=NewOptimizer,
-        parse=choice_parser(NewOptimizer, "an optimizer to make"),
+        parse=choice_parser(NewOptimizer, "optimizer"),
         identity="new optimizer",
     )
     accept: frozenset[DoubtKind] = option(
-        "Continue even if the files of two ranks are copies of one another, or a pipeline layer has no file.",
+        "Continue although the source looks wrong. equal-ranks: two ranks have equal files; missing-layers: a "
+        "pipeline layer has no file; moment-shapes: optimizer moments do not have the shapes of their parameters; "
+        "config: config.json is that of another model; experts: experts of a layer are missing or unlike the others; "
+        "layout: tensors are cut differently than the model family says. May be repeated.",
         default=frozenset(),
-        python='Doubts about the files of the source to ignore: "equal-ranks" (files of two ranks are copies '
-        'of one another), "missing-layers" (a pipeline layer has no file), "moment-shapes" (moments '
-        'do not have the shapes of their parameters), "config" (config.json is that of another '
-        'model), "experts" (experts of a layer are missing, or unlike the others), "layout" (ranks cut '
-        "tensors otherwise than the model family says).",
+        python='Continue although the source looks wrong: "equal-ranks" (two ranks have equal files), '
+        '"missing-layers" (a pipeline layer has no file), "moment-shapes" (optimizer moments do not have the '
+        'shapes of their parameters), "config" (config.json is that of another model), "experts" (experts of a layer '
+        'are missing, or do not have the tensors that others have), "layout" (tensors are cut differently than the '
+        "model family says).",
         choices=DoubtKind,
         repeats=True,
         parse=DoubtKind.accepted,
     )
     tag: str | None = option(
-        "Tag, the folder that DeepSpeed's files are saved in.  [default: that of the source]",
+        "DeepSpeed's tag: name of the folder in DST for the files, e.g. global_step100.  [default: that of the source]",
         metavar="NAME",
         parse=parse_tag,
         identity="tag",
     )
     companions: SidecarPolicy = option(
-        "Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
-        "...), keep those of up to 64 MiB each, all, or none.",
+        "Which files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, ...) to "
+        "copy: those of up to 64 MiB each (small), all, or none.",
         default=SidecarPolicy.SMALL,
-        python="Of the files that a training script saved beside the checkpoint (Trainer state, scheduler, "
-        'tokenizer), keep those of up to 64 MiB each ("small"), "all", or "none".',
-        parse=choice_parser(SidecarPolicy, "which files beside the checkpoint to carry along,"),
+        python="Which files that a training script saved beside the checkpoint (Trainer state, scheduler, tokenizer, "
+        '...) to copy: those of up to 64 MiB each ("small"), "all", or "none".',
+        parse=choice_parser(SidecarPolicy, "companions"),
         identity="companion files",
     )
     engine: Engine | None = option(
-        "What does the work, with its settings by --set: {engines}.  [default: processes, or serial where one "
-        "is enough]",
-        python='What does the work: "processes" (of this machine), "serial", "ray" (nodes of a Ray cluster), '
-        'or any installed one; its settings go into `settings`, as in {"address": "auto"}. By default '
-        "processes, or none where one is enough.",
+        "Where the work runs: {engines}. Its settings are passed with --set.  [default: processes, or serial if one "
+        "process is enough]",
+        python='Where the work runs: "processes" (of this machine), "ray" (nodes of a Ray cluster), "serial" (this '
+        "process), or any other installed engine. Its settings are passed in `settings`, e.g. "
+        '{"address": "auto"}. By default "processes", or "serial" if one process is enough.',
         metavar="NAME",
         parse=lambda name: engine_named(text_parser("engine")(name)),
     )
     workers: int | None = option(
-        "Processes.  [default: one per core; on a cluster, by --memory]",
-        comparing="Threads that read and compare.  [default: 4; with a bucket 8]",
+        "Number of worker processes.  [default: one per core; on a cluster, by --memory]",
+        comparing="Number of threads that read and compare.  [default: 4; with a bucket 8]",
         metavar="N",
         parse=parse_workers,
     )
     memory: int = option(
-        "Memory for the whole run: 512M or 1GiB are powers of 1024, 2GB of 1000.",
+        "Memory for the whole run, e.g. 512M or 1GiB (powers of 1024), 2GB (powers of 1000).",
         default=1 << 30,
         python='Memory for the whole run, beyond the interpreter\'s own: bytes, or text like "1GiB".',
         metavar="M",
@@ -266,7 +288,7 @@ class ConvertOptions:
         parse=parse_memory,
     )
     scratch: Path | None = option(
-        "Where files grow before they are uploaded to a DST in a bucket.  [default: $UCP_SCRATCH, or the "
+        "Folder for files before they are uploaded, if DST is in a bucket.  [default: $UCP_SCRATCH, or the "
         "system's temporary folder]",
         metavar="DIR",
         parse=path_parser("scratch"),
@@ -276,14 +298,14 @@ class ConvertOptions:
         default=False,
     )
     overwrite: bool = option(
-        "Replace a DST that ucp wrote, once the new one is complete (in a bucket: at once).",
+        "Replace DST if ucp wrote it: in a folder when the new one is complete, in a bucket at once.",
         default=False,
     )
     fsync: bool = option(
-        "Let the system decide when bytes reach the disk, like cp: safe against kill -9, not against a power failure.",
+        "Do not wait until bytes are on disk, like cp: safe if the process is killed, not if the power fails.",
         default=True,
-        python="Wait until everything is on disk. Otherwise the system flushes in its own time, as after "
-        "`cp`: safe if the process is killed, not if the power fails soon after.",
+        python="Wait until everything is on disk. If False, the system writes it later, as after `cp`: safe if the "
+        "process is killed, not if the power fails soon after.",
         flag="--no-fsync",
     )
     verify: bool = option(
@@ -291,18 +313,21 @@ class ConvertOptions:
         default=False,
     )
     part: Share | None = option(
-        "Do part K of N alone, here or on another machine that sees the same folders: in any order, side by "
-        "side, again after a failure. auto: as Slurm's variables say (srun, job arrays).",
-        python='Do this part of the work alone, into the folder beside DST that all parts share: "3/8", (3, '
-        '8), or "auto" for what Slurm\'s variables say. Parts may run in any order, at the same time, '
-        "and again.",
+        "Do only part K of N of the work. Parts may run on several machines that see the same folders, in any order, "
+        "at the same time, and again after a failure; then run --finalize. auto: K and N from Slurm's variables "
+        "(srun, job arrays).",
+        python='Do only this part of the work: "3/8", (3, 8), or "auto" for the part in Slurm\'s variables. Parts may '
+        "run on several machines that see the same folders, in any order, at the same time, and again after a "
+        "failure; then call with `finalize`.",
         metavar="K/N",
         parse=parse_part,
     )
     finalize: bool = option(
-        "Complete what parts did: check that all of it is there, and put DST in place. Reads back only what "
-        "was written with --no-fsync or by a part that was cut off. Takes the same options.",
+        "After all parts: check that everything is there, and put DST in place. Takes the options of the parts. Reads "
+        "back only what was written with --no-fsync, or by a part that was interrupted.",
         default=False,
+        python="After all parts: check that everything is there, and put DST in place. Takes the options of the "
+        "parts. Reads back only what was written with `fsync=False`, or by a part that was interrupted.",
     )
 
     def __post_init__(self) -> None:
@@ -330,7 +355,7 @@ class ConvertOptions:
 
     @property
     def source(self) -> SourceOptions:
-        """What the user says of the source."""
+        """The options for the source."""
         return SourceOptions(
             family=self.family,
             patterns=self.patterns,
@@ -343,7 +368,7 @@ class ConvertOptions:
 
     @property
     def target(self) -> TargetOptions:
-        """What the user says of the destination."""
+        """The options for the destination."""
         return TargetOptions(
             dtypes=self.dtypes,
             layout="virtual" if self.virtual else self.layout,
@@ -374,7 +399,7 @@ OPTIONS: Mapping[str, Option] = _declare_options()
 
 
 def make_options(**arguments: object) -> ConvertOptions:
-    """Arguments as users pass them, checked; settings that are the engine's go to it. Raises UsageError."""
+    """The checked options, from arguments as users pass them; the engine gets its settings. Raises UsageError."""
     values: dict[str, Any] = {
         name: OPTIONS[name].parse_argument(value)
         for name, value in arguments.items()

@@ -25,29 +25,29 @@ from ucp.core.topology import Topology
 from ucp.errors import format_count
 
 _DISK = 1 << 30
-"""Bytes per second of the disk that the time is given for."""
+"""Bytes per second of the disk that the stated time assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport(Report):
-    """What is said of a conversion before it is begun, and after."""
+    """What is reported of a conversion both before and after it."""
 
     format: str
     """Format of the source."""
     to: str
     """Target."""
     topology: Topology | None
-    """Layout of the run that loads what is written; None where it fits any."""
+    """Layout of the run that loads the files; None if they fit any."""
     layout: str
     """Variant of the target's layout; empty for its usual one."""
     atoms: int
-    """Parameters and buffers; of a part that was written, those that its share of the work is of."""
+    """Number of parameters and buffers; after `--part`, of those that this part wrote."""
     nbytes_written: int
     """Bytes of tensors to write, or that this run wrote, before compression."""
     nbytes_out: int
-    """Bytes of the files that hold them and of those beside, but the index, which is written last.
+    """Bytes of the files with tensors and of the files beside them, without the index, which is written last.
 
-    Of a plan, not what compressed tensors will take; of what was done, 0 when there was nothing to do.
+    A plan cannot count compressed tensors; after a conversion, it is 0 if there was nothing to do.
     """
     references: int
     """Pieces in files of the source that a virtual destination refers to, copying nothing; 0 for any other."""
@@ -72,7 +72,7 @@ class PlanReport(ConversionReport):
     """What a conversion would do."""
 
     source: Index = field(repr=False)
-    """What is taken of the source."""
+    """Index of what is taken from the source."""
     nbytes: int
     """Bytes of all states in the source."""
     files: Mapping[str, int] = field(repr=False)
@@ -90,13 +90,13 @@ class PlanReport(ConversionReport):
     memory: int
     """Memory allowed, in bytes."""
     index_bytes: int
-    """Memory for the index and the plan beside it, at most: it grows with parameters and shards, not with elements."""
+    """Memory for the index and the plan, in addition, at most; grows with parameters and shards, not with elements."""
     source_layout: tuple[str, ...] = ()
-    """How tensors lie over the run that saved them: per axis its degree, the pattern, and where that is known from."""
+    """Layout over the run that saved them: for each axis its degree, the pattern, and the source of that knowledge."""
     target_layout: tuple[str, ...] = ()
-    """How they will lie over the run that loads them; none where every file has tensors whole."""
+    """Layout over the run that loads them; empty if every file holds full tensors."""
     scratch: str = ""
-    """Folder of this machine in which files grow before they are uploaded; empty where none is."""
+    """Folder on this machine where files are written before they are uploaded; empty if none are."""
     scratch_bytes: int = 0
     """Bytes that they take there at once, at most."""
 
@@ -106,13 +106,13 @@ class PlanReport(ConversionReport):
         return 0 if self.references else self.nbytes
 
     def page(self) -> Page:
-        """The source, what would be done, and what is to be known."""
+        """The source, what would be done, warnings and notes."""
         yield facts(source_facts(self.source))
         yield facts(_list_facts(self), "Conversion")
         yield lines("Warnings", self.warnings)
-        origin = self.source.origin  # of a store, which has every tensor whole
+        origin = self.source.origin  # set for a store, which holds full tensors
         yield lines(
-            f"Layout of the run that was saved ({origin})" if origin else "Layout of the source", self.source_layout
+            f"Layout of the run that saved it ({origin})" if origin else "Layout of the source", self.source_layout
         )
         yield lines("Layout of the target", self.target_layout)
         yield from self.remarks()
@@ -136,9 +136,9 @@ def collect_common(prepared: Prepared, options: ConvertOptions) -> dict[str, Any
 
 
 def preview(src: Path, options: ConvertOptions, dst: Path | None = None) -> PlanReport:
-    """Decide the conversion of `src`, and tell what it would do; writes nothing. Raises UcpError as `convert` does.
+    """Plan the conversion of `src`, and report what it would do; writes nothing. Raises UcpError as `convert` does.
 
-    `dst`: where to; refused where `convert` would refuse it before it looks at what is there.
+    `dst`: the destination; checked as by `convert`, but not for what is there already.
     """
     destination = None if dst is None else open_destination(dst, options)
     prepared = prepare(src, options, reserved_bytes=0 if destination is None else destination.upload_memory)
@@ -178,10 +178,10 @@ def _list_facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     files = f"{format_count(len(report.files), 'file')} of {packs}{nbytes_text(report.nbytes_out)}"
     yield "files", f"{files}, and the index"
     at_best = seconds_text((report.nbytes_read + report.nbytes_out) / _DISK)
-    yield "time", f"{at_best} or more, where the disk reads and writes 1 GiB/s"
+    yield "time", f"{at_best} or more, if the disk reads and writes 1 GiB/s"
     workers = f"{format_count(report.workers, 'worker')} of {format_count(report.threads, 'thread')}"
     yield "work", f"{format_count(report.tasks, 'task')} by {workers}"
     yield "memory", f"{nbytes_text(report.projected_bytes)} at most, of {nbytes_text(report.memory)} allowed"
     if report.scratch:
-        yield "scratch", f"{nbytes_text(report.scratch_bytes)} of {report.scratch} at most, for files to be uploaded"
-    yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, beside that"
+        yield "scratch", f"{nbytes_text(report.scratch_bytes)} at most in {report.scratch}, for files to be uploaded"
+    yield "index", f"{nbytes_text(report.index_bytes)} of memory at most, in addition"

@@ -63,9 +63,9 @@ class Prepared:
     job: Job
     """The work."""
     target: Target
-    """Who planned it."""
+    """The target that planned it."""
     engine: Engine | None
-    """Who carries it out; None: processes of this machine, or this one where one is enough."""
+    """The engine that carries it out; None: processes on this machine, or just this process if one is enough."""
     workers: int
     """Processes."""
     threads: int
@@ -73,17 +73,17 @@ class Prepared:
     fingerprint: str
     """Digest of source files, options and target: two conversions of the same fingerprint write the same bytes."""
     facts: Mapping[str, str]
-    """What that digest is of, by name, as messages tell it; what was not asked for is left out."""
+    """What that digest depends on, by name, in words for messages; options that were not given are left out."""
     warnings: tuple[str, ...] = ()
     """What keeps a run from resuming as it would from the source."""
     reserved_bytes: int = 0
-    """Memory that the destination takes beside the workers."""
+    """Memory that the destination takes in addition to the workers."""
 
     @property
     def nbytes_out(self) -> int:
-        """Bytes of the files that hold tensors and of those beside; not of what compressed ones will hold.
+        """Bytes of the files with tensors and of the files beside them, without compressed tensors.
 
-        Those that are written last, and say what the others hold, are not counted.
+        Metadata files, which are written last, are not counted.
         """
         return sum(file.nbytes for file in self.job.target.files)
 
@@ -95,7 +95,7 @@ class Prepared:
 
     @property
     def index_bytes(self) -> int:
-        """Memory that the index of the source and the plan take, at most, beside that of the workers."""
+        """Memory that the index of the source and the plan take, at most, in addition to that of the workers."""
         states = [state for _, _, state in self.job.index.states()]
         pieces = sum(len(state.fragments) for state in states)
         atoms, placements = len(self.job.index.atoms), len(self.job.target.placements)
@@ -117,7 +117,7 @@ class Prepared:
 
 
 def count_ahead_bytes(index: Index) -> int:
-    """Memory of each thread for what of stores is on its way."""
+    """Memory that each thread takes to read ahead from buckets; 0 if all files are local."""
     if not is_remote(index.files):
         return 0
     from ucp.io.remote.prefetch import BUDGET
@@ -126,7 +126,7 @@ def count_ahead_bytes(index: Index) -> int:
 
 
 def _describe_gaps(full: Index, index: Index) -> Iterator[str]:
-    """What the parameters lack of which `index` has a state beside the weight, where the source lost it."""
+    """A warning about states that the source lost, of parameters that `index` has optimizer states of."""
     lost = {
         name: states
         for name, states in find_state_gaps(full).items()
@@ -142,7 +142,7 @@ def prepare(
 ) -> Prepared:
     """Decide everything: writes nothing. `reserved_bytes`: memory that the destination needs besides the workers.
 
-    Of tensors it reads windows of moments (all of those that are zero there), and copies that are to be settled.
+    Of tensors it reads samples of moments (all elements, if the samples are zero), and copies if `--drift` chooses one.
     """
     chosen = target(options.to)
     _check_target(chosen, options)
@@ -177,9 +177,8 @@ def prepare(
         settings = drop_hyper(settings, known)
     _check_settings(chosen, known, settings, by_family=by_name, also=optimizer_settings, engine=options.engine)
     index, settings, family = _rename_source(index, chosen, options, settings)
-    _check_settings(
-        chosen, known, settings, also=optimizer_settings, engine=options.engine
-    )  # sizes that are none of this family's
+    # once more, without `by_family`: refuse sizes that the family does not use
+    _check_settings(chosen, known, settings, also=optimizer_settings, engine=options.engine)
     if options.target.tag:
         others = (extra for extra in index.extras if extra.name != TAG)
         index = replace(index, extras=(*others, Extra(name=TAG, value=options.target.tag)))
@@ -212,7 +211,7 @@ def prepare(
 def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 0) -> tuple[int, int]:
     """Workers, and threads in each, that read what `index` refers to. `reserved_bytes`: memory for others.
 
-    Where the user does not say: as many as cores; by an engine that has more than this machine, as memory allows.
+    The default is one worker per core; for an engine that works on other machines, too, as many as memory allows.
     """
     most, thread_bytes = count_cores(), BLOCK + SCRATCH + count_ahead_bytes(index)
     if options.engine is not None and options.engine.spans_machines:
@@ -229,7 +228,7 @@ def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 
 def _rename_source(
     index: Index, chosen: Target, options: ConvertOptions, settings: Mapping[str, str]
 ) -> tuple[Index, Mapping[str, str], str]:
-    """The source under the names that are wanted, the settings that are for the target, and the family, if any."""
+    """The source under the names to write, the settings for the target, and the family, if any."""
     if not (options.naming.style or options.naming.rules or chosen.names):
         return index, settings, ""
     from ucp.source.naming import rename_source  # families are read only where they are needed
@@ -241,7 +240,7 @@ def _rename_source(
 
 @contextmanager
 def _raise_misfits() -> Iterator[None]:
-    """Say that the family or target that was asked for does not fit this model."""
+    """Raise UnsupportedError and FamilyError as MisfitError: the chosen family or target does not fit this model."""
     try:
         yield
     except (UnsupportedError, FamilyError) as error:
@@ -249,12 +248,12 @@ def _raise_misfits() -> Iterator[None]:
 
 
 def _check_target(chosen: Target, options: ConvertOptions) -> None:
-    """Raise UsageError for replicas, and for a layout, that the target does not have, naming the target that has it."""
+    """Raise UsageError for replicas, or for a layout, that the target does not have; the message says who has them."""
     topology, layout = options.topology, options.target.layout
     if topology is not None and topology.is_split and not chosen.takes_replicas:
         raise UsageError(
-            f"replicas of shards (HSDP) are torch's: --to {chosen.name} does not know them. Write dp={topology.dp} in "
-            f"place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
+            f"replicas of shards (HSDP) are a feature of torch that --to {chosen.name} does not have. Write "
+            f"dp={topology.dp} in place of dp_replicate={topology.dp_replicate},dp_shard={topology.dp_shard}"
         )
 
     if not layout or layout in chosen.layouts:
@@ -266,7 +265,7 @@ def _check_target(chosen: Target, options: ConvertOptions) -> None:
 
 
 def _drop_lost(index: Index, plan: TargetPlan) -> Index:
-    """What of `index` the target holds, and a line for everything else."""
+    """The part of `index` that the target holds, with a line for each thing left behind."""
     if not plan.lost:
         return replace(index, dropped=(*index.dropped, *plan.dropped)) if plan.dropped else index
     atoms: dict[str, AtomIndex] = {}
@@ -288,10 +287,10 @@ def _check_settings(
     also: Collection[str] = (),
     engine: Engine | None = None,
 ) -> None:
-    """Raise UsageError naming settings that the target does not take, and those that it does.
+    """Raise UsageError for settings that the target does not take, listing those that it takes.
 
-    `by_family`: sizes of the model may be said as well, for the family that names are translated by. `also`: settings
-    that are taken, and not by the target. `engine`: has taken those of its own.
+    `by_family`: sizes of the model are valid, too, for the family that translates names. `also`: valid settings that
+    are not for the target. `engine`: its settings are already taken out.
     """
     unknown = [name for name in settings if name not in known]
     if unknown and by_family:
@@ -314,7 +313,7 @@ def _check_settings(
 
 
 def _suggest(name: str, near: str | None) -> str:
-    """What may have been meant by a setting that nobody takes."""
+    """The end of a line about an unknown setting: what may have been meant."""
     others = [other for other in names("ucp.engines") if name in registered_engine(other).settings]
     if others:
         return f": a setting of --engine {' or '.join(others)}"
@@ -322,7 +321,7 @@ def _suggest(name: str, near: str | None) -> str:
 
 
 def _collect_facts(job: Job, options: ConvertOptions) -> dict[str, str]:
-    """What the fingerprint is of, by name, as messages tell it; what was not asked for is left out."""
+    """The value of `Prepared.facts`."""
     facts = {"source": job.index.path}
     for option in OPTIONS.values():
         value = getattr(options, option.name)
@@ -346,7 +345,7 @@ def _format_value(value: object) -> str:
 
 
 def _compute_fingerprint(index: Index, plan: TargetPlan, options: ConvertOptions) -> str:
-    """Digest of all that decides what is written: of files of the user's own the contents, which may be edited."""
+    """Digest of everything that decides what is written, with the contents of the user's own files."""
     literals = xxhash.xxh3_128()
     for file in plan.files:  # with what the target took from elsewhere, such as a config.json
         literals.update(repr((file.path, file.nbytes, [part.offset for part in file.literals])).encode())

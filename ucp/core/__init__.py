@@ -1,1 +1,1 @@
-"""Values and the planner: integers and strings, which know no files, processes or torch."""
+"""Values and the planner: functions of integers and strings that use no files, no processes and no torch."""

@@ -4,8 +4,9 @@ Optimizers and flat buffers keep parameters in registration order without their 
 parameters fit a slot. An answer is accepted only if no other is possible.
 
 - `possible_places`: parameters fill groups of slots in order, and may be left out.
-- `bounds`: numbers that increase from place to place: the smallest and the largest that each can have.
-- `narrow_in_order`, `narrow`: several such rows, or rows in any order, in which no number occurs twice.
+- `bounds`: the smallest and the largest number that each place can have, if numbers increase from place to place.
+- `narrow_in_order`, `narrow`: numbers that each place can have, if no number occurs twice; within each row they
+  increase, or are in any order.
 
 >>> places = possible_places([[Slots(((2, 3),)), Slots(((2,), None))]], [[(2, 3), (2,), (4,)]])
 >>> places
@@ -77,11 +78,11 @@ def _numel(form: Hashable) -> int:
 def possible_places(
     stages: Sequence[Sequence[SlotGroup]], layers: Iterable[Sequence[Hashable]], *, most: int = 2_000_000
 ) -> list[set[Place]] | None:
-    """Places that each parameter has in some assignment that fills all groups; None where there is none.
+    """Places that each parameter can have in an assignment that fills all groups; None if there is no assignment.
 
-    `stages`: groups that are filled by whole layers which follow one another; one for a model that is not cut into
-    stages. `layers`: forms of parameters, in the order of the model; shapes where a group is flat. `most`: states to
-    look number. Raises ManyWaysError where there are more.
+    `stages`: groups of each pipeline stage; a stage is filled by consecutive layers. A model without stages has one.
+    `layers`: forms of parameters, in the order of the model; shapes if a group is flat. `most`: partial assignments to
+    examine. Raises ManyWaysError if there are more.
     """
     groups = [group for stage_groups in stages for group in stage_groups]
     stage_of = [stage for stage, stage_groups in enumerate(stages) for _ in stage_groups]
@@ -114,7 +115,7 @@ def possible_places(
         levels.append({after for state in levels[-1] for _, after in steps(state, number)})
         most -= len(levels[-1])
         if most < 0:
-            raise ManyWaysError(f"too many assignments of {len(params)} parameters come near")
+            raise ManyWaysError(f"too many partial assignments of {len(params)} parameters to check them all")
     full = tuple(group.length for group in groups)
     alive = {state for state in levels[-1] if state[1] == full}
     places: list[set[Place]] = []
@@ -128,10 +129,10 @@ def possible_places(
 
 
 def bounds(fits: Sequence[Sequence[int]]) -> tuple[list[int], list[int]] | None:
-    """The smallest and the largest number of every place, if numbers increase from place to place; None if none do.
+    """The smallest and the largest number of every place, if numbers increase from place to place.
 
-    `fits`: numbers that each place can have, in increasing order. Every assignment lies between these bounds, so that
-    it is unique if and only if they are equal.
+    None if no such assignment exists. `fits`: numbers that each place can have, in increasing order. The assignment is
+    unique if and only if the bounds are equal.
     """
     first = _earliest(fits)
     last = _earliest([[-number for number in reversed(numbers)] for numbers in reversed(fits)])

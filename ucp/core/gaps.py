@@ -1,11 +1,12 @@
 """What a checkpoint lacks: elements of tensors, weights, names, states and settings of parameters.
 
-No file records which states an optimizer keeps, so parameters are compared with others of their kind. One without any
-state is frozen or was never stepped; a *part* of the states that another one has is a gap. Different optimizers (Muon
-beside Adam), hyper-parameters and numbers of dims are different kinds.
+No file records which states an optimizer keeps, so parameters are compared with others of their kind. A parameter
+without any state is frozen or was never stepped; one with only *some* of the states of another has a gap. Parameters
+are of different kinds if their optimizers (Muon beside Adam), their hyper-parameters or their numbers of dims differ.
 
-A damaged name gives a parameter one state instead of another. Settings are compared in the same way: where a group does
-not record its parameters, a damaged name moves one of them to a group of its own without the setting.
+A state name that was damaged appears as one state instead of another. Settings of parameter groups are compared in the
+same way: if settings are stored per parameter, a damaged name of a setting moves the parameter to a separate group
+that lacks the setting.
 
 >>> full = frozenset({"exp_avg", "exp_avg_sq"})
 >>> states = {"a": full, "b": full - {"exp_avg"}, "c": frozenset(), "muon": frozenset({"momentum_buffer"})}
@@ -29,8 +30,8 @@ from ucp.core.region import Box, find_gaps
 from ucp.errors import CoverError, MalformedError, MissingStateError, format_count, format_list
 
 _WHY = (
-    "states or settings that others like these parameters have: part of the optimizer is lost. Copy the checkpoint "
-    "again, or use another one"
+    "states or settings that similar parameters have: part of the optimizer state is lost. Copy the checkpoint again, "
+    "or use another one"
 )
 
 
@@ -51,10 +52,10 @@ _KindAndStates = tuple[Hashable, frozenset[str]]
 
 
 def _expected_states(key: _KindAndStates, counts: Counter[_KindAndStates]) -> frozenset[str]:
-    """The largest set of states of the same kind that includes these.
+    """The states that parameters with this kind and these states should have.
 
-    Where there is none and one of the states occurs nowhere else, it may be misspelt: then the states of more
-    parameters that differ from these in this name alone.
+    That is the largest set of the same kind that includes these states. If it is this set, and one of the states occurs
+    in no other, its name may be damaged: then it is the most common set that differs in this name alone.
     """
     kind, states = key
     alike = [other for other_kind, other in counts if other_kind == kind]
@@ -68,7 +69,7 @@ def _expected_states(key: _KindAndStates, counts: Counter[_KindAndStates]) -> fr
 
 
 def find_state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
-    """Trained parameters that lack states or a setting, each with these, unless the user left them out."""
+    """Trained parameters that lack states or a setting, each with what it lacks, unless the user left that out."""
     gaps = _lacking_states(index)
     for name, setting in _lacking_settings(index.groups):
         gaps[name] = (*gaps.get(name, ()), f"the setting {setting}")
@@ -76,7 +77,7 @@ def find_state_gaps(index: Index) -> dict[str, tuple[str, ...]]:
 
 
 def _lacking_states(index: Index) -> dict[str, tuple[str, ...]]:
-    switches: dict[str, Hashable] = {}  # tell optimizers and their variants apart: SGD keeps no momentum of 0
+    switches: dict[str, Hashable] = {}  # tell optimizers and their variants apart: SGD with momentum 0 has no buffer
     for group in index.groups:
         settings = frozenset(
             (key, bool(value) if key == "momentum" else value if isinstance(value, bool | str | None) else ...)
@@ -154,8 +155,8 @@ def check_names(index: Index) -> None:
     problems += [f"in several groups: {name}" for name, count in counts.items() if count > 1]
     if problems:
         raise MalformedError(
-            f"expected parameter groups and tied names of parameters that {index.path} holds, each in one group at "
-            f"most; got\n{format_list(problems)}\nIt is damaged, or was edited: copy it again"
+            f"expected parameter groups and tied names to refer to parameters of {index.path}, each in at most one "
+            f"group; got\n{format_list(problems)}\nIt is damaged, or was edited: copy it again"
         )
 
 
@@ -195,7 +196,7 @@ def _describe_gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
 
 
 def _is_tiled(state: StateIndex) -> bool:
-    """Whether all fragments lie inside, and first copies tile the tensor; cached, as many states are cut alike."""
+    """Whether all fragments are inside the tensor and first copies tile it; cached, as many states are cut alike."""
     if state.overlap is Overlap.MEAN:
         return False
     cut = tuple([(fragment.box.offsets, fragment.box.sizes, not fragment.replica) for fragment in state.fragments])

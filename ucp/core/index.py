@@ -73,13 +73,13 @@ class StateIndex:
     dtype: DType
     """Dtype of the fragments with replica 0, before any requested cast."""
     global_shape: tuple[int, ...]
-    """The atom's shape; of a count such as `step`, () or 1 in each dim."""
+    """The atom's shape; for a count such as `step`, () or 1 in each dim."""
     fragments: tuple[Fragment, ...]
     """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN)."""
     overlap: Overlap = Overlap.EXCLUSIVE
     """MEAN if the terms are to be averaged."""
     layout: Layout | None = None
-    """Layout in which ranks stored it, if not the atom's: FSDP1 saves by rows some of what it keeps flat."""
+    """Layout in which ranks stored it, if not the atom's: FSDP1 saves by rows some states that it keeps flat."""
     digests: tuple[str, ...] = ()
     """Recorded xxh3-64 of every `digest_nbytes` bytes of the row-major elements."""
     digest_nbytes: int = 0
@@ -125,11 +125,11 @@ class AtomIndex:
 
     @property
     def patterns(self) -> Mapping[str, str]:
-        """Mesh axis to the name of its pattern, or that of the first tensor it is made of."""
+        """Mesh axis to the name of its pattern; for an atom made of other tensors, the pattern of the first of them."""
         return next((layout.patterns for layout in (self.layout, *self.made_of.values()) if layout.all_axes), {})
 
     def layouts(self) -> Iterator[tuple[str, str, Layout]]:
-        """(parameter, state, layout over the run that saved it) for every state of its shape."""
+        """(parameter, state, layout over the run that saved it) for every state that has the atom's shape."""
         for name, state in self.states.items():
             if state.global_shape == self.global_shape and not self.is_count(name):
                 layout_of_state = self.layout if state.layout is None else state.layout
@@ -141,7 +141,7 @@ class AtomIndex:
         return state == STEP or (state_index.numel == 1 and state_index.global_shape != self.global_shape)
 
     def dtype_of(self, state: str, requested: Mapping[str, str]) -> DType:
-        """Dtype to write a state in: the one `requested` for its name; buffers and integers keep their own."""
+        """Dtype to write a state in: the one `requested` for its name; buffers and integers keep theirs."""
         dtype = self.states[state].dtype
         is_cast = state in requested and self.kind is not Kind.BUFFER and dtype.is_floating
         return DType(requested[state]) if is_cast else dtype
@@ -171,11 +171,11 @@ class Extra:
     value: object
     """Plain values, `Stub`s and `TensorRef`s (see `ucp.io.pickle.values`)."""
     rank: int | None = None
-    """Rank whose own value it is, where ranks differ; None for all."""
+    """Rank that has this value, if ranks have different ones; None for all ranks."""
 
     @property
     def is_sidecar(self) -> bool:
-        """Whether it stands for a sidecar file: one that a training script keeps beside the checkpoint."""
+        """Whether its value is a sidecar file: one that a training script saves beside the checkpoint."""
         return self.name.startswith(SIDECAR)
 
 
@@ -192,7 +192,7 @@ class SourceFile:
     role: str
     """What it holds, e.g. "optimizer states of dp rank 3"."""
     version: str = ""
-    """What its store tells states of it apart by (ETag, generation); empty on a disk."""
+    """Version of its contents in the storage service (ETag, generation); empty on a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,24 +221,24 @@ class DoubtKind(StrEnum):
     """Why readable files of a checkpoint may not be those that were saved."""
 
     EQUAL_RANKS = "equal-ranks"
-    """Files of two ranks, which hold other parts of the model, have the same bytes."""
+    """Files of two ranks that hold different parts of the model have the same bytes."""
     MISSING_LAYERS = "missing-layers"
-    """A layer of a pipeline has no file, as happens to layers of some models."""
+    """A tied layer of a pipeline has no file; for some models DeepSpeed writes none."""
     MOMENT_SHAPES = "moment-shapes"
     """Moments of the optimizer do not have the shapes of their parameters."""
     CONFIG = "config"
-    """The configuration of the model beside the tensors is that of another one."""
+    """The config.json beside the tensors is that of another model."""
     EXPERTS = "experts"
     """Experts of a layer are missing, or do not have the tensors that the others have."""
     LAYOUT = "layout"
-    """Ranks cut tensors in other pieces than the rules of the model's family: it may be of another one."""
+    """Ranks hold other pieces of tensors than the rules of the model family say: the family may be wrong."""
 
     @classmethod
     def accepted(cls, requested: Iterable[str]) -> frozenset[DoubtKind]:
-        """Those that a user names. Raises UsageError for a name of none."""
+        """The kinds that a user names. Raises UsageError for an unknown name."""
         names = (requested,) if isinstance(requested, str) or not isinstance(requested, Iterable) else tuple(requested)
         if not set(names) <= set(cls):
-            raise UsageError(f"expected accept as a list of {', '.join(cls)}; got {requested!r}")
+            raise UsageError(f"expected accept to be a list of names among {', '.join(cls)}; got {requested!r}")
         return frozenset(map(cls, names))
 
 
@@ -254,26 +254,26 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKeys:
-    """Where one optimizer stands in the state dict of a training script."""
+    """Where one optimizer is in the state dict of a training script."""
 
     root: tuple[object, ...]
-    """Keys to it."""
+    """Keys that lead to it."""
     is_flat: bool = False
     """Whether names and settings are joined to one key, as by `flatten_optimizer_state_dict`."""
     groups: tuple[int, ...]
-    """Its parameter groups, by their place among those of the checkpoint."""
+    """Its parameter groups, as positions among the groups of the checkpoint."""
     params: Mapping[str, str | int] = field(default_factory=dict)
-    """Name of a parameter to what the optimizer calls it, where that differs: a number, or a name with wrappers."""
+    """Name of a parameter to its key in the optimizer, if that differs: a number, or a name with wrappers' prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDictKeys:
-    """Where model and optimizers stand in the state dict of a training script."""
+    """Where model and optimizers are in the state dict of a training script."""
 
     model: tuple[object, ...]
-    """Keys to the model."""
+    """Keys that lead to the model."""
     params: Mapping[str, str] = field(default_factory=dict)
-    """Name of a parameter or buffer to its key there, where that differs: a name with wrappers."""
+    """Name of a parameter or buffer to its key there, if that differs: a name with wrappers' prefixes."""
     optimizers: tuple[OptimizerKeys, ...] = ()
     """Every optimizer."""
 
@@ -283,13 +283,13 @@ class Index(Report):
     """A checkpoint, without its tensor bytes."""
 
     path: str
-    """Directory or file that was resolved, absolute."""
+    """Directory or file of the checkpoint, absolute (e.g. the folder that `latest` names)."""
     format: str
     """Name of the format that read it."""
     evidence: tuple[str, ...]
     """What the format was recognised by."""
     producer: str
-    """Program and version that wrote it, as far as it says."""
+    """Program and version that wrote it, as far as they are recorded."""
     topology: Topology
     """Layout of the run that wrote it."""
     step: int | None
@@ -307,34 +307,34 @@ class Index(Report):
     files: tuple[SourceFile, ...] = ()
     """Files read or referred to."""
     records: tuple[Record, ...] = ()
-    """Stretches with a recorded checksum."""
+    """Byte ranges with a recorded checksum."""
     notes: tuple[str, ...] = ()
     """What was assumed or inferred."""
     dropped: tuple[str, ...] = ()
-    """What the source holds and atoms do not, each with the reason; for people, long lists cut short."""
+    """What the source holds and the atoms do not, each with the reason; for people, so long lists are cut short."""
     lost: Mapping[str, LostStates] = field(default_factory=dict)
-    """Parameter to why it lacks states that it had: every one of which that is known."""
+    """Each parameter that is known to have lost states, and why."""
     unnamed: UnnamedStates | None = None
-    """States of its optimizer that could not be given to parameters; None where all could."""
+    """States of its optimizer that could not be matched to parameters; None if all were matched."""
     is_numbered: bool = False
     """Whether its optimizer numbers its parameters, so that their names were inferred."""
     doubts: tuple[Doubt, ...] = ()
-    """What speaks against its files."""
+    """Reasons to suspect that its files are not those that were saved."""
     unselected: int = 0
-    """Whole parameters that a selection left out, this one or one that a store was made of."""
+    """Number of parameters that --include/--exclude left out, now or when the store at `path` was written."""
     recorded_in: Mapping[str, str] = field(default_factory=dict)
-    """Mesh axis to the file and field that say how tensors lie over it; empty where a model family has to say."""
+    """Mesh axis to the file and field that record the layout over it; empty if only a model family knows it."""
     origin: str = ""
-    """Format that the extras were read from, where they are kept as they were (atoms); empty for its own."""
+    """Format of the checkpoint that the extras come from, if a store kept them; empty if it is `format`."""
     unordered: bool = False
-    """Whether atoms are listed by name, as nothing says in which order the model registers its parameters."""
+    """Whether atoms are listed by name because the order in which the model registers its parameters is unknown."""
     keys: StateDictKeys | None = None
-    """Keys of the state dict that a training script saved, where the files have it as a whole."""
+    """Keys of the state dict that a training script saved, if the files hold this dict."""
     unchecked: tuple[str, ...] = ()
-    """Those of `notes` that say what no checksum covers, and what lies there and is not read."""
+    """Those of `notes` that name files which are not read and have no checksum."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
-        """Every atom with every state of it."""
+        """(atom, name of the state, state) for every state of every atom."""
         for atom in self.atoms.values():
             for name, state in atom.states.items():
                 yield atom, name, state
@@ -345,7 +345,7 @@ class Index(Report):
         return {name: atom.global_shape for name, atom in self.atoms.items()}
 
     def loss_reasons(self, params: Iterable[str]) -> tuple[str, ...]:
-        """Why those of `params` that `lost` has lack states: each reason once, with the names it holds for."""
+        """Why those of `params` that are in `lost` lack states: each reason once, with its parameters."""
         names: dict[str, list[str]] = {}
         for name in params:
             if name in self.lost:
@@ -365,6 +365,6 @@ class Index(Report):
 
     def page(self) -> Page:
         """What it is, what is missing, its states, its notes."""
-        from ucp.core.text.overview import overview, remarks  # which knows the index
+        from ucp.core.text.overview import overview, remarks  # imports this module
 
         return (*overview(self), *remarks(self))

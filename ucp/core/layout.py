@@ -32,7 +32,7 @@ class Overlap(StrEnum):
     EQUAL = "equal"
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"
-    """Each holds a value of its own; the global tensor is their mean."""
+    """Each holds its own value; the global tensor is their mean."""
 
 
 @runtime_checkable
@@ -50,7 +50,8 @@ class Pattern(Protocol):
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:
         """Boxes of the global tensor that part `index` of `parts` holds, in increasing local offset.
 
-        `RegionPair.copy` numbers what several parts hold: the boxes of each copy tile what is shared.
+        Where several parts hold the same elements, `RegionPair.copy` numbers the copies; the boxes of every copy tile
+        these elements.
         """
 
     def whole_shape(self, local_shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -60,9 +61,9 @@ class Pattern(Protocol):
 
 @lru_cache(maxsize=4096)  # layers are alike
 def join_shapes(pattern: Pattern, shapes: tuple[tuple[int, ...], ...], length: int | None = None) -> tuple[int, ...]:
-    """The shape that `regions` cuts into these: the shape of a part, or that with one dim joined.
+    """The global shape that `pattern.regions` cuts into `shapes`: the shape of a part, or that with one dim joined.
 
-    `length`: of the joined dim, if it is not the sum over the parts. Raises ValueError if there is no such shape.
+    `length`: length of the joined dim, if it is not the sum over the parts. Raises ValueError if no shape fits.
     """
     first = next((shape for shape in shapes if prod(shape)), shapes[0])
     sums = map(sum, zip(*(shape for shape in shapes if len(shape) == len(first)), strict=True))
@@ -89,12 +90,12 @@ class AxisLayout:
     parts: int
     """Degree of that axis."""
     pattern: Pattern
-    """How the tensor lies along it."""
+    """How the tensor is laid out along it."""
     known_from: str = field(default="", compare=False)
-    """Source of this knowledge, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a law of the framework)."""
+    """Source of this knowledge, e.g. "param_shapes of FILE", "family llama", "ZeRO-3" (a fixed rule of DeepSpeed)."""
 
     def holders(self, global_shape: tuple[int, ...]) -> list[int]:
-        """Parts that hold a piece of a tensor of this shape, be it an empty one."""
+        """Parts that hold a piece of a tensor of this shape, even an empty piece."""
         return [part for part in range(self.parts) if self.pattern.regions(global_shape, self.parts, part)]
 
     def dim(self, global_shape: tuple[int, ...]) -> int | None:
@@ -117,7 +118,7 @@ class Layout:
     axes: tuple[AxisLayout, ...] = ()
     """Axes over the dims of the tensor."""
     flat: tuple[AxisLayout, ...] = ()
-    """Axes over the row-major order of what `axes` leave: patterns over one dim."""
+    """Axes that then cut the row-major order of the local tensor: patterns over one dim."""
 
     @property
     def all_axes(self) -> tuple[AxisLayout, ...]:
@@ -126,7 +127,7 @@ class Layout:
 
     @property
     def descriptions(self) -> tuple[tuple[str, str], ...]:
-        """For people: degree and pattern of each axis of degree above 1, and where that is known from."""
+        """For people: degree and pattern of each axis of degree above 1, and the source of that knowledge."""
         named = [(axis, "") for axis in self.axes] + [(axis, "flat ") for axis in self.flat]
         return tuple(
             (f"{axis.axis}={axis.parts}: {order}{axis.pattern.name}", axis.known_from)
@@ -143,7 +144,7 @@ class Layout:
 
     @property
     def patterns(self) -> dict[str, str]:
-        """Axis of degree above 1 to the name of its pattern."""
+        """Each axis of degree above 1, and the name of its pattern."""
         return {what.partition("=")[0]: what.partition(": ")[2] for what, _ in self.descriptions}
 
     @property

@@ -100,7 +100,7 @@ class RegionPair(NamedTuple):
     copy: int = 0
     """Number of the copy, where several parts hold these elements; 0 for the first."""
     source: str = ""
-    """Name of the global tensor, where there are several."""
+    """Name of the global tensor, if there are several."""
     dims: tuple[int | None, ...] | None = None
     """Per dim of the local tensor, the matching dim of the global one (None for a dim of length 1 without one).
 
@@ -182,7 +182,7 @@ class RegionPair(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def full_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
-    """A local tensor that is all of the global one: the same object for all tensors of a shape."""
+    """The pair of a local tensor that is all of the global one; the same object for all tensors of a shape."""
     box = Box.full(shape)
     return (RegionPair(box, box),)
 
@@ -288,7 +288,7 @@ def find_gaps(shape: Sequence[int], boxes: Sequence[Box], *, most: int = 8) -> t
 
 
 def _is_flat_cut(full: Box, live: list[tuple[int, Box]]) -> bool:
-    """Whether the boxes are consecutive ranges of the row-major order: the common case, checked quickly."""
+    """Whether the boxes are consecutive ranges of the row-major order: the most common case, and quick to check."""
     position = 0
     for _, box in live:
         if not box.is_flat_in(full.sizes) or box.flat_start(full.sizes) != position:

@@ -58,10 +58,10 @@ def block_ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 class Locator:
-    """Finds the pieces of a state that can hold given elements, without looking at all of them.
+    """Finds the fragments of a state that can hold given elements, without looking at all of them.
 
-    Pieces are sorted by the row-major position of their first element. Flat (ZeRO) pieces are then found by
-    bisection; of pieces that interleave (column shards) all that span the range are returned.
+    Fragments are sorted by the row-major position of their first element. Flat (ZeRO) fragments are then found by
+    bisection; of fragments that interleave (column shards), all that span the range are returned.
     """
 
     __slots__ = ("_by_replica", "state")
@@ -72,18 +72,18 @@ class Locator:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replica numbers above 0 that are there."""
+        """Replica numbers of the fragments, without 0."""
         return tuple(sorted({fragment.replica for fragment in self.state.fragments if fragment.replica}))
 
     def near(self, box: Box, replica: int) -> Sequence[Fragment]:
-        """Fragments of `replica` that can meet `box`."""
+        """Fragments of `replica` that may intersect `box`."""
         fragments = self._sorted.get(replica)
         return fragments.near(box) if fragments else ()
 
     def flat(self, start: int, stop: int, replica: int) -> Iterable[tuple[Fragment, int, int]] | None:
-        """Fragments of `replica` that hold positions `start:stop` of the row-major order, each with those it holds.
+        """Fragments of `replica` that hold positions `start:stop` of the row-major order, each with the range it holds.
 
-        None where they are not all stretches of that order, stored without gaps.
+        None if some fragments are not ranges of that order that are stored without gaps.
         """
         if len(self.state.fragments) == 1:  # the commonest state by far
             return self._single(start, stop, replica)
@@ -147,7 +147,7 @@ class _Sorted:
 
 
 def _is_flat(fragment: Fragment, shape: tuple[int, ...]) -> bool:
-    """Whether a piece is a stretch of the row-major order of the whole, stored without gaps."""
+    """Whether a fragment is a range of the row-major order of the global tensor, stored without gaps."""
     ref = fragment.ref
     return ref.is_contiguous and (ref.shape == shape or fragment.box.is_flat_in(shape))
 
@@ -180,7 +180,7 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
 
 
 def _full_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piece | None:
-    """The one copy of a state that is all asked for, and stored in one stretch: the commonest by far; else None."""
+    """The single copy, if a full state is asked for and stored as one range (the most common case); else None."""
     shape = state.global_shape
     if start or len(state.fragments) != 1 or target.pairs is not full_pairs(shape) or stop != state.numel:
         return None
@@ -207,13 +207,13 @@ def resolve_replicas(target: Slice, source: Locator, start: int, stop: int) -> t
 
 
 def pieces_within(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece]:
-    """Copies of what the source holds of elements `start:stop`, which may be a part of them or nothing."""
+    """Copies of those of the elements `start:stop` that `replica` of the source holds: all, some or none."""
     flat = _flat_pieces(target, source, replica, start, stop)
     return _boxed_pieces(target, source, replica, start, stop) if flat is None else flat
 
 
 def _flat_pieces(target: Slice, source: Locator, replica: int, start: int, stop: int) -> Iterator[Piece] | None:
-    """`pieces_within` where slice and fragments are stretches of the row-major order, as most are; else None."""
+    """`pieces_within`, if slice and fragments are ranges of the row-major order, as most are; else None."""
     if len(target.pairs) != 1:
         return None
     (pair,) = target.pairs
@@ -304,7 +304,7 @@ def in_file_order(piece: Piece) -> Piece:
 
 
 def runs_of(piece: Piece) -> tuple[int, int]:
-    """How a piece in file order is best read: (leading dims whose every element is read alone, bytes of each read).
+    """How a piece in file order is best read: (number of leading dims to loop over, bytes of each read).
 
     >>> from ucp.core.tensor import DType, TensorRef
     >>> ref = TensorRef(path="a", offset=0, dtype=DType.FLOAT32, shape=(9, 8), strides=(5000, 2))

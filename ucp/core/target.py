@@ -1,7 +1,7 @@
-"""What a destination will look like, decided before a byte moves.
+"""The plan of a destination: its files, and which slice of which state is stored where.
 
-A destination is described exactly as a source is: fragments whose references point into files. Around them stand
-literal bytes (headers, pickles, small text files) and checksum fields that are filled in once the bytes are known.
+A file consists of slices of tensors (`Placement`), literal bytes (headers, pickles, small text files) and checksum
+fields, which are filled in when the other bytes are known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrcField:
-    """A CRC-32 of part of the file, to be stored little-endian in four bytes at each place."""
+    """A CRC-32 of a byte range of the file, stored little-endian in four bytes at each of some offsets."""
 
     start: int
     """First byte that is summed."""
@@ -53,7 +53,7 @@ class OutputFile:
     crcs: tuple[CrcField, ...] = ()
     """Checksums to fill in, in increasing start."""
     is_pointer: bool = False
-    """Whether it names the checkpoint to load, so that the framework overwrites it when it saves there again."""
+    """Whether it names the checkpoint to load, like `latest`: the framework overwrites it at its next save."""
 
     def __post_init__(self) -> None:
         if self.path.startswith("/") or ".." in self.path.split("/"):
@@ -64,7 +64,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A stretch of the row-major local tensor of one part of a target."""
+    """A range of the row-major order of a local tensor of the target."""
 
     param: str
     """Parameter name in the source."""
@@ -73,7 +73,7 @@ class Slice:
     dtype: DType
     """Type to store."""
     pairs: tuple[RegionPair, ...]
-    """Which boxes of the whole make up the local tensor."""
+    """Boxes of the global tensor that make up the local tensor."""
     local_shape: tuple[int, ...]
     """Shape of the local tensor, elements."""
     start: int
@@ -119,10 +119,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawCopy:
-    """A tensor of an extra, copied as it is (row-major in the destination)."""
+    """A tensor of an extra, copied unchanged (row-major in the destination)."""
 
     src: TensorRef
-    """Where it lies in the source."""
+    """The tensor in the source."""
     path: str
     """Output file."""
     offset: int
@@ -131,7 +131,7 @@ class RawCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
-    """A whole destination, decided."""
+    """The plan of all files of a destination."""
 
     files: tuple[OutputFile, ...]
     """Files to create, in the order they are best written."""
@@ -140,48 +140,48 @@ class TargetPlan:
     raw: Sequence[RawCopy] = ()
     """Tensors of extras that fill them."""
     last: tuple[str, ...] = ()
-    """Paths of `files` without tensors by which the framework knows a checkpoint: where files come one by one, these do
-    after all others."""
+    """Paths of those `files` without tensors by which the framework recognises a checkpoint: in a bucket, where files
+    appear one by one, they are written after all others."""
     notes: tuple[str, ...] = ()
     """What the target cannot hold or restore, for the user."""
     casts: tuple[str, ...] = ()
     """Every change of dtype, one line per kind."""
     dropped: tuple[str, ...] = ()
-    """What of the source's tensors the target does not hold, with the reasons, for the user."""
+    """Tensors of the source that the target does not hold, with the reasons, for the user."""
     lost: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Parameter to its states that are not held at all: what is written is not compared with these."""
+    """Parameter to those of its states that the target does not hold; `--verify` does not compare them."""
     zeros: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Parameter to states that the source lacks and the target has nonetheless: they are not compared with it."""
+    """Parameter to states that the target has although the source lacks them; `--verify` does not compare them."""
     compress: bool = False
-    """Placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
+    """Whether placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
     """Layout of the run that loads the files; None where they fit any."""
     written: Index | None = None
-    """The source as far as it is written, and under the names that it is written under; None: all of it, as it is."""
+    """The part of the source that is written, under the names that are written; None: all of it, names unchanged."""
     layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
-    """(parameter, state) to how the target lays it out over the ranks; without those that every file has whole."""
+    """(parameter, state) to its layout over the ranks of the target; without states that every file holds in full."""
     regrouped: bool = False
-    """Parameter groups are written in other terms than the source's, and not compared with them."""
+    """Whether parameter groups are written in another form than the source's; `--verify` does not compare them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """What the user asked of the destination, beside its topology."""
+    """What the user asked for in the destination, besides its topology."""
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """State name to the name of the dtype to store it in."""
     layout: str = ""
-    """Variant of the target's own layout, e.g. "per-parameter" for the atom store; empty for its default."""
+    """Variant of the target's file layout, e.g. "per-parameter" for the atom store; empty for its default."""
     compress: bool = False
     """Compress tensor bytes, where the target can."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What the source does not record and the target needs, by the target's own name for it, as text."""
+    """Values that the target needs and the source does not record (--set): name to value, as text."""
     family: str = ""
-    """Model family whose rules the target goes by, where the user named one."""
+    """Model family whose rules the target uses, if the user named one."""
     patterns: str = ""
-    """File with a family of the user's own, where there is one."""
+    """TOML file with the user's own family, if there is one."""
     tag: str = ""
-    """Name to save under, where the user chose one and the target's framework leaves it to the script."""
+    """Tag to save under, if the user chose one; for frameworks that let the script choose it."""
     keeps_zeros: bool = False
     """Moments that were lost may be zero (--zero-moments keep)."""
 
@@ -191,7 +191,7 @@ class Receipt:
     """What was written for one placement, known once the bytes are."""
 
     placement: Placement
-    """What it was."""
+    """The placement."""
     digests: tuple[str, ...]
     """xxh3-64 of each block of its stored, uncompressed bytes, 16 hex digits."""
     crc32: int
@@ -213,8 +213,8 @@ class Receipts:
 def describe_casts(index: Index, slices: Iterable[Slice], *, names_rounded: bool = False) -> tuple[str, ...]:
     """One line per state and change of dtype, with the number of parameters concerned.
 
-    Model weights written beside their masters are rounded copies, which lose nothing: they count only with
-    `names_rounded`. A master made of a narrower weight counts.
+    Model weights written beside their masters are rounded copies, so nothing is lost: they are listed only with
+    `names_rounded`. A master that is made from a narrower weight is listed.
     """
     slices = list(slices)
     changed: dict[str, set[str]] = {}

@@ -18,7 +18,7 @@ from math import prod
 from operator import mul
 
 GAP = 4 << 10
-"""Bytes between two ranges of a file from which on two reads cost less than one that takes what lies between, too."""
+"""Two ranges of a file with at least so many bytes between them are read separately; nearer ones in a single read."""
 
 
 class DType(StrEnum):

@@ -21,7 +21,7 @@ AXES = ("dp", "tp", "pp", "ep", "cp")
 _SPLIT = ("dp_replicate", "dp_shard")
 
 MOST_RANKS = 100_000
-"""Ranks along one axis; more is a slip of the finger."""
+"""Most ranks along one axis; a larger number is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class Topology:
     cp: int = 1
     """Ranks a sequence is cut over."""
     zero: int | None = None
-    """ZeRO stage, 0 to 3; None where the word has no meaning."""
+    """ZeRO stage, 0 to 3; None for a framework without ZeRO."""
     vpp: int = 1
-    """Runs of layers that every pipeline stage holds (Megatron's virtual pipeline)."""
+    """Model chunks (consecutive layers) that every pipeline stage holds (Megatron's virtual pipeline)."""
     etp: int | None = None
     """Ranks an expert's tensor is cut over (Megatron's expert tensor parallel); None: as many as `tp`."""
     dp_replicate: int | None = None
-    """Of `dp`, ranks that hold the same (HSDP); None where `dp` is not split."""
+    """Factor of `dp`: number of replicas of the shards (HSDP); None if `dp` is not split."""
     dp_shard: int | None = None
-    """Of `dp`, ranks that partition the states of one replica; None where `dp` is not split."""
+    """Factor of `dp`: ranks that partition the states of one replica; None if `dp` is not split."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "vpp", "etp", *_SPLIT):
@@ -64,7 +64,7 @@ class Topology:
             raise TopologyError(f"expected pp above 1 with a virtual pipeline; got vpp={self.vpp}, pp=1")
         if not self.is_split:
             return
-        known_degree = self.dp_replicate or self.dp_shard or 1  # known_degree of the two parts may be left out
+        known_degree = self.dp_replicate or self.dp_shard or 1  # one of the two factors may be left out
         other = 1 if self.dp == 1 else self.dp // known_degree
         replicas, shards = self.dp_replicate or other, self.dp_shard or other
         if self.dp not in (1, replicas * shards):
@@ -96,12 +96,12 @@ class Topology:
 
     @property
     def is_split(self) -> bool:
-        """Whether `dp` is said to be replicas of shards."""
+        """Whether `dp` is given as replicas times shards (HSDP)."""
         return self.dp_replicate is not None or self.dp_shard is not None
 
     @property
     def replicas(self) -> int:
-        """Ranks along `dp` that hold the same, as FSDP has it: one set of shards where `dp` is not split."""
+        """Replicas of the shards along `dp`, in FSDP's terms; 1 if `dp` is not split."""
         return self.dp_replicate or 1
 
     @property
@@ -116,11 +116,11 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run: those along `ep` and `etp` are the same ones."""
+        """Ranks of the run; `ep` and `etp` only group the same ranks in another way."""
         return self.dp * self.tp * self.pp * self.cp
 
     def __str__(self) -> str:
-        """Written as it is parsed: `dp` or its parts always, others where they are not what leaving them out means."""
+        """The text that `parse` reads: always `dp` or its two factors, other axes if they differ from their default."""
         parts = [f"{axis}={getattr(self, axis)}" for axis in (_SPLIT if self.is_split else ("dp",))]
         parts += [f"{axis}={getattr(self, axis)}" for axis in (*AXES[1:], "vpp") if getattr(self, axis) > 1]
         if self.etp is not None:

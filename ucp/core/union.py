@@ -1,9 +1,9 @@
-"""The union: what ranks stored of a tensor, joined into one atom where `place` says it lies.
+"""The union: joins what ranks stored of a tensor into one atom, each piece at the position that `place` computes.
 
 1. A reader of files describes each tensor as `ShardedTensor`: what every rank stored, its coordinates, a layout.
 2. `Union.build_state` makes the fragments; ranks that differ only along replicated axes hold numbered replicas.
-3. `Union.build_atom` joins the states: the optimizer's master is the weight where there is one, and the model's own
-   tensor is a derived copy of it, which is compared and never taken. `merge_counts` joins counts such as `step`.
+3. `Union.build_atom` joins the states. If the optimizer keeps a master, this is the weight; the model's tensor is then
+   a derived copy, which is compared with it and never used. `merge_counts` joins counts such as `step`.
 
 >>> from ucp.core.layout import AxisLayout
 >>> from ucp_patterns.replicate import Replicate
@@ -67,7 +67,7 @@ def place_fragments(layout: Layout, global_shape: Sequence[int], shards: Iterabl
 
 
 def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived: bool = False) -> tuple[Fragment, ...]:
-    """Fragments of a tensor, and those of an equal one as further copies (`derived`: computed from the first)."""
+    """Fragments of a tensor, and those of an equal tensor as further copies (`derived`: computed from the first)."""
     number = 1 + max((fragment.replica for fragment in first), default=-1)
     return (
         *first,
@@ -99,7 +99,7 @@ class ShardSet(NamedTuple):
     layout: Layout
     """Layout of the tensor over these ranks."""
     shards: tuple[StoredShard, ...]
-    """Shards of each rank; several copies of a rank follow one another."""
+    """Shards of each rank; if a rank stored several copies, they follow one another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def _fragments(
 
 
 def state_of_boxes(dtype: DType, shape: tuple[int, ...], boxes: Iterable[tuple[Box, TensorRef]]) -> StateIndex:
-    """The state in boxes that its files name themselves; a box that occurs again is a copy.
+    """A state whose files record the box of each piece; a box that occurs again is a copy.
 
     >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
     >>> boxes = [(Box((0,), (2,)), ref), (Box((2,), (2,)), ref), (Box((0,), (2,)), ref)]
@@ -255,7 +255,7 @@ def merge_counts(counts: Sequence[StateIndex]) -> StateIndex:
 
 
 _PAST_INT64 = 1 << 63
-"""One past the largest number of a state that is a Python int."""
+"""One past the largest Python int that a state can hold (as int64)."""
 
 
 def state_from_number(number: float) -> StateIndex:

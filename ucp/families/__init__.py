@@ -1,1 +1,1 @@
-"""Model families: rules that say of every parameter name how its tensor lies over an axis, read from TOML."""
+"""Model families, read from TOML: rules that say, by parameter name, how each axis of a mesh divides the tensor."""

@@ -2,7 +2,7 @@
 
 An expression is a line of text in a family file. It knows whole numbers, names, texts, `+ - * / // %`, comparisons,
 `and or not`, `a if b else c`, `min()`, `max()`, and `name[0]` for the length of dim 0 of a named tensor. `/` must leave
-no rest. Nothing else is understood, and nothing is executed.
+no remainder. Nothing else is understood, and nothing is executed.
 
 >>> Expression("heads * head_dim / tp").value({"heads": 8, "head_dim": 64, "tp": 2})
 256
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 _MOST = 1 << 63
-"""Bound of every number in it: no size of a model is as large, and products of products end there."""
+"""Bound of every number: no size of a model is as large, and products cannot grow further."""
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ class UnknownNameError(ExpressionError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. Raises ExpressionError when it is none."""
+    """A parsed expression. Raises ExpressionError if the text is no expression."""
 
     text: str
     """As it was written."""
@@ -130,7 +130,7 @@ def _check(node: ast.AST, text: str) -> None:
 
 
 def _evaluate(node: ast.expr, values: Mapping[str, object]) -> object:
-    """Value of one node; `and`, `or` and `if` look no further than they must."""
+    """Value of one node; `and`, `or` and `if` evaluate only what they need."""
     match node:
         case ast.Constant():
             return node.value

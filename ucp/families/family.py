@@ -49,9 +49,9 @@ class Family:
     constants: Mapping[str, int] = field(default_factory=dict)
     """Sizes and flags that all models of the family share."""
     limits: Mapping[str, Expression] = field(default_factory=dict)
-    """Field to its exclusive upper bound: tells apart names whose numbers a style continues."""
+    """Field to its exclusive upper bound, for styles that number other modules after these (MTP after the layers)."""
     tensors: Mapping[str, Template] = field(default_factory=dict)
-    """Names in `sizes` that stand for the shape of a tensor."""
+    """Names in the formulas of `sizes` that stand for the shape of a tensor."""
     evidence: FamilyEvidence = field(default_factory=FamilyEvidence)
     """How it is recognised."""
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Family:
     tied: tuple[Tied, ...] = ()
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()
-    """Suffixes of names without a rule, as they are no parameters."""
+    """Suffixes of names that need no rule, because they are no parameters."""
     order: tuple[str, ...] = ()
     """Name prefixes in registration order, where the order of the rules does not give it."""
     kind_of: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class Family:
         return matches_by_name
 
     def _match(self, name: str) -> list[Match]:
-        """Matches of a name: one per rule whose condition holds, or one for all rules if none is known to."""
+        """Matches of a name: one per rule whose condition holds, else one of all rules whose condition may hold."""
         holding: list[Rule] = []
         undecided: list[Rule] = []
         fields: Mapping[str, int] = {}
@@ -298,7 +298,7 @@ class Family:
         return spellings[0]
 
     def find_spellings(self, name: str, style: str) -> tuple[tuple[Alias, tuple[str, ...]], ...]:
-        """All ways in which a style may store a canonical name, the likeliest first; see `stored_as`."""
+        """All ways in which a style may store a canonical name, the likeliest first; see `find_spelling`."""
         matches = self._match(name)
         if not matches:
             raise FamilyError(self._describe_misfits([name], []))

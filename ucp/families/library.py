@@ -24,12 +24,12 @@ _MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """All families that can be had, read when they are asked for."""
+    """All installed families; each is read when it is first used."""
 
     pattern: Callable[[str], PatternFactory]
     """Gives the pattern registered under a name."""
     texts: Mapping[str, tuple[str, str]]
-    """Family to where it stands, and its TOML text."""
+    """Family to the place of its file, and its TOML text."""
     _read: dict[str, Family] = field(default_factory=dict)
 
     @classmethod
@@ -42,7 +42,7 @@ class Library:
                 text, source = entry.read_text(encoding="utf-8"), f"{package.replace('.', '/')}/{entry.name}"
                 name = read_header(text, source).name
                 if name in texts:
-                    raise UsageError(f"the family {name!r} stands in {texts[name][0]} and in {source}")
+                    raise UsageError(f"the family {name!r} is defined twice, in {texts[name][0]} and in {source}")
                 texts[name] = (source, text)
         return cls(pattern, texts)
 
@@ -57,25 +57,25 @@ class Library:
         return Library(self.pattern, texts), name
 
     def names(self) -> tuple[str, ...]:
-        """Names of all families, also of those that are only there to be extended."""
+        """Names of all families, also of abstract ones."""
         return tuple(sorted(self.texts))
 
     def family(self, name: str) -> Family:
-        """The family of that name, or the part of families. Raises UsageError, naming what a checkpoint can be of."""
+        """The family of that name, also an abstract one. Raises UsageError that lists the families of checkpoints."""
         return self._family(name, ())
 
     def get_concrete(self, name: str) -> Family:
-        """`family`, of which a checkpoint can be: raises UsageError for a mere part of families too."""
+        """The family of that name. Raises UsageError for an abstract one too, to which no checkpoint belongs."""
         family = self.family(name)
         if family.abstract:
             raise UsageError(
-                f"expected one of the families {', '.join(self._choices())}; {name!r} is only a part of some, which no "
-                "checkpoint is of by itself"
+                f"expected one of the families {', '.join(self._choices())}; {name!r} is only a part that "
+                "families extend"
             )
         return family
 
     def list_replaced(self, name: str) -> tuple[str, ...]:
-        """Templates of the rules that family `name` has instead of rules, unlike them, of those that it extends."""
+        """Templates for which family `name` has other rules than the families that it extends."""
         source, text = self.texts[name]
         ours = _by_template(self.family(name).rules)
         theirs = _by_template(
@@ -102,11 +102,11 @@ class Library:
         return tuple(family.name for family in self.concrete())
 
     def concrete(self) -> tuple[Family, ...]:
-        """Families that a checkpoint can be of."""
+        """Families that a checkpoint can belong to."""
         return tuple(family for family in map(self.family, self.names()) if not family.abstract)
 
     def likely(self, arguments: Mapping[str, object]) -> Iterator[Family]:
-        """Families that recorded arguments do not speak against, each read when it is its turn; special ones first."""
+        """Families that the recorded arguments do not contradict, specific ones first; each is read when reached."""
         headers = {name: read_header(text, source) for name, (source, text) in self.texts.items()}
         kinds = {name: document.kind_of for name, document in headers.items()}
         for name in sorted(headers, key=lambda name: (-len(_more_general([name], kinds)), name)):
@@ -130,11 +130,11 @@ def choose(
     axes: Mapping[str, int],
     explain: bool = True,
 ) -> tuple[Family, tuple[str, ...]]:
-    """The one family that a checkpoint is of, bound to its sizes, and the reasons.
+    """The family of a checkpoint, bound to its sizes, and the reasons for the choice.
 
-    `names`: of the model's tensors, in any style. `explain`: whether an error says what speaks against the nearest
-    family, for which the names of all must be looked up. Raises UnknownFamilyError when none fits, or no fitting one is
-    more special than all others.
+    `names`: of the model's tensors, in any style. `explain`: whether an error says why the nearest family does not fit;
+    names are then looked up in all families. Raises UnknownFamilyError if no family fits, or if none of those that fit
+    is more specific than all others.
     """
     names = list(names)
     names_by_kind = {kind(name): name for name in names}
@@ -191,7 +191,7 @@ def find_contradictions(
 def _contradiction(
     family: Family, size: str, arguments: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """One of `contradictions`, e.g. "hidden: hidden_size = 40, and embedding.word_embeddings.weight is [64, 20]"."""
+    """A line of `find_contradictions`: "hidden: the arguments say hidden_size = 40; word_embeddings is [64, 20]"."""
     inputs: dict[str, None] = {}
     queue = [size]
     while queue:
@@ -208,7 +208,7 @@ def _contradiction(
 
 
 def _find_objections(family: Family, names: Collection[str], arguments: Mapping[str, object]) -> list[str]:
-    """What speaks against a family. `names`: one of each kind, for those of other layers fall under the same rules."""
+    """Reasons why a family does not fit. `names`: one of each kind; names of other layers have the same rules."""
     objections: list[str] = []
     present: set[str] = set()
     unread: list[str] = []
@@ -230,14 +230,14 @@ def _find_objections(family: Family, names: Collection[str], arguments: Mapping[
 
 
 def _contradicted(wanted: Mapping[str, object], arguments: Mapping[str, object]) -> Iterator[str]:
-    """Recorded arguments that have not the values `wanted`."""
+    """A line for each recorded argument whose value is not the one in `wanted`."""
     for key, value in wanted.items():
         if key in arguments and arguments[key] != value:
             yield f"{key} is {format_value(arguments[key])}, not {value!r}"
 
 
 def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> set[str]:
-    """Families that these are kinds of, at any remove. `kinds`: family to those that it says itself."""
+    """All families more general than `names`, directly or through others. `kinds`: family to its own `kind_of`."""
     general_names: set[str] = set()
     waiting = [general for name in names for general in kinds.get(name, ())]
     while waiting:
@@ -249,12 +249,10 @@ def _more_general(names: Iterable[str], kinds: Mapping[str, Sequence[str]]) -> s
 
 
 def _describe_undecided(best: Sequence[str], nearest: str, objections: Sequence[str]) -> str:
-    """`nearest`: the family with rules for most names; `objections`: what speaks against it."""
+    """`nearest`: the family with rules for most names; `objections`: why it does not fit."""
     if best:
         return f"the model may be of the families {', '.join(best)}; say which with --family"
-    why = (
-        f"the nearest is {nearest}: {'; '.join(objections[:3])}" if objections else "none has a rule for a single name"
-    )
+    why = f"the nearest is {nearest}: {'; '.join(objections[:3])}" if objections else "none has a rule for any of them"
     return (
         f"no model family fits the names of this checkpoint; {why}\n"
         "say which with --family, or write rules in a file for --patterns my.toml (`ucp patterns check CKPT --patterns "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ucp.families.family import Family
 
 _MOST_PIECES = 1 << 16
-"""Pieces that the axes of a rule may cut a tensor into: they are composed one with another."""
+"""Most pieces of a tensor on one rank: the pieces along several axes multiply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Match:
             wanted = sorted({name for rule in self.rules if rule.when for name in rule.when.names} - set(self.values))
             raise FamilyError(
                 f"the layout of {self.name} depends on {', '.join(wanted)}, which neither the recorded arguments nor "
-                f"the shapes tell; say so in a rules file: [given] {wanted[0] if wanted else 'NAME'} = N (--patterns)"
+                f"the shapes tell; state it in a rules file: [given] {wanted[0] if wanted else 'NAME'} = N (--patterns)"
             )
         return self.rules[0]
 
@@ -61,7 +61,7 @@ class Match:
         return self.rules[0].name.filled({**self.fields, **fields})
 
     def axes(self, axes: Mapping[str, int]) -> tuple[str, ...]:
-        """Those of `axes` that the rule names, outermost first: `local_shapes` of `layout` iterate over them."""
+        """The axes of `axes` that the rule names, outermost first: the order of `local_shapes` in `layout`."""
         return tuple(rule.axis for rule in self.rule.axes if rule.axis in axes)
 
     def layout(
@@ -71,7 +71,7 @@ class Match:
         local_shapes: Sequence[tuple[int, ...]] = (),
         global_shape: tuple[int, ...] | None = None,
     ) -> Layout:
-        """Layout of the tensor over those of `axes` that the rule names (see `axes`).
+        """Layout of the tensor over the axes that the rule names (see `axes`).
 
         `axes`: degree of every mesh axis. Pass either the global shape, or the shapes of all parts: one per rank of the
         rule's axes, the first axis slowest. Raises FamilyError if a size is unknown or the shapes do not fit the rule.
@@ -142,7 +142,7 @@ def _from_parts(
 
 
 def _bounded(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """`layout`, unless its axes cut a tensor of this shape into too many pieces: ValueError."""
+    """`layout`. Raises ValueError if its axes cut a tensor of this shape into too many pieces."""
     pieces = 1
     for axis in layout.axes if len(layout.axes) > 1 else ():
         pieces *= len(axis.pattern.regions(shape, axis.parts, 0))

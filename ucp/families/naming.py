@@ -1,4 +1,4 @@
-"""What a family says of names: how it is recognised by them, how styles write them, what a stored one stands for."""
+"""Names in a family: by which it is recognised, how styles write them, and what a stored name stands for."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class FamilyEvidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How a family is recognised."""
 
     names: tuple[str, ...] = ()
-    """Templates that all must stand for some name of the checkpoint."""
+    """Templates, each of which must match a name of the checkpoint."""
     absent: tuple[str, ...] = ()
-    """Templates that must not."""
+    """Templates that must match no name."""
     arguments: dict[str, object] = {}
     """Values that recorded arguments must have, where they are recorded."""
 
@@ -37,14 +37,14 @@ class Style:
     name: str
     """E.g. "te", "torch_dist", "huggingface"."""
     like: str | None = None
-    """Style whose name is taken where a rule has none in this one; None: such a rule has no name here."""
+    """Style whose names are used for rules without a name in this one; if None, these have no name in this style."""
     rewrite: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Part of a template to what stands in its place; the first is the one written."""
+    """Part of a template to its replacements; the first is the one that is written."""
     modules: tuple[str, ...] = ()
-    """Segments of its names, those of one module in the order in which it registers them; empty where not known."""
+    """Segments of its names, in the order in which modules register them; empty if that is not known."""
 
     def sort_names(self, names: Iterable[str]) -> list[str] | None:
-        """Names in the order in which the model registers its parameters; None where that is not known of all."""
+        """Names in the order in which the model registers its parameters; None unless that is known of all."""
         places = {module: place for place, module in enumerate(self.modules)}
         keys: dict[str, list[int]] = {}
         for name in names:
@@ -79,14 +79,14 @@ class ParsedName(NamedTuple):
     stacked: tuple[str, ...]
     """Fields that count leading dims of the stored tensor, outermost first."""
     part: int
-    """Which of the tensors that join to the canonical one it is; 0 when it is all of it."""
+    """Number of this tensor among those that join to the canonical tensor; 0 if it is the only one."""
     alias: Alias | None
     """How they join, or None for the canonical name itself."""
     style: str
     """Style of the stored name."""
 
     def global_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shape of one canonical tensor in a stored one of that shape; none where that takes more to know."""
+        """Shape of a canonical tensor in a stored one of `shape`, in a list; empty if the shape alone does not tell."""
         alias = self.alias
         if alias is not None and (len(alias.names) > 1 or alias.view or alias.order):
             return []
@@ -94,7 +94,7 @@ class ParsedName(NamedTuple):
 
     @property
     def alongside(self) -> tuple[str, ...]:
-        """Canonical names of which the model has one where the stored name stands for this parameter and no other."""
+        """Canonical names; the model has one of them if the stored name stands for this parameter."""
         return (
             ()
             if self.alias is None
@@ -103,9 +103,9 @@ class ParsedName(NamedTuple):
 
 
 def describe_ambiguity(name: str, candidates: Sequence[ParsedName], confirmed: Sequence[ParsedName]) -> str:
-    """Why it is open which of the parameters `found` a name stands for, and what to do.
+    """Why it is not known which of `candidates` a name stands for, and what to do.
 
-    `told`: those that other names of the checkpoint speak for.
+    `confirmed`: candidates for which the checkpoint has one of the names in `alongside`.
     """
     texts = [
         candidate.canonical + (f" (beside {' or '.join(candidate.alongside)})" if candidate.alongside else "")
@@ -116,12 +116,12 @@ def describe_ambiguity(name: str, candidates: Sequence[ParsedName], confirmed: S
         either = " or ".join(texts)
         return f"{name} can be {either}, and nothing tells which. Choose another family with --family, or {rules}"
     seen = (
-        f"what speaks for {' and for '.join(candidate.canonical for candidate in confirmed)} is"
+        f"such neighbours of {' and of '.join(candidate.canonical for candidate in confirmed)}"
         if confirmed
-        else "none of these is"
+        else "none of these neighbours"
     )
     return (
-        f"{name} can be {', or '.join(texts)}; {seen} in the checkpoint. Take the whole model, without --include and "
+        f"{name} can be {', or '.join(texts)}; the checkpoint has {seen}. Take the whole model, without --include and "
         f"--exclude, or {rules}"
     )
 
@@ -136,7 +136,7 @@ class StoredName(NamedTuple):
     alias: Alias | None
     """How several tensors join to the parameter, or None for the canonical name."""
     part: int
-    """Which of them it is."""
+    """Number of the tensor among these."""
     style: str
     """The style."""
 
@@ -184,7 +184,7 @@ def _fill_computed(name: str, values: Mapping[str, int]) -> str | None:
 
 
 def positions_of(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
-    """Path of a module or parameter, as templates write it, to its place among all, by first mention."""
+    """Path of a module or parameter, as templates write it, to its position in the order of first mention."""
     positions: dict[tuple[str, ...], int] = {}
     for text in templates:
         path = tuple(text.split("."))
@@ -194,9 +194,9 @@ def positions_of(templates: Iterable[str]) -> dict[tuple[str, ...], int]:
 
 
 def order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]) -> list[tuple[int, int]]:
-    """Per segment of a name: the place of its module, then its number where the template leaves one open.
+    """Sort key. For each segment of a name, the position of its module, and its number if the template has a field.
 
-    Without a name, the numbers do not count.
+    Without a name, all numbers are 0.
     """
     path = tuple(template.split("."))
     segments = name.split(".") if name else ["0"] * len(path)
@@ -207,14 +207,14 @@ def order_key(template: str, name: str, positions: Mapping[tuple[str, ...], int]
 
 
 Table = Mapping[tuple[str | None, str], tuple[StoredName, ...]]
-"""Style (None: any) and outline of a name, to the entries that it may be of."""
+"""Style (None: any) and outline of a name, to the entries that may match it."""
 
 _MOST = 4
-"""Tables kept: of the family as it was read, and of the last models that it was bound to."""
+"""Tables that are kept: for the family as it was read, and for the last models that it was bound to."""
 
 
 class Tables:
-    """Tables by the sizes that they were made with: the rest of what names depend on is the same for all copies."""
+    """Tables by the sizes of the model: all copies of a family agree in everything else that names depend on."""
 
     __slots__ = ("_by_sizes",)
 
@@ -225,14 +225,14 @@ class Tables:
         return Tables, ()
 
     def get(self, values: Mapping[str, int], entries: Iterable[StoredName]) -> Table:
-        """The table for these sizes; `entries` are looked at where it is not kept."""
+        """The table for these sizes. `entries`: read only if the table has to be made."""
         key = frozenset(values.items())
         table = self._by_sizes.pop(key, None)
         if table is None:
             table = _table(entries)
         while len(self._by_sizes) >= _MOST:
             self._by_sizes.pop(next(iter(self._by_sizes)))
-        self._by_sizes[key] = table  # the last one now
+        self._by_sizes[key] = table  # now the newest one
         return table
 
 

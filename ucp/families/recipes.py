@@ -1,7 +1,7 @@
 """An index under other names: tensors joined, split, transposed and permuted, by reference.
 
-A tensor that is to be made is told by regions of others (`RegionPair`, whose `source` is named), which are followed one
-after another down to the stored bytes (`arranged`); none of them moves any.
+A recipe describes a new tensor by regions of other tensors (`RegionPair`, whose `source` is a name). `apply_recipe`
+maps the regions to stored bytes; it moves no data.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ucp.errors import MissingStateError, UnsupportedError, format_list
 
 
 class TensorRecipe(NamedTuple):
-    """A tensor that is to be made of others."""
+    """How to make a tensor from others."""
 
     shape: tuple[int, ...]
     """Elements per dim."""
     patches: tuple[RegionPair, ...]
-    """Elements of others, by name, which it is made of; they tile it."""
+    """Regions of other tensors that it is made of; they tile it."""
 
     @classmethod
     def identity(cls, source: str, shape: tuple[int, ...]) -> TensorRecipe:
-        """A tensor as it is."""
+        """The recipe for a tensor that does not change."""
         return cls(shape, (RegionPair(Box.full(shape), Box.full(shape), source=source),))
 
     @property
@@ -40,16 +40,16 @@ class TensorRecipe(NamedTuple):
 
     @property
     def is_rename(self) -> bool:
-        """Whether it is one other tensor as it is, under another name at most, as far as patches tell."""
+        """Whether it is one other tensor, unchanged but for its name, as far as the patches show."""
         return len(self.patches) == 1 and self == TensorRecipe.identity(self.patches[0].source, self.shape)
 
 
 def permute_view(
     source: str, shape: Sequence[int], view: Sequence[int], order: Sequence[int], rank: int
 ) -> TensorRecipe:
-    """A tensor viewed in the shape `view`, its dims then permuted to `order`, and the first ones merged down to `rank`.
+    """A tensor viewed in the shape `view`, then permuted to `order`; its first dims are merged so that `rank` remain.
 
-    Raises ValueError where the dims of `view` do not divide those of the tensor.
+    Raises ValueError if the dims of `view` do not divide those of the tensor.
 
     >>> made = permute_view("w", (4, 8), (2, 2, 8), (1, 0, 2), 2)  # rows 0, 2, 1, 3
     >>> made.shape, [(str(patch.local), str(patch.global_box), patch.steps) for patch in made.patches]
@@ -62,9 +62,7 @@ def permute_view(
     groups = [list(order[:lead]), *([dim] for dim in order[lead:])]
     runs = [_run(group, view, parents) for group in groups]
     used_dims: set[int] = set()
-    for position, run in reversed(
-        list(enumerate(runs))
-    ):  # along a dim of the source runs one dim of a box position most
+    for position, run in reversed(list(enumerate(runs))):  # at most one dim of a box runs along a dim of the source
         parent = parents[run[0]][0]
         runs[position] = [] if parent in used_dims else run
         used_dims.add(parent)
@@ -89,7 +87,7 @@ def permute_view(
 
 
 def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]:
-    """Per dim of a view: the dim of the tensor that it is part of, and the elements of that to step."""
+    """Per dim of a view: the dim of the tensor that it is part of, and the step along that dim, in elements."""
     parents: list[tuple[int, int]] = []
     stop = 0
     for dim, length in enumerate(shape):
@@ -98,7 +96,7 @@ def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]
             size *= view[stop]
             stop += 1
         if size != length or stop == first:
-            raise ValueError(f"a tensor of shape {list(shape)} is not {list(view)} with its dims taken apart")
+            raise ValueError(f"dims of the view {list(view)} do not divide those of a tensor of shape {list(shape)}")
         parents += [(dim, prod(view[view_dim + 1 : stop])) for view_dim in range(first, stop)]
     return parents
 
@@ -118,7 +116,7 @@ def apply_recipes(index: Index, recipes: Mapping[str, TensorRecipe]) -> Index:
     """`index` with the tensors that `recipes` make, by name; parameter groups and lost states follow.
 
     Raises UnsupportedError for a tensor whose sources differ in type, kind or parameter group, MissingStateError for
-    one whose sources have not the same states.
+    one whose sources have different states.
     """
     _check_once(index, recipes)
     atoms = {
@@ -145,7 +143,7 @@ def apply_recipes(index: Index, recipes: Mapping[str, TensorRecipe]) -> Index:
 
 
 def _check_once(index: Index, recipes: Mapping[str, TensorRecipe]) -> None:
-    """Prove that patches fill what is made, and take every element of what they take from once, and once only."""
+    """Prove that patches fill every new tensor, and take every element of each source exactly once."""
     counts: Counter[str] = Counter()
     problems = []
     for name, recipe in recipes.items():
@@ -159,19 +157,19 @@ def _check_once(index: Index, recipes: Mapping[str, TensorRecipe]) -> None:
             problems.append(f"{source}: {count:,} of its {numel:,} elements would be taken")
     if problems:
         raise UnsupportedError(
-            "expected names and shapes under which every element is kept, and kept once; "
-            f"got\n{format_list(problems)}\nCorrect the rules that tensors are joined and split by"
+            "expected rules that keep every element exactly once; "
+            f"got\n{format_list(problems)}\nCorrect the rules by which tensors are joined and split"
         )
 
 
 def add_copy(atom: AtomIndex, other: AtomIndex) -> AtomIndex:
-    """An atom and another that has to be equal to it, as a further replica. Raises UnsupportedError."""
+    """An atom, with another that has to be equal to it as a further replica. Raises UnsupportedError."""
     states = {}
     for name, state in atom.states.items():
         copy = other.states.get(name)
         if copy is None or (copy.global_shape, copy.dtype) != (state.global_shape, state.dtype):
             raise UnsupportedError(
-                f"{atom.name} and {other.name} are the same tensor under two names; they differ in shape or type"
+                f"{atom.name} and {other.name} should be one tensor under two names, but differ in shape or type"
             )
         states[name] = replace(state, fragments=add_copies(state.fragments, copy.fragments))
     return replace(atom, states=states)
@@ -185,12 +183,12 @@ def _atom(name: str, recipe: TensorRecipe, sources: Sequence[AtomIndex]) -> Atom
         _check_alike(name, first, source)
     states = dict(first.states)
     for key, state in first.states.items():
-        if first.is_count(key):  # one for all
+        if first.is_count(key):  # one count for all
             continue
         if any(source.states[key].global_shape != source.global_shape for source in sources):
             raise UnsupportedError(
-                f"{name} is made of {', '.join(recipe.sources)}, whose {key} has not the shape of the parameter and "
-                f"cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
+                f"{name} is made of {', '.join(recipe.sources)}, whose {key} has another shape than the parameter "
+                f"and cannot be joined or split with it. Leave it out (--exclude '*/{key}')"
             )
         states[key] = apply_recipe(state, recipe, {source.name: source.states[key].fragments for source in sources})
     layouts = {source.name: source.layout for source in sources if source.layout.all_axes}
@@ -219,7 +217,7 @@ def _check_alike(name: str, first: AtomIndex, other: AtomIndex) -> None:
 
 
 def apply_recipe(state: StateIndex, recipe: TensorRecipe, sources: Mapping[str, Sequence[Fragment]]) -> StateIndex:
-    """`state`, made of the fragments of `sources`, by name."""
+    """`state`, made by `recipe`. `sources`: name to the fragments of that tensor."""
     pieces = (map_fragment(patch, piece) for patch in recipe.patches for piece in sources[patch.source])
     made_of = tuple(piece for piece in pieces if piece is not None)
     return replace(state, global_shape=recipe.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)

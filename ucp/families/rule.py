@@ -21,7 +21,7 @@ PatternFactory = Callable[..., Pattern]
 """Makes a pattern from its options: a class such as `ucp_patterns.shard.Shard`."""
 
 OptionValue = int | Expression | tuple[int | Expression, ...]
-"""An option of a pattern as it stands in a rule."""
+"""An option of a pattern as a rule states it."""
 
 DIM = "dim"
 """Option with the dim to shard; in expressions, the length of that dim before this axis shards it."""
@@ -36,7 +36,7 @@ class AxisRule:
     pattern: str
     """Registered name of the pattern, e.g. "shard"."""
     factory: PatternFactory = field(repr=False, compare=False)
-    """Makes it."""
+    """Makes the pattern."""
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     """Its options, by name."""
 
@@ -112,7 +112,7 @@ class Alias:
     view: tuple[OptionValue, ...] = ()
     """Shape in which the stored elements are viewed (row-major), if not the tensor's; -1 for the remaining length."""
     order: tuple[int, ...] = ()
-    """Permutation from the stored dims (or view) to stacked fields and the rule's dims; empty for none."""
+    """Permutation of the stored dims (or of `view`) to stacked fields, then the rule's dims; empty for none."""
     views: tuple[tuple[OptionValue, ...], ...] = ()
     """`view` of each tensor, if they differ."""
     orders: tuple[tuple[int, ...], ...] = ()
@@ -136,7 +136,7 @@ class Alias:
             raise ValueError(f"{self.names[0]} of shape {list(shape)} cannot be viewed as {list(view)}")
         strides, order = contiguous_strides(view), self.order or tuple(range(len(view)))
         if len(order) != len(view):
-            raise ValueError(f"{self.names[0]} of shape {list(shape)} has no {len(order)} dims to put in order")
+            raise ValueError(f"order has {len(order)} dims; {self.names[0]} of shape {list(shape)} does not")
         return Elements(tuple(view[dim] for dim in order), tuple(strides[dim] for dim in order))
 
     @property
@@ -150,14 +150,14 @@ class Alias:
         view = self._sizes(self._view(part), prod(shape), values) or shape
         order = self._order(part) or tuple(range(len(view)))
         if len(order) != len(view):
-            raise ValueError(f"{self.names[part]} of shape {list(shape)} has no {len(order)} dims to put in order")
+            raise ValueError(f"order has {len(order)} dims; {self.names[part]} of shape {list(shape)} does not")
         return permute_view(str(part), shape, view, order, min(len(view), len(shape) + stacked))
 
     def pack(self, part: int, seen: tuple[int, ...], stacked: int, values: Mapping[str, object]) -> TensorRecipe:
         """The inverse of `unpack`: recipe for tensor number `part` as it is stored. Raises ValueError."""
         view = self._sizes(self._view(part), prod(seen), values)
         if view and stacked:
-            raise ValueError(f"{self.names[part]} stacks tensors in another shape, which can only be read")
+            raise ValueError(f"{self.names[part]} stacks tensors in a view, which can be read but not written")
         order = self._order(part) or tuple(range(len(view or seen)))
         back = tuple(order.index(dim) for dim in range(len(order)))
         ordered = [view[dim] for dim in order] if view else seen
@@ -172,7 +172,7 @@ class Alias:
         length_of_each, rest = divmod(shape[self.dim], len(self.names))
         lengths = self._sizes(self.lengths, shape[self.dim], values) or (length_of_each,) * len(self.names)
         if sum(lengths) != shape[self.dim] or (rest and not self.lengths):
-            raise ValueError(f"{', '.join(self.names)} are not {shape[self.dim]} long together")
+            raise ValueError(f"the lengths of {', '.join(self.names)} do not add up to {shape[self.dim]}")
         return [(*shape[: self.dim], length, *shape[self.dim + 1 :]) for length in lengths]
 
     def check_lengths(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> None:
@@ -189,7 +189,7 @@ class Alias:
         if not in_proportion or (not factors and [*expected] != actual):
             sizes = ", ".join(f"{name}={values[name]}" for name in sorted(set.union(*names_of_lengths) & values.keys()))
             formulas = ", ".join(str(self.lengths[part]) for part in known)
-            raise ValueError(f"they are {', '.join(map(str, actual))} long, not {formulas} with {sizes}")
+            raise ValueError(f"their lengths are {', '.join(map(str, actual))}; expected {formulas}, with {sizes}")
 
     def _view(self, part: int) -> tuple[OptionValue, ...]:
         return self.views[part] if self.views else self.view
@@ -266,7 +266,7 @@ class Rule:
     name: Template
     """Canonical name."""
     axes: tuple[AxisRule, ...]
-    """Layout over the mesh, outermost axis first; axes that are not named do not matter."""
+    """Layout over the mesh, outermost axis first; other axes do not divide the tensor."""
     when: Expression | None = None
     """Condition on the model (sizes and flags); None for always."""
     meaning: str = ""

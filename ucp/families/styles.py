@@ -1,9 +1,9 @@
-"""Which naming style the names of a checkpoint are of, where several styles store other elements under one name.
+"""Which naming style a checkpoint uses, if several styles store different elements under the same name.
 
-1. A name is contested where two styles arrange the same parameter differently under it: nanoGPT's `c_attn.weight` is
+1. A name is contested if two styles arrange the same parameter differently under it: nanoGPT's `c_attn.weight` is
    [out, in], that of GPT-2 in Hugging Face [in, out].
-2. Every style that has all names is held against the shapes that the rules state (`shape_conflicts`). The shapes of the
-   whole model decide, so a square matrix goes with the others.
+2. Every style that has all names is compared with the shapes that the rules state (`shape_conflicts`). The shapes of
+   the whole model decide, because a square matrix fits both.
 
 Pure values: names and shapes.
 """
@@ -24,10 +24,10 @@ _Lengths = tuple[int | None, ...]
 
 
 def find_source_style(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The style of the names of a model; None where all styles that have them arrange the parameters alike.
+    """The style of the names of a model; None if all styles that have the names arrange the parameters alike.
 
-    `family`: bound to the model. `shapes`: of global tensors, by name in any style. Raises FamilyError where no style
-    has the shapes, or several that store other elements have.
+    `family`: bound to the model. `shapes`: of global tensors, by name in any style. Raises FamilyError if no style has
+    the shapes, or several that store different elements.
     """
     few_shapes = {name: shape for name, shape in distinct_shapes(shapes).items() if not family.ignores(name)}
     styles = (CANONICAL, *family.styles)
@@ -55,7 +55,7 @@ def find_source_style(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> 
 def shape_conflicts(family: Family, shapes: Mapping[str, tuple[int, ...]], style: str) -> Iterator[str]:
     """A line for every kind of tensor of `style` whose shape is not that of its rule.
 
-    `family`: bound to the model. Dims whose lengths its sizes do not tell, and names of no rule, are passed over.
+    `family`: bound to the model. Dims whose lengths do not follow from its sizes and names without a rule are skipped.
     """
     for name, shape in distinct_shapes(shapes).items():
         named = next(family.readings(name, style), None)
@@ -69,7 +69,7 @@ def shape_conflicts(family: Family, shapes: Mapping[str, tuple[int, ...]], style
 
 
 def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | None:
-    """What a name of a style stands for, and how its elements lie, whatever else is called; None for no such name."""
+    """What a name of a style stands for, and how its elements are arranged; None if the style has no such name."""
     named = next(family.readings(name, style), None)
     if named is None:
         return None
@@ -79,7 +79,7 @@ def _arrangement(family: Family, name: str, style: str) -> tuple[object, ...] | 
 
 
 def _stored_lengths(family: Family, named: ParsedName) -> _Lengths | None:
-    """Shape of a stored tensor by its rule; None where the rule states none, or the tensor is viewed in another."""
+    """Shape of a stored tensor by its rule; None if the rule states none, or the tensor is viewed in another shape."""
     stated = {
         rule.shape for rule in family.rules if rule.name == named.rule.name and family.holds(rule.when) is not False
     }
@@ -111,12 +111,12 @@ def _describe_undecided(family: Family, name: str, fitting: list[str], conflicts
     if not fitting:
         why = f":\n{format_list(conflicts)}" if conflicts else ", and no style has all of the names"
         return (
-            f"several styles of {family.name!r} store other elements under names such as {name}, and the shapes are "
-            f"those of none{why}\nA config.json or --set of another model would show so; else choose another family "
+            f"several styles of {family.name!r} store different elements under names such as {name}, and the shapes "
+            f"fit none of them{why}\nIs the config.json, or a --set, that of another model? Else choose another family "
             "(--family)"
         )
     return (
-        f"several styles of {family.name!r} store other elements under names such as {name}, and the shapes do not "
-        f"tell whose they are: {' or '.join(fitting)}. Take the whole model, without --include and --exclude, or say "
-        f"the style of the source before the colon: --names {fitting[0]}:STYLE or {fitting[1]}:STYLE"
+        f"several styles of {family.name!r} store different elements under names such as {name}, and the shapes fit "
+        f"more than one: {' and '.join(fitting)}. Take the whole model, without --include and --exclude, or name the "
+        f"style of the source before the colon: --names {fitting[0]}:STYLE or {fitting[1]}:STYLE"
     )

@@ -1,7 +1,7 @@
 """Name templates: a parameter name with numbers left open.
 
-`{layer}` stands for a whole number. `{layer+3}` for one that is 3 larger than the field: a style that counts other
-modules too. Two names are of one *shape* when they differ in numbers only; that is how a template is found quickly.
+`{layer}` stands for a whole number, `{layer+3}` for one that is 3 larger than the field, in a style that counts other
+modules too. Names that differ only in numbers have the same `outline`, by which their template is found quickly.
 
 >>> Template("decoder.layers.{layer}.mlp.linear_fc1.weight").fields_in("decoder.layers.7.mlp.linear_fc1.weight")
 {'layer': 7}
@@ -26,12 +26,12 @@ _NUMBER = "(0|[1-9][0-9]{0,8})"
 """A number as frameworks write it: no sign, no leading zero."""
 
 _COUNT = re.compile(r"\.[0-9]+(?=\.)")
-"""A segment of a name that is a number. The first never is taken for one: styles that start with it count there."""
+"""A segment of a name that is a number, except the first: a number at the start tells the kind of module."""
 
 _DIGITS = re.compile(r"[0-9]+")
 
 
-@lru_cache(maxsize=1 << 17)  # of one model's names the same is asked again and again
+@lru_cache(maxsize=1 << 17)  # names of one model are looked up again and again
 def outline(name: str) -> str:
     """The name with `#` for every number: equal for all names that one template can stand for.
 
@@ -52,7 +52,7 @@ def kind(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name with numbered fields. Raises ValueError for braces that are no field, or a field that comes twice."""
+    """A name with numbered fields. Raises ValueError for braces that are no field, or a field that occurs twice."""
 
     text: str
     """As it was written."""
@@ -103,11 +103,11 @@ def _parsed(text: str) -> tuple[tuple[str, ...], str, tuple[int, ...]]:
     if any("{" in literal or "}" in literal for literal in literals):
         raise ValueError(f"expected fields like {{layer}} or {{layer+3}}; got {text!r}")
     if len(set(fields)) < len(fields):
-        raise ValueError(f"a field comes twice in {text!r}")
+        raise ValueError(f"a field occurs twice in {text!r}")
     return fields, outline(_FIELD.sub("0", text)), shifts
 
 
 @lru_cache(maxsize=1 << 14)
 def _pattern(text: str) -> re.Pattern[str]:
-    """What matches the names of a template; made when one is first looked at, as few of a family are."""
+    """Regular expression for the names of a template, made on first use: few templates of a family are ever used."""
     return re.compile(_NUMBER.join(map(re.escape, _FIELD.split(text)[::3])))

@@ -127,7 +127,7 @@ def _join_unit(
     family: Family, unit: _Unit, named: ParsedName, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, TensorRecipe]]:
     """Canonical tensors of a unit, with their names."""
-    if named.alias is None and not named.stacked and 0 not in shapes[unit.names[0]]:  # most: it has this name
+    if named.alias is None and not named.stacked and 0 not in shapes[unit.names[0]]:  # usually: stored as it is named
         yield named.canonical, TensorRecipe.identity(unit.names[0], shapes[unit.names[0]])
         return
     alias, depth = unit.alias, len(named.stacked)
@@ -137,7 +137,7 @@ def _join_unit(
         if len(stacks) > 1 or any(len(lengths) < depth for lengths in stacks):
             raise ValueError(f"expected {', '.join(named.stacked)} as leading dims, of equal lengths")
         if any(0 in lengths for lengths in stacks):
-            raise ValueError("there is none in the stack")
+            raise ValueError("the stack is empty")
         inner = [view.shape[depth:] for view in views]
         if alias.lengths:
             alias.check_lengths(inner, family.values)
@@ -166,7 +166,7 @@ def _pairs(alias: Alias, shapes: Sequence[tuple[int, ...]], values: Mapping[str,
         return (JoinedBox(0, Box.full(shapes[0]), Box.full(shapes[0])),)
     other_dims = {(*shape[: alias.dim], *shape[alias.dim + 1 :]) for shape in shapes}
     if len(other_dims) > 1 or any(len(shape) <= alias.dim or not shape[alias.dim] for shape in shapes):
-        raise ValueError(f"expected shapes that agree but for dim {alias.dim}, where none is empty")
+        raise ValueError(f"expected shapes that differ only in dim {alias.dim}, and none that is empty there")
     return alias.locate_parts(shapes, values)
 
 
@@ -198,7 +198,7 @@ def _to_style(
         raise FamilyError(f"several tensors would have these names in the style {style!r}:\n{format_list(twice)}")
     recipes: dict[str, TensorRecipe] = {}
     for unit, members in units.items():
-        if all(canonical[name].unit == unit for name in members.values()):  # a stack, as it stands in the source
+        if all(canonical[name].unit == unit for name in members.values()):  # the source has the same stack
             recipes |= {stored: TensorRecipe.identity(stored, shapes[stored]) for stored in unit.names}
         else:
             recipes |= _split_unit(family, unit, members, {name: canonical[name].recipe for name in members.values()})
@@ -255,13 +255,13 @@ def _follow(
 def _misfit_error(family: Family, tensors: Sequence[str], error: Exception) -> FamilyError:
     if isinstance(error, UnknownNameError):
         names = [str(way) for way in family.sizes.get(str(error), ()) if str(way).isidentifier()] or [str(error)]
-        why = f"nothing records how many {error} the model has. Say it: --set {names[0]}=N"
+        why = f"nothing records how many {error} the model has. Pass --set {names[0]}=N"
         why += f" (or {', '.join(names[1:])})" if names[1:] else ""
     elif not family.source:  # rules of the user's own
         why = f"{error}. Correct the rule (dim, groups, blocks, lengths, view, order)"
     else:
         why = (
-            f"{error}. Say with --set what is otherwise (num_query_groups, ...); if the names are those of another "
-            "style, say which (--names nanogpt:huggingface); or choose another family (--family)"
+            f"{error}. Pass sizes that are not recorded with --set (num_query_groups, ...); if the names are those of "
+            "another style, name it (--names nanogpt:huggingface); or choose another family (--family)"
         )
-    return FamilyError(f"{', '.join(tensors)} cannot be brought to other names by {family.name}: {why}")
+    return FamilyError(f"{', '.join(tensors)} cannot be renamed by {family.name}: {why}")

@@ -1,4 +1,4 @@
-"""Where the bytes of files lie: archives, pickles and headers become references, and references become layouts.
+"""Where bytes lie in files: reads archives, pickles and headers into references to bytes, and lays out new files.
 
-Readers open files read-only, parse indexes, and never touch the bytes of a tensor. Layouts do no input or output.
+Readers open files read-only, parse indexes, and never touch the bytes of a tensor. Laying out does no input or output.
 """

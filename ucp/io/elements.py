@@ -1,7 +1,7 @@
-"""The few operations on elements that bytes alone cannot do: strided copies, casts, means, comparison, compression.
+"""The few operations on elements that are more than copies of bytes: strides, casts, means, comparison, compression.
 
 An encoded block holds its elements in planes, compressed with zstd. Plane `i` holds byte `i` of every element: the high
-bytes of neighbouring floats (sign, exponent) are alike, so they compress well when they lie together.
+bytes of neighbouring floats (sign, exponent) are alike, so they compress well side by side.
 
 >>> data = bytes(range(8)) * 100
 >>> bytes(decode_block(memoryview(encode_block(memoryview(data), 4)), codec_name(4))) == data
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _WINDOW = 1 << 16
-"""Elements that are compared at once where two arrays differ: what is known of each difference is large."""
+"""Elements that are handled at once: temporary arrays are larger than the elements."""
 
 _PREFIX = "zstd-planes"
 _LEVEL = 3
@@ -93,7 +93,7 @@ def add(sums: NDArray[Any], values: NDArray[Any], *, fraction: float = 1.0) -> N
 
 
 def fraction_of(count: int) -> float:
-    """A power of two: the sum of so many finite numbers is finite when each counts for that part of itself.
+    """A power of two so small that the sum of `count` finite numbers, each multiplied by it, is finite.
 
     >>> fraction_of(3), fraction_of(4)
     (0.125, 0.0625)
@@ -102,10 +102,10 @@ def fraction_of(count: int) -> float:
 
 
 def enlarge(values: NDArray[Any], *, by: float) -> None:
-    """Multiply floating-point values in place; what is finite stays so, at most the largest number of its type."""
+    """Multiply floating-point values in place; finite ones are limited to the largest number of their type."""
     import numpy as np
 
-    parts = values.view(values.real.dtype)  # of complex numbers both
+    parts = values.view(values.real.dtype)  # real and imaginary parts of complex numbers
     most = np.finfo(parts.dtype).max / by
     for low in range(0, parts.size, _WINDOW):
         part = parts[low : low + _WINDOW]
@@ -114,7 +114,7 @@ def enlarge(values: NDArray[Any], *, by: float) -> None:
 
 
 def mean_dtype(dtypes: Iterable[DType]) -> DType:
-    """Type as in which a mean of elements of `dtypes` is summed: float32, or wider where that would lose digits.
+    """Type in which a mean of elements of `dtypes` is summed: float32, or wider if that would lose digits.
 
     >>> mean_dtype([DType.BFLOAT16]), mean_dtype([DType.INT64])
     (<DType.FLOAT32: 'float32'>, <DType.FLOAT64: 'float64'>)
@@ -134,11 +134,11 @@ class Difference(NamedTuple):
     first: int
     """Row-major position of the first of them."""
     largest: float
-    """Largest absolute difference of value; nan where one of the two is not a number."""
+    """Largest absolute difference of value; NaN if one of the two is NaN."""
 
 
 def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
-    """Where `a` and `b`, of one type and shape, differ in their bits; None when nowhere."""
+    """Where `a` and `b`, of one type and shape, differ in their bits; None if they are equal."""
     import numpy as np
 
     plain = a.ndim == 1 and a.flags.c_contiguous and b.flags.c_contiguous and a.nbytes % 8 == 0
@@ -157,14 +157,14 @@ def differing(a: NDArray[Any], b: NDArray[Any]) -> Difference | None:
             differences.append(Difference(numel=int(where.size), first=low + int(where[0]), largest=largest))
     if not differences:
         return None
-    largest = float(np.max([difference.largest for difference in differences]))  # not a number stays so
+    largest = float(np.max([difference.largest for difference in differences]))  # NaN stays NaN
     return Difference(
         numel=sum(difference.numel for difference in differences), first=differences[0].first, largest=largest
     )
 
 
 def without_payloads(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """`a`, with the bits of `b` where both are not a number."""
+    """`a`, with the bits of `b` where both are NaN."""
     import numpy as np
 
     merged: NDArray[Any] = np.where(np.isnan(a) & np.isnan(b), b, a)
@@ -186,7 +186,7 @@ def encode_block(data: memoryview, itemsize: int) -> bytes:
 
 
 def decode_block(data: memoryview, codec: str) -> memoryview:
-    """What `encode_block` was given. Raises CorruptError when `data` is not that."""
+    """The data that `encode_block` encoded. Raises CorruptError if `data` is no such block."""
     import numpy as np
     import zstandard
 

@@ -1,9 +1,9 @@
 """Read-only access to the bytes of one source file, or of one file that was split by byte range.
 
 `read_into` fills buffers in place by `preadv`, so that many threads can share one open file. DeepSpeed's FastPersist
-splits a file `name` into `name-0.4` to `name-3.4` (deepspeed/runtime/model_checkpointing/writer_factory.py); opened by
-the name of the whole, such a file reads as the concatenation of its parts. An object of a store, which a URL names, has
-the same interface (`ucp.io.remote.file`).
+splits a file `name` into `name-0.4` to `name-3.4` (deepspeed/runtime/model_checkpointing/writer_factory.py); opened as
+`name`, it reads as the concatenation of its parts. An object of a store, named by a URL, has the same interface
+(`ucp.io.remote.file`).
 
 >>> import tempfile, pathlib
 >>> path = pathlib.Path(tempfile.mkdtemp()) / "x.bin"
@@ -40,16 +40,16 @@ OPEN_FILES = 128
 _PART = re.compile(r"-(?P<index>\d+)\.(?P<count>\d+)\Z")
 """Suffix of a part: `x.pt-0.4` is part 0 of 4 of `x.pt`."""
 _MOST_JSON = 256 << 20
-"""Bytes of the largest document that is read from a file of its own."""
+"""Bytes of the largest JSON file that is read."""
 
 
 def join_ranges(
     ranges: Iterable[tuple[int, int]], *, gap: int = 0, limit: int = sys.maxsize
 ) -> Iterator[tuple[int, int, int]]:
-    """Reads (first byte, one past the last, how many ranges) for ranges of a file, in their order.
+    """Joins ranges of a file into reads (first byte, one past the last, number of ranges), in their order.
 
-    One read is of ranges that come in increasing order with at most `gap` bytes between two, and of at most `most`
-    bytes. Without a gap, ranges are joined that follow one another exactly: each can have a buffer of its own.
+    A read joins ranges in increasing order with at most `gap` bytes between two, up to `limit` bytes together. Without
+    a gap, only ranges that follow one another exactly are joined, so that each can be read into a buffer of its own.
 
     >>> list(join_ranges([(0, 4), (4, 6), (9, 12)])), list(join_ranges([(0, 4), (4, 6), (9, 12)], gap=3))
     ([(0, 6, 2), (9, 12, 1)], [(0, 12, 3)])
@@ -180,7 +180,7 @@ class LocalFile(SourceFile):
             os.close(self._descriptors.pop())
 
     def _place(self, offset: int) -> tuple[int, int]:
-        """Descriptor of the part that byte `offset` lies in, and that byte there."""
+        """Descriptor of the part that contains byte `offset`, and the position of that byte in it."""
         part = bisect_right(self._starts, offset) - 1 if len(self._starts) > 1 else 0
         return self._descriptors[part], offset - self._starts[part]
 
@@ -189,7 +189,7 @@ class Sources:
     """Open source files of one thread, the least recently used closed first."""
 
     def __init__(self, files: Iterable[Listed] = (), *, limit: int = OPEN_FILES) -> None:
-        """`files`: as an index lists them; those of stores are read only as they were then."""
+        """`files`: as an index lists them; objects of stores are read only while they have the listed version."""
         self._limit = limit
         self._versions = {file.path: file.version for file in files if file.version}
         self._open: OrderedDict[str, SourceFile] = OrderedDict()

@@ -24,10 +24,10 @@ PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows; in a bucket, name of the folder of its journal."""
 
 BUCKET_JOURNAL = "conversion.json"
-"""File in that folder of a bucket as long as the conversion is not finished."""
+"""File in that folder of a bucket while the conversion is not finished."""
 
 _LEVELS_ABOVE = 2
-"""Folders above a path in a bucket that are asked: a run saves to a tag, and to a folder in it."""
+"""Folders above a path in a bucket that are looked at: a run saves to a tag, and to a folder in it."""
 
 
 def url_scheme(path: Path) -> str:
@@ -51,7 +51,7 @@ def path_of(text: str | PathLike[str]) -> Path:
 
 
 def parse_path(text: str | PathLike[str]) -> Path:
-    """The path that a user names; cached listings there are dropped. Raises UsageError for what is no path or URL."""
+    """The path that a user gives; cached listings of it are dropped. Raises UsageError for what is no path or URL."""
     if not isinstance(text, str | PathLike) or not (path_text := os.fspath(text)) or not isinstance(path_text, str):
         raise UsageError(f"expected a path or the URL of a bucket; got {text!r}")
     text = as_url(path_text)
@@ -76,7 +76,7 @@ def refresh(paths: Iterable[str]) -> None:
 
 
 def to_absolute(path: str | PathLike[str]) -> str:
-    """The path from the root on, without dots; a URL as it is."""
+    """Absolute path without `.` and `..`; a URL is unchanged."""
     text = os.fspath(path)
     return text if is_url(text) else os.path.abspath(text)
 
@@ -93,13 +93,13 @@ def exists(path: str | PathLike[str]) -> bool:
 
 
 def names_of_folder(path: str | PathLike[str]) -> list[str]:
-    """Names of the entries of a folder, in no order. Raises OSError where it is none, or cannot be listed."""
+    """Names of the entries of a folder, in no order. Raises OSError if it is no folder, or cannot be listed."""
     text = os.fspath(path)
     return list_names(RemotePath(text)) if is_url(text) else os.listdir(text)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file in a folder and in those in it, in no order."""
+    """Every file in a folder and its subfolders, in no order."""
     if is_url(str(folder)):
         for entry in folder.iterdir():
             yield from files_below(entry) if entry.is_dir() else (entry,)
@@ -108,7 +108,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Names of the entries of a folder, in no order; none where it is no folder or cannot be listed."""
+    """Names of the entries of a folder, in no order; none if it is no folder or cannot be listed."""
     try:
         yield from names_of_folder(path)
     except OSError:
@@ -116,7 +116,7 @@ def names_in(path: Path) -> Iterator[str]:
 
 
 def read_short_text(file: Path, *, most_bytes: int) -> str | None:
-    """Text of a file of UTF-8 without the blanks around it; None if there is none, or one of more than `most_bytes`."""
+    """Text of a UTF-8 file without surrounding blanks; None if it cannot be read, or has more than `most_bytes`."""
     try:
         if not file.is_file() or file.stat().st_size > most_bytes:
             return None

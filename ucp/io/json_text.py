@@ -1,4 +1,4 @@
-"""JSON that may be damaged, and in a few words where it goes wrong.
+"""Decodes JSON that may be damaged; errors say where it goes wrong.
 
 >>> decode(b'{"steps": [3, 4]}', dict[str, list[int]])
 {'steps': [3, 4]}
@@ -46,12 +46,12 @@ def decode(text: bytes, kind: type[T]) -> T:
         document = parsed(text)  # says the line; and reads lone surrogates, as in names of files that are not UTF-8
     try:
         return msgspec.convert(document, kind)
-    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, where a surrogate stands for a number
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError: a surrogate in place of a number
         raise NotJson(str(error)) from error
 
 
 def parsed(text: bytes, *, pairs: Pairs | None = None) -> object:
-    """The document that `text` (UTF-8) is. Raises NotJson, and what `pairs` raises.
+    """The document in `text` (UTF-8). Raises NotJson, and what `pairs` raises.
 
     `pairs`: what an object becomes, from its names and values; a dict, if not given.
     """
@@ -79,6 +79,6 @@ def with_digest(text: bytes) -> bytes:
 
 
 def has_wrong_digest(text: bytes) -> bool:
-    """Whether `with_digest` wrote another text than this. One without a digest (edited by hand) is taken as it is."""
+    """Whether a text changed since `with_digest` wrote it; False without a digest (a text that was edited by hand)."""
     digest = _DIGEST.search(text)
     return digest is not None and xxhash.xxh3_64_hexdigest(text[: digest.start()]).encode() != digest[1]

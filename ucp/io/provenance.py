@@ -1,7 +1,7 @@
 """Which files were read, and the file in a destination that says how it was made.
 
-A finished destination holds `ucp-conversion.json` (its *mark*): the conversion, and every file with its size. By it a
-finished conversion can be checked for lost or changed files without reading a tensor.
+A finished destination holds `ucp-conversion.json` (its *mark*): the conversion, and every file with its size. With it,
+a finished conversion can be checked for lost or changed files without reading a tensor.
 """
 
 from __future__ import annotations

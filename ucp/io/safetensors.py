@@ -2,7 +2,7 @@
 
 A file is an unsigned 64-bit length, that many bytes of JSON, then the elements of all tensors without a hole
 (https://github.com/huggingface/safetensors, format of 0.4 to 0.8). Header and data are validated against each other
-before anything is believed.
+before any of it is used.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ class _Entry(msgspec.Struct, gc=False):
 
 _DECODER = msgspec.json.Decoder(dict[str, _Entry])
 _METADATA = re.compile(rb'\s*\{\s*"__metadata__"\s*:\s*(\{(?:\s*"[^"]*"\s*:\s*"[^"]*"\s*,?)*\s*\})\s*,')
-"""The metadata where they come first, as the reference implementation writes them."""
+"""The metadata, if they come first, as the reference implementation writes them."""
 
 
 def _decode(text: bytes) -> dict[str, object] | None:
-    """A header of the common kind, in a tenth of the time; None for any other, which may be fine.
+    """Decodes a header of the common kind in a tenth of the time; None for any other, which may be valid too.
 
-    Without escapes each field counts once per tensor; a name that is there twice would make them more.
+    Without escapes each field name occurs once per tensor; a tensor that is listed twice would make it occur more.
     """
     if b"\\" in text:
         return None

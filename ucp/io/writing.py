@@ -1,7 +1,6 @@
-"""Writing at a place of a file, and reading back from it, whole or with an error.
+"""Writes at an offset of a file, and reads back from it: completely, or with an error.
 
-The system may take less than it is given and say so only by a number: on a disk that is nearly full, that is how it
-begins.
+A system call may write fewer bytes than it is given, and only its result says so: a disk that becomes full begins so.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pathlib import Path
 from ucp.errors import DestinationError
 
 TEMPORARY = "temporary-"
-"""Prefix of files beside the growing destination that a run needs while it goes on."""
+"""Prefix of files beside the growing destination that a conversion needs only while it runs."""
 
 _WORTH_RESERVING = 1 << 20
-"""Bytes below which a file is not worth a call of its own."""
+"""Smaller files (bytes) are not reserved: it would take longer than it saves."""
 
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -45,7 +44,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_back(descriptor: int, view: memoryview, offset: int) -> None:
-    """Fill `view` with what was written at byte `offset`. Raises OSError, or DestinationError where the file ends."""
+    """Fill `view` with what was written at byte `offset`. Raises OSError, or DestinationError if the file ends."""
     while view.nbytes:
         got = os.preadv(descriptor, (view,), offset)
         if not got:
@@ -76,10 +75,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Give a file its full length, and its place on the disk where the file system can (Linux `fallocate`).
+    """Give a file its full length and, if the file system can, its space on the disk (Linux `fallocate`).
 
     Reserved first, large files are written in place several times faster on ext4, and a full disk is noticed before
-    the work begins. Not `os.posix_fallocate`: where the file system cannot reserve, glibc would write every block.
+    the work begins. Not `os.posix_fallocate`: if the file system cannot reserve, glibc would write every block.
     """
     if nbytes >= _WORTH_RESERVING and sys.platform == "linux" and not is_memory(descriptor):
         fallocate = getattr(_libc(), "fallocate64", None) or _libc().fallocate
@@ -92,7 +91,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def check_space(nbytes: int, folder: Path) -> None:
-    """Raise DestinationError where fewer bytes are free at `folder`."""
+    """Raise DestinationError if fewer bytes are free at `folder`."""
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise DestinationError(
@@ -117,7 +116,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int]:
 
 
 def is_memory(place: int | Path) -> bool:
-    """Whether a file (its descriptor, or a path) lies in memory, on tmpfs: nothing there is waited for."""
+    """Whether a file (its descriptor, or a path) is in memory, on tmpfs, where no write has to reach a disk."""
     if sys.platform != "linux":
         return False
     answer = ctypes.create_string_buffer(256)
@@ -128,7 +127,7 @@ def is_memory(place: int | Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or which names a folder has, is on the disk: as far as this machine wrote it."""
+    """Wait until a file, or the list of names in a folder, is on the disk, as far as this machine wrote it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

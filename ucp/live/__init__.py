@@ -1,7 +1,8 @@
-"""Bring atoms into a live model: what it wants, who reads what, how the ranks exchange it, where it goes.
+"""Load a checkpoint of any format into the model and optimizer of a running program, together on all of its ranks.
 
-1. `model`, `optimizer` describe what is live;
-2. `match` matches the description with an index: slices to bring, and everything that does not fit;
-3. `exchange` shares the bytes of the slices out over the ranks that hold them, reads, gathers and scatters them;
-4. `run` keeps the ranks together: they all succeed, or all raise the same error.
+1. `model` and `optimizer` describe the tensors that this rank holds;
+2. `match` compares them with the index of the checkpoint: which slices to load, and everything that does not fit;
+3. `exchange` divides the bytes among the ranks that need them: each rank reads a share, then the ranks exchange shares;
+4. `resume` restores what is saved beside the model: schedulers, loss scales, RNG states;
+5. `run` keeps the ranks together: they all succeed, or all raise the same error.
 """

@@ -1,8 +1,8 @@
-"""What a live run is made of, and how frameworks describe theirs.
+"""The description of a live run (the model and optimizer of a rank in memory), and the adapters that provide it.
 
-The core describes a plain torch module with a torch optimizer. What a framework wraps them in (DeepSpeed's engine,
-Megatron's optimizers) is described by an adapter, which alone knows the framework. Adapters are found by the entry
-point group `ucp.live`.
+The core describes a plain torch module with a torch optimizer. If a framework wraps them (DeepSpeed's engine,
+Megatron's optimizers), an adapter for that framework describes them; no other code knows the framework. Adapters are
+found by the entry point group `ucp.live`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ State: TypeAlias = "torch.Tensor | bool | int | float | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """Everything of a rank's module that its checkpoint holds."""
+    """The parameters and buffers of a rank's module that a checkpoint holds."""
 
     tensors: tuple[LiveTensor, ...]
     """Parameters, then persistent buffers, in the order of the module."""
     handles: Mapping[str, torch.Tensor]
-    """Name to the memory of the rank's part, in the local shape."""
+    """Name to the tensor to load into: the rank's part, in its local shape."""
     owners: Mapping[int, str]
-    """`id` of every parameter and buffer, as an optimizer holds it, to its principal name."""
+    """`id` of every parameter and buffer that an optimizer can hold, to its principal name."""
     derived: frozenset[str] = frozenset()
-    """Tensors that are not loaded: `LiveRun.finish` makes them from masters that the optimizer keeps."""
+    """Names of weights that are not loaded: `LiveRun.finish` casts them from the optimizer's master weights."""
     notes: tuple[str, ...] = ()
-    """What a checkpoint does not hold."""
+    """Notes for the report, e.g. which state of the modules is not restored."""
     device: torch.device | None = None
     """Where tensors on the meta device will get memory."""
     chunks: int = 1
@@ -48,7 +48,7 @@ class LiveModel:
     marked_params: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name to the parameter whose attributes say how ranks cut it, if that is not the tensor in `handles`."""
     layer_numbers: Mapping[str, int] = field(default_factory=dict)
-    """Path of a layer's module to the number that it gives itself in the whole model, from 1."""
+    """Path of a layer's module to its attribute `layer_number` (Megatron): the number in the whole model, from 1."""
 
 
 @runtime_checkable
@@ -56,21 +56,21 @@ class LiveOptimizer(Protocol):
     """An optimizer of this rank, whose parameters all belong to the model."""
 
     def groups(self) -> Sequence[LiveGroup]:
-        """Its groups: names in the whole model, with hyper-parameters as plain values."""
+        """Its param groups: names as in `LiveTensor.name`, hyper-parameters as plain values."""
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> Sequence[LiveParam]:
-        """What it keeps of each parameter, once its groups have the hyper-parameters `hyper`."""
+        """The states that it keeps for each parameter, once its groups have the hyper-parameters `hyper`."""
 
     def landing(self, name: str, state: str, dtype: DType, shape: tuple[int, ...], *, counts: bool) -> torch.Tensor:
-        """Memory to load a state into: the live one if possible, else new; `shape`: elements of this rank.
+        """The tensor to load a state into: the optimizer's current one if possible, else a new one.
 
-        `counts`: the state is a count, which `put` receives in the type it is stored in.
+        `shape`: local shape on this rank. `counts`: the state is a count, which `put` receives in its stored dtype.
         """
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take what was loaded, by name and state; no states make a parameter one that was never stepped.
+        """Set the loaded states (name -> state -> tensor); without states a parameter becomes one never stepped.
 
-        `counts`: which of the states of each parameter are counts.
+        `counts`: name of each parameter to those of its states that are counts.
         """
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
@@ -79,24 +79,24 @@ class LiveOptimizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """A rank's model and optimizer, described."""
+    """The description of a rank's model and optimizer."""
 
     model: LiveModel
     """The model."""
     optimizer: LiveOptimizer | None = None
-    """The optimizer, if one is loaded into."""
+    """The optimizer to load into, if any."""
     prepare: Callable[[LiveModel, Collection[str]], LiveModel] = field(default=lambda model, _: model)
-    """Gives memory to tensors that have none, once everything is known to fit; receives the names that are loaded."""
+    """Allocates tensors on the meta device, once everything is known to fit; receives the names that are loaded."""
     finish: Callable[[], None] = field(default=lambda: None)
-    """Makes what follows from what was loaded (16-bit copies of masters). Collective."""
+    """Computes what depends on loaded tensors (16-bit copies of master weights). Collective."""
     resume: Callable[[Index, Findings], Mapping[str, str]] = field(default=lambda _index, _findings: {})
     """Sets what the framework keeps beside tensors (steps, schedule, loss scale) to the checkpoint's values; returns
     the extras that were used, each with what it set."""
     has_global_names: bool = True
-    """Whether names are those of the whole model. If not, the core numbers layers and experts."""
+    """Whether names are those of the whole model. If not, the core renumbers layers and experts."""
     has_global_parts: bool = True
-    """Whether parts are those of global tensors. If not, the core finds how tensors are cut, from their attributes and
-    by rules."""
+    """Whether `LiveTensor.part` is known to be a part of the global tensor. If not, the core finds out how tensors are
+    cut, from attributes of the parameters and from rules of the model family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,15 @@ class LiveRequest:
     model: object
     """A module, several (chunks of a virtual pipeline), or what a framework wraps them in."""
     optimizer: object | None
-    """An optimizer, or what a framework wraps it in; False for none, if the model would bring one."""
+    """An optimizer, or what a framework wraps it in; None for that of the model, if it brings one; False for none."""
     mesh: RunMesh
     """Coordinates of this rank and all others."""
     ranks: Ranks
-    """All ranks of the run, for what they must agree on."""
+    """All ranks of the run."""
     dtype: DType | None = None
-    """Type of the floating weights of the model, in which a model without memory is made; None for the model's own."""
+    """Dtype of floating-point weights: a model on the meta device is allocated in it. None for the model's dtypes."""
     masters: Mapping[str, torch.Tensor] | None = None
-    """Parameter to its master in another precision, as the optimizer steps it, if the user passed them."""
+    """Name of a parameter to its master weight, which the optimizer steps; None if the user passed no masters."""
 
 
 class LiveAdapter(Protocol):
@@ -124,7 +124,10 @@ class LiveAdapter(Protocol):
     """Name, e.g. "deepspeed"."""
 
     def claims(self, request: LiveRequest) -> bool:
-        """Whether the model or the optimizer is of this framework; without importing it."""
+        """Whether the model or the optimizer is of this framework; must not import it."""
 
     def describe(self, request: LiveRequest) -> LiveRun:
-        """The rank's parts. Collective if needed. Raises UnsupportedError, LoadError; changes nothing."""
+        """The description of this rank's model and optimizer, which it does not change. May call collectives.
+
+        Raises UnsupportedError, LoadError.
+        """

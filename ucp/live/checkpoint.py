@@ -1,4 +1,4 @@
-"""A checkpoint of any format, seen as atoms: what `ucp.open` gives.
+"""A checkpoint of any format as a mapping from names to global tensors: what `ucp.open` returns.
 
 checkpoint = ucp.open("ckpt")
 list(checkpoint)                                # names of parameters and buffers
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Atom:
-    """One parameter of a checkpoint: its global tensor, and those of its states."""
+    """One parameter or buffer of a checkpoint: the global tensors of its weight and its optimizer states."""
 
     index: AtomIndex
-    """Where its fragments lie."""
+    """Its states, and where their fragments are in the files."""
 
     def __repr__(self) -> str:
         states = ", ".join(f"{name} {state.dtype}" for name, state in self.index.states.items())
@@ -56,7 +56,7 @@ class Atom:
         return tuple(self.index.states)
 
     def dtype(self, state: str) -> torch.dtype:
-        """Type of a state, as a torch dtype. Raises KeyError with the states there are, MissingLibraryError."""
+        """Dtype of a state, as a torch dtype. Raises KeyError, which lists the states, MissingLibraryError."""
         _need_torch()
         import torch
 
@@ -69,8 +69,8 @@ class Atom:
 def _need_torch() -> None:
     if find_spec("torch") is None:
         raise MissingLibraryError(
-            "expected torch, as tensors are read into its own; it is not installed. Install it as for training (or "
-            "pip install 'universal-checkpoint[torch]'); converting, verifying and comparing need none"
+            "expected torch, which reading a tensor needs; it is not installed. Install it as for training, or with "
+            "pip install 'universal-checkpoint[torch]'. Converting, verifying and comparing work without torch"
         )
 
 
@@ -79,7 +79,7 @@ def _describe_no_state(atom: AtomIndex, state: str) -> str:
 
 
 def _describe_unknown(index: Index, name: str) -> str:
-    """A message that no atom has this name, with what there is instead."""
+    """A message that no atom has this name, with similar names."""
     message = f"no parameter {name!r} in {index.path}"
     if name in index.aliases:
         return f"{message}: it is tied to {index.aliases[name]!r}, which holds it"
@@ -96,19 +96,19 @@ class _Extras(dict[str, object]):
 
 
 Region = Box | slice | tuple[slice | EllipsisType, ...]
-"""Part of a tensor: a half-open box, or slices as in numpy (steps of 1)."""
+"""Part of a tensor: a half-open box, or slices as in NumPy (with steps of 1)."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint(Report, Mapping[str, Atom]):
     """A checkpoint of any format as a mapping of names to atoms. Opening reads indexes only.
 
-    The names are those of parameters and buffers, in the order of the model; a tied name is not one of them, but
-    `read` and `state_dict` know it.
+    The keys are the names of parameters and buffers, in the order of the model. A tied name is not a key, but `read`
+    accepts it and `state_dict` includes it.
     """
 
     index: Index
-    """What the files say, without their tensors."""
+    """Everything that the files say, except the elements of tensors."""
 
     def __repr__(self) -> str:
         return repr(self.index)
@@ -125,7 +125,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         return len(self.index.atoms)
 
     def page(self) -> Page:
-        """What it is, and its parameters."""
+        """Facts about the checkpoint, and its parameters."""
         rows = [
             (
                 name,
@@ -136,7 +136,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
             for name, atom in self.index.atoms.items()
         ]
         columns = ("name", "shape", "states", "dtypes")
-        parameters = table("Parameters", columns, rows, most=_SHOWN, all_in="iterate over the checkpoint for all")
+        parameters = table("Parameters", columns, rows, most=_SHOWN, all_in="iterate over the checkpoint to see all")
         return (*self.index.page(), parameters)
 
     @property
@@ -146,7 +146,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
 
     @property
     def topology(self) -> Topology:
-        """Layout of the run that wrote it."""
+        """Parallel layout of the run that saved it."""
         return self.index.topology
 
     @property
@@ -156,34 +156,34 @@ class Checkpoint(Report, Mapping[str, Atom]):
 
     @property
     def extras(self) -> Mapping[str, object]:
-        """Name to value of what is not a tensor of a parameter, if it is the same on all ranks.
+        """What else was saved (client state, schedulers, ...), by name, if it is the same on all ranks.
 
-        Plain values are themselves; objects are inert (`ucp.io.pickle.values.Stub`), tensors are references,
-        which `extra` and `tensor` read.
+        Plain values are as they were saved. Objects are not created: each is a `ucp.io.pickle.values.Stub`. Tensors
+        are references, which `extra` and `tensor` read.
         """
         return _Extras({extra.name: extra.value for extra in self.index.extras if extra.rank is None})
 
     @property
     def atoms(self) -> Mapping[str, Atom]:
-        """The same mapping, for code that names what it iterates over."""
+        """This mapping itself, so that code can say `checkpoint.atoms.items()`."""
         return self
 
     def read(self, name: str, state: str = WEIGHT, region: Region | None = None) -> torch.Tensor:
-        """Elements of a state as a tensor of its own shape, or of the shape of `region`.
+        """The global tensor of a state, or only its elements in `region`.
 
-        `name` may be a tied name. `region`: of the global tensor, in elements, e.g. `ucp.Box((0, 0), (4, 8))` or
-        `numpy.s_[:4, :8]`. Raises KeyError for a name or state that is not there, ValueError for a region outside,
-        MissingLibraryError without torch.
+        `name` may be a tied name. `region`: part of the global tensor, in elements, e.g. `ucp.Box((0, 0), (4, 8))` or
+        `numpy.s_[:4, :8]`. Raises KeyError for an unknown name or state, ValueError for a region outside of the
+        tensor, MissingLibraryError without torch.
         """
         source = self._state(name, state)
         box = _to_box(region, source.global_shape, f"{name}/{state}")
         return _read(source, box, f"{name}/{state}", self.index.files)
 
     def state_dict(self, state: str = WEIGHT) -> dict[str, torch.Tensor]:
-        """Name to tensor of one state of all parameters and buffers that have it, as a model loads them.
+        """One state of all parameters and buffers that have it: name to tensor, as `load_state_dict` takes them.
 
-        Tied names are included, and share the tensor that they are tied to. Raises KeyError for a state that nothing
-        has, MissingLibraryError without torch.
+        Tied names are included, and share the tensor that they are tied to. Raises KeyError if no parameter has the
+        state, MissingLibraryError without torch.
         """
         tensors = {name: self.read(name, state) for name, atom in self.items() if state in atom.states}
         if not tensors and self:
@@ -193,12 +193,13 @@ class Checkpoint(Report, Mapping[str, Atom]):
         return {**tensors, **ties}
 
     def extra(self, name: str, rank: int | None = None) -> object:
-        """The value of an extra with its tensors read, as a training script uses it.
+        """The value of an extra, with its tensors read.
 
-        `rank`: whose value, if ranks differ. Arrays of numpy and counters are built; objects of other classes stay
-        inert. A companion file is read if torch or JSON wrote it: `extra("companion/scheduler.pt")`.
+        `rank`: which rank's value, if ranks differ. NumPy arrays and counters are created; objects of other classes
+        are not (see `extras`). A companion file, which a training script saved beside the checkpoint, is parsed if it
+        is JSON or of torch.save: `extra("companion/scheduler.pt")`.
 
-        Raises KeyError with the names there are, MalformedError for a damaged file, MissingLibraryError without torch.
+        Raises KeyError, which lists the names, MalformedError for a damaged file, MissingLibraryError without torch.
         """
         extras = self.index.extras
         by_rank = {extra.rank: extra for extra in reversed(extras) if extra.name == name}
@@ -206,21 +207,21 @@ class Checkpoint(Report, Mapping[str, Atom]):
             return load_extra(by_rank[rank], self.tensor)
         if by_rank:
             ranks = ", ".join(str(extra.rank) for extra in extras if extra.name == name)
-            raise NoSuchNameError(f"no extra {name!r} of rank {rank}; it is of rank {ranks}")
+            raise NoSuchNameError(f"no extra {name!r} of rank {rank}; rank may be {ranks}")
         names = ", ".join(dict.fromkeys(extra.name for extra in extras)) or "none"
         raise NoSuchNameError(f"no extra {name!r}; there are {names}")
 
     def tensor(self, ref: TensorRef | InlineTensor) -> torch.Tensor:
-        """The tensor that an extra refers to, e.g. a random state.
+        """The tensor that an extra refers to, e.g. an RNG state.
 
         Raises UsageError for anything but a reference, MissingLibraryError without torch.
         """
         if not isinstance(ref, TensorRef | InlineTensor):
-            raise UsageError(f"expected a TensorRef out of `.extras`; got {type(ref).__name__}, which is no tensor")
+            raise UsageError(f"expected a reference to a tensor from `.extras`; got {type(ref).__name__}")
         return _read(StateIndex.from_tensor(ref), Box.full(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
-        """Raises NoSuchNameError with what there is instead."""
+        """Raises NoSuchNameError, which lists what there is."""
         stored = self.index.aliases.get(name, name)
         if stored not in self.index.atoms:
             raise NoSuchNameError(_describe_unknown(self.index, name))
@@ -231,16 +232,16 @@ class Checkpoint(Report, Mapping[str, Atom]):
 
 
 _SHOWN = 50
-"""Parameters on the page of a checkpoint."""
+"""Parameters that the page lists, at most."""
 
 
 def _to_box(region: Region | None, shape: tuple[int, ...], what: str) -> Box:
-    """A region as a box. Raises ValueError if it does not lie in a tensor of that shape."""
+    """A region as a box. Raises ValueError if it is not inside a tensor of that shape."""
     if region is None:
         return Box.full(shape)
     if isinstance(region, Box):
         if len(region.sizes) != len(shape) or any(a > b for a, b in zip(region.stops, shape, strict=True)):
-            raise ValueError(f"region {region} does not lie in {what} of shape {list(shape)}")
+            raise ValueError(f"region {region} is not inside {what} of shape {list(shape)}")
         return region
     items = region if isinstance(region, tuple) else (region,)
     if Ellipsis in items:

@@ -1,11 +1,11 @@
-"""Bring a checkpoint, in whatever format, into a live run: weights, buffers, optimizer states, hyper-parameters.
+"""Load a checkpoint of any format into a running program: weights, buffers, optimizer states, hyper-parameters.
 
     import ucp
 
     report = ucp.load_into(model, "tp=2,dp=4", "ckpt/global_step1000", optimizer=optimizer)
     print(report)
 
-Importing this module imports no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load_into(
     experts: Experts | None = None,
     **options: Unpack[LoadArguments],
 ) -> LoadReport:
-    """Load a checkpoint into `model`, and what training continues with into `optimizer`, `scheduler` and `scaler`.
+    """Load the weights of a checkpoint into `model`, and its training state into `optimizer`, `scheduler`, `scaler`.
 
     With torch.distributed initialised every rank of `process_group` must call this. Nothing is written into the model
     before everything is known to fit.
@@ -72,77 +72,79 @@ def load_into(
     Parameters
     ----------
     model
-        Module on any device, complete or this rank's part of it; wrappers (DistributedDataParallel, torch.compile) are
-        seen through. A list of modules is the chunks of a virtual pipeline.
+        Module on any device: the complete model, or this rank's part of it. Wrappers (DistributedDataParallel,
+        torch.compile) may be around it. A list of modules is the chunks of a virtual pipeline.
     topology
-        Layout of this run, e.g. "dp=2,tp=2,pp=2" or ucp.Topology(dp=4). Ranks are numbered as Megatron does (tp, cp,
-        ep, dp, pp, the first fastest); for another order pass a torch DeviceMesh over all ranks with dims named dp,
-        dp_replicate, dp_shard, fsdp, tp, pp, ep, etp, cp. A path here is taken for the checkpoint.
+        Layout of this run, e.g. "dp=2,tp=2,pp=2" or ucp.Topology(dp=4). Ranks are numbered as in Megatron (order
+        tp-cp-ep-dp-pp: tp ranks are neighbours). For another order pass a torch DeviceMesh over all ranks with dims
+        named dp, dp_replicate, dp_shard, fsdp, tp, pp, ep, etp, cp. A path in this place is the checkpoint.
     checkpoint
-        Anything `ucp inspect` reads; by default what the environment variable UCP_CHECKPOINT names.
+        Path of anything that `ucp inspect` reads; by default the path in the environment variable UCP_CHECKPOINT.
     optimizer
-        Optimizer over parameters of `model`; wrappers of accelerate and Lightning are seen through. Without it no
-        optimizer states are loaded, except that a DeepSpeed engine brings its own, unless this is False.
+        Optimizer over parameters of `model`; wrappers of accelerate and Lightning may be around it. None loads no
+        optimizer states, except into the optimizer that a DeepSpeed engine has. False loads none there either.
     masters
-        Name of a parameter to its master in another precision, if `optimizer` steps masters of your own. The masters
-        are loaded, and the weights cast from them. Without it, masters are recognised by the order, shapes and values
-        of the parameters.
+        {name of a parameter: its master weight}, if `optimizer` steps master weights that you made. The masters are
+        loaded, and the weights are cast from them. Without this argument, masters are recognised if they have the
+        order, shapes and values of the parameters.
     scheduler
-        Learning rate scheduler of the class that was saved, of any framework, with `load_state_dict`. Its state is
-        found in the checkpoint under any key.
+        Learning rate scheduler of any framework, with `state_dict` and `load_state_dict`, of the class that was saved.
+        Its state is found in the checkpoint under any key.
     scaler
         `torch.amp.GradScaler`, or Megatron's: gets the loss scale, whichever framework saved it.
     strict
-        Whether everything must fit. If not, what does not fit is left as it is, and reported.
+        Whether everything must fit. If False, what does not fit keeps its values, and the report lists it.
     dtype
-        Type of the floating weights of the model: a model on the meta device is made in it, another must have it.
+        Dtype of floating-point weights: a model on the meta device is allocated in it; another model must have it.
     names
-        Naming style of the model, such as "huggingface", if the checkpoint has names of another style;
-        "nanogpt:huggingface" also says the checkpoint's. Without it, the one style that gives all names of the model
-        on all ranks is taken.
+        Naming style of the model, such as "huggingface", if the names in the checkpoint have another style;
+        "nanogpt:huggingface" also says the style of the checkpoint. By default the style is found if names differ:
+        exactly one must give all names of the model, on all ranks.
     rename
-        From a name in the model to the name in the checkpoint; or a TOML file with rules for names (see `ucp.convert`).
+        Function from a name in the model to the name in the checkpoint; or a TOML file of rules (see `ucp.convert`).
     settings
-        Sizes of the model that `names` needs and nothing records, e.g. {"num_attention_heads": 32}; and, if the
-        checkpoint has the states of several schedulers, the key of the one for `scheduler`: {"scheduler": "app.sched"}.
+        Sizes of the model that `names` needs and the checkpoint does not record, e.g. {"num_attention_heads": 32}.
+        If the checkpoint has the states of several schedulers, also the key of the state for `scheduler`:
+        {"scheduler": "app.sched"}.
     rank_extras
-        What each rank of the saved run kept for itself (RNG states, positions of data loaders): "drop" ignores it,
-        "carry" gives it to the rank of the same number in a run of as many, "replicate" gives that of rank 0 to all.
-        RNG states are set; all of it is in `LoadReport.carried`.
+        What to do with the state that each rank saved for itself (RNG states, positions of data loaders): "drop"
+        ignores it; "carry" gives it to the rank with the same number, and needs as many ranks as were saved;
+        "replicate" gives that of rank 0 to all ranks. RNG states are set; `LoadReport.carried` has all of it.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
         `ucp.live.run.ranks.Ranks`.
     memory
-        Main memory of each rank for buffers, beside the tensors themselves: bytes, or text like "1GiB".
+        Host memory of each rank for buffers, beside the tensors themselves: bytes, or text like "1GiB".
     exchange
-        Whether ranks that hold the same read it once between them and gather it from one another: "always", "never",
-        or "auto", for whichever is faster as measured at the beginning.
+        Whether ranks that hold the same elements each read a share of them and gather the other shares: "always",
+        "never" (every rank reads everything itself), or "auto" (whichever is faster, as the first reads show).
     verify
         Read everything again at the end and compare it with what the model and the optimizer now hold, bit for bit.
-        Checksums that the checkpoint records of bytes that are read are always compared.
+        Checksums that the checkpoint records are compared in any case; `LoadReport.unchecked` lists files without.
     progress
         True for lines on rank 0's standard error, or an observer (`ucp.contract.protocols.Observer`).
     experts
-        Which expert-parallel ranks hold which experts, if they are not assigned in order: {expert: ranks}, or that by
-        layer. A rank that is named twice holds two replicas; a rank has its experts in the order of the map.
+        Which expert-parallel ranks hold which experts, if they are not assigned in order: {expert: ranks}, or
+        {layer: {expert: ranks}}. A rank that is listed twice for an expert holds two replicas of it. A rank holds its
+        experts in the order of the map.
     param_order
-        Names of the parameters that the saved optimizer numbers, in its order; by default that of `optimizer`. See
-        `ucp.convert`.
+        Names of the parameters in the order of the saved optimizer, if that identifies them by number; by default
+        inferred from the order of `model` and of `optimizer`. See `ucp.convert`.
     OPTIONS
 
     Raises
     ------
     LoadError
-        Model and checkpoint do not fit; the message lists everything that does not. The model is as it was.
+        Model and checkpoint do not fit; the message lists everything that does not. The model is unchanged.
     UnsupportedError
-        The layout of the model or the optimizer is not known, or the optimizer would round a step of the checkpoint.
+        The layout of the model or the optimizer is not known, or the optimizer would round the saved step count.
     UsageError
-        No checkpoint is named, the topology is not that of the process group, or the family does not exist.
+        No checkpoint is named, the topology has not as many ranks as the process group, or the family does not exist.
     SourceError, CoverError, CorruptError
-        The checkpoint cannot be read, or is damaged. An error found while loading carries a note that says so: the
-        model may then be partly overwritten.
+        The checkpoint cannot be read, or is damaged. If that is noticed after loading began, a note on the error says
+        so: the model may then be partly overwritten.
 
-    The same error is raised on all ranks.
+    All ranks raise the same error.
     """
     clock = Clock()
     ranks = find_ranks(process_group, _find_device(model))
@@ -176,14 +178,14 @@ def load_into(
         dtype=request.dtype,
         masters=masters,
     )
-    with pause_gc():  # of the user's objects there may be millions
+    with pause_gc():  # the user may have millions of objects
         decision, resume = _plan(live, request, resume_options, objects, clock)
     run, index = decision.run, decision.index
     try:
         traffic = carry(decision.items, decision.memories, ranks, replace(request.carry, records=index.records))
-        run_together(ranks, lambda: None if ranks.rank else check_unchanged(index.files))  # one looks for all
+        run_together(ranks, lambda: None if ranks.rank else check_unchanged(index.files))  # on rank 0
     except Exception as error:
-        error.add_note("It was found under way: the model may be partly overwritten, do not use it")
+        error.add_note("Loading had begun: the model may be partly overwritten. Do not use it")
         raise
     clock.lap("read")
     run_together(ranks, lambda: _restore_optimizer(decision))
@@ -197,12 +199,12 @@ def load_into(
 def _plan(
     live: LiveRequest, request: LoadRequest, resume_options: ResumeOptions, objects: Mapping[str, object], clock: Clock
 ) -> tuple[Decision, ResumePlan]:
-    """What to load, and what to restore beside it: the checkpoint matched with the model, on all ranks alike.
+    """What to load into the model, and what to restore beside it. All ranks decide together.
 
     `objects`: what the user passed beside the model.
     """
     ranks, source = live.ranks, request.names.source
-    read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run alone
+    read = index_of if request.mesh.topology is None else read_with_options  # rules may be for this run only
     saved = read_once(ranks, request.path, lambda: read(request.path, source=source))
     classes = {name: None if value is None else type(value).__name__ for name, value in objects.items()}
     check_agreement(ranks, saved, {**request.agreed, **classes})
@@ -236,7 +238,7 @@ def _find_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
 
 
 def _find_memory(decision: Decision) -> list[torch.Tensor]:
-    """The memory to load each item into; for a padded vocabulary without the padding."""
+    """The tensor to load each item into; of a padded vocabulary, the rows that the checkpoint has."""
     run, memories = decision.run, []
     tensors = () if run.has_global_parts else run.model.tensors
     padded = {tensor.name: tensor.part for tensor in tensors if tensor.part.is_padded}

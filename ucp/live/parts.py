@@ -1,7 +1,7 @@
-"""The seam between a live run and a checkpoint: which part of which tensor a rank holds.
+"""Which parts of global tensors a rank of a live run holds, whatever its framework.
 
-Whatever a framework does, a rank holds parts of global tensors. A part is described by a `Layout` of declared patterns
-and the rank's coordinates in it, and becomes a slice as a part of a file does; nothing else computes regions.
+A part is described by a `Layout` of declared patterns and the rank's coordinates on its axes. `LivePart.to_slice`
+computes its regions from them, as is done for the ranks of a checkpoint.
 
 >>> from ucp_patterns.chunk import Chunk
 >>> from ucp.core.layout import AxisLayout
@@ -34,21 +34,21 @@ class LivePart:
     local_shape: tuple[int, ...]
     """Elements per dim of the rank's tensor, before it is cut as a flat buffer."""
     layout: Layout = field(default_factory=Layout)
-    """How the tensor lies over the ranks."""
+    """How the tensor is distributed over the ranks."""
     coords: Mapping[str, int] = field(default_factory=dict)
-    """Where the rank is, along every axis of `layout`."""
+    """The rank's coordinate on every axis of `layout`."""
     global_shape: tuple[int, ...] | None = None
     """Elements per dim of the global tensor; None for the shape that the checkpoint has."""
     hint: str = ""
     """What to do if its shape is not that of the checkpoint."""
     unassigned: str = ""
-    """What of the checkpoint's tensor no rank holds; empty for nothing."""
+    """Which elements of the checkpoint's tensor no rank holds, as text; empty if there are none."""
     is_padded: bool = False
-    """Whether the global tensor may have more rows than the checkpoint's, or fewer: the difference is padding."""
+    """Whether the global tensor may have more or fewer rows than the checkpoint's: the difference is padding."""
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> LivePart:
-        """All of a tensor."""
+        """A part that is the whole tensor."""
         return cls(local_shape=shape, global_shape=shape)
 
     @property
@@ -57,9 +57,10 @@ class LivePart:
         return not self.layout.all_axes
 
     def to_slice(self, param: str, state: str, shape: tuple[int, ...], dtype: DType) -> Slice:
-        """The slice of a state of `shape` that the rank holds, in its order.
+        """The slice that the rank holds of a state of `shape`.
 
-        Raises ValueError, with what was expected, if the layout does not cut such a tensor to `local_shape`.
+        Raises ValueError if the layout does not cut such a tensor to `local_shape`; callers put the name before the
+        message, and where the state is behind it.
         """
         full = self.global_shape
         if self.is_padded and full is not None and full != shape and full[1:] == shape[1:]:
@@ -70,7 +71,7 @@ class LivePart:
         if part.local_shape != self.local_shape and (part.numel or prod(self.local_shape)):
             cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in self.layout.axes)
             raise ValueError(
-                f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} leaves {list(part.local_shape)} "
+                f"has shape {list(self.local_shape)} on this rank; {cut or 'no cut'} gives {list(part.local_shape)} "
                 f"of {list(shape)}"
             )
         start, stop = 0, prod(part.local_shape) if part.regions else 0
@@ -79,15 +80,15 @@ class LivePart:
             start = boxes[0].offsets[0] if boxes else 0
             stop = start + sum(box.sizes[0] for box in boxes)
             if boxes and boxes[-1].stops[0] != stop:
-                raise ValueError("is held in several ranges, and one was expected")
+                raise ValueError("has several ranges on this rank, and one was expected, of the tensor")
         pairs = tuple(region.pair for region in part.regions)
-        local = self.local_shape  # of a tensor without elements `part` does not know the other dims
+        local = self.local_shape  # `part.local_shape` may be another one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
 
     def narrow_to(self, part: LivePart) -> LivePart:
-        """`part`, a flat range of what the model holds, as a part of the global tensor; as it is if it is one already.
+        """`part`, a flat range of this local tensor, as a part of the global tensor; unchanged if it is one already.
 
-        An optimizer of local tensors knows such ranges only.
+        An optimizer that steps local tensors knows only such ranges.
         """
         if part.layout.axes:
             return part
@@ -95,7 +96,7 @@ class LivePart:
 
 
 def _keep_rows(piece: Slice, rows: int) -> Slice:
-    """A slice of adjacent rows without those from row `rows` of the global tensor on."""
+    """A slice of adjacent rows, without those at or after row `rows` of the global tensor."""
     width = prod(piece.local_shape[1:])
     first = piece.pairs[0].global_box.offsets[0] if piece.pairs else 0
     local = (max(min(rows - first, piece.local_shape[0]), 0), *piece.local_shape[1:])
@@ -106,14 +107,14 @@ def _keep_rows(piece: Slice, rows: int) -> Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatRange:
-    """Elements of a parameter in a flat tensor."""
+    """The elements of a parameter that a flat tensor holds."""
 
     start: int
     """First element of the tensor, in row-major order."""
     numel: int
     """Number of elements."""
     part: LivePart
-    """What of the parameter they are."""
+    """Which part of the parameter they are."""
 
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """These elements of a tensor; one that holds no other parameter may have any shape."""
@@ -122,16 +123,16 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
-    """A parameter or buffer of the model, as far as this rank holds it."""
+    """This rank's part of a parameter or buffer of the model."""
 
     names: tuple[str, ...]
     """Its names in the model of this rank, the principal one first; several when it is tied."""
     dtype: DType
     """Element type."""
     part: LivePart
-    """What of it this rank holds."""
+    """Which part this rank holds."""
     assigned_names: tuple[str, ...] = ()
-    """Its names in the whole model, where layers or experts are numbered otherwise there; empty for `names`."""
+    """Its names in the whole model, if layers or experts have other numbers there; empty if they are `names`."""
 
     @property
     def global_names(self) -> tuple[str, ...]:
@@ -149,32 +150,32 @@ class LiveParam:
     """A parameter that the optimizer of this rank steps, or a part of one."""
 
     name: str
-    """Name in the whole model."""
+    """Its principal name, as in `LiveTensor.name`."""
     keeps: Mapping[str, DType | None] | None
-    """States that the optimizer keeps of it, None for a Python number; None when that is not known.
+    """State that the optimizer keeps for it to its dtype (None: a Python number). None if the states are not known.
 
-    If `weight` is among them the optimizer keeps a master, from which the model's weight is made.
+    If `weight` is among them, the optimizer keeps a master weight, from which the model's weight is cast.
     """
     part: LivePart | None = None
-    """What of it this rank steps; None for what the model holds of it."""
+    """Which part this rank steps; None for the part that the model holds."""
     apart: Mapping[str, LivePart] = field(default_factory=dict)
-    """States of which the rank keeps another part."""
+    """State to its part, for states of which the rank keeps another part."""
     is_frozen: bool = False
-    """Whether it is in a group of the optimizer and gets no gradient (`requires_grad=False`), so is not stepped."""
+    """Whether it is in a group of the optimizer but gets no gradient (`requires_grad=False`), so is never stepped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadItem:
-    """A state to bring into the model or its optimizer."""
+    """A state to load into the model or its optimizer."""
 
     name: str
-    """Parameter or buffer, by its name in the whole model."""
+    """Parameter or buffer, by its principal name, as in `LiveTensor.name`."""
     slice: Slice
-    """What of it this rank holds, by its name in the checkpoint."""
+    """Which part this rank holds, by the name in the checkpoint."""
     source: StateIndex
-    """Where it lies."""
+    """Where its bytes are in the checkpoint."""
     is_optimizer_state: bool = False
-    """Whether the optimizer keeps it: every state, and masters."""
+    """Whether the optimizer keeps it: an optimizer state, or a master weight."""
 
     @property
     def state(self) -> str:

@@ -37,13 +37,13 @@ class LoadReport(Report):
     nbytes_total: int
     """Bytes that all ranks read together."""
     nbytes_wanted: int
-    """Bytes of files that all ranks asked for; they read more in small gaps, or for checksums."""
+    """Bytes of files that all ranks needed; what they read also includes small gaps, and bytes for checksums."""
     nbytes_exchanged: int
     """Bytes that this rank received from others."""
     nbytes_loaded: int
     """Bytes that were stored on this rank: weights, buffers, states."""
     nbytes_peak: int
-    """Most main memory that this rank took for buffers; 0 if everything was read straight into tensors."""
+    """Most host memory that this rank used for buffers; 0 if everything was read straight into tensors."""
     is_verified: bool
     """Whether everything that was stored was read again and compared, bit for bit."""
     ranks: int
@@ -51,19 +51,19 @@ class LoadReport(Report):
     stages: Mapping[str, float]
     """Seconds of every stage: index, plan, read, restore."""
     casts: tuple[str, ...]
-    """Changes of dtype, e.g. "weight: float32 to bfloat16, 12 tensors"."""
+    """Changes of dtype, e.g. "weight: float32 -> bfloat16 in 12 parameters"."""
     missing: tuple[str, ...]
-    """Tensors of the model that the checkpoint lacks: they are as they were. Empty when `strict`."""
+    """Tensors of the model that the checkpoint lacks: they keep their values. Empty when `strict`."""
     unexpected: tuple[str, ...]
     """Atoms of the checkpoint that the model lacks. Empty when `strict`."""
     problems: tuple[str, ...]
-    """What else did not fit and stayed as it was. Empty when `strict`."""
+    """What else did not fit, and was not loaded. Empty when `strict`."""
     unchecked: tuple[str, ...]
     """Files read whose bytes were not all compared with a recorded checksum."""
     restored: tuple[str, ...]
     """What was restored beside the model: the scheduler, the loss scale, RNG states."""
     carried: Mapping[str, object]
-    """What `rank_extras` gave to this rank, tensors read: RNG states, which are set, and values for you to set."""
+    """What `rank_extras` gave to this rank, with tensors read: RNG states, already set, and values that you set."""
     extras: tuple[str, ...]
     """What else the checkpoint holds (client state, ...) and was not used: `ucp.open(path).extra(name)`."""
     notes: tuple[str, ...]
@@ -78,18 +78,18 @@ class LoadReport(Report):
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Rate at which this rank was filled, once the plan was made."""
+        """Gigabytes that were loaded on this rank per second of reading."""
         return self.nbytes_loaded / 1e9 / max(self.stages["read"], 1e-9)
 
     def as_dict(self) -> dict[str, object]:
-        """Everything in values that JSON has; of `carried` only the names."""
+        """Everything as JSON values; of `carried` only the names."""
         fields = {key: getattr(self, key) for key in self.__dataclass_fields__}
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         rates = {"seconds": self.seconds, "gigabytes_per_second": self.gigabytes_per_second}
         return {**plain, "stages": dict(self.stages), "carried": list(self.carried), **rates}
 
     def page(self) -> Page:
-        """What was loaded and how fast, and what the user should know."""
+        """What was loaded and how fast, then lists of what was restored, cast, missing, noted and not loaded."""
         yield facts(_facts(self))
         yield lines("Restored", self.restored)
         yield lines("Casts", self.casts)
@@ -98,7 +98,7 @@ class LoadReport(Report):
         yield lines("Problems", self.problems)
         yield lines("Notes", self.notes)
         yield lines("Left behind", self.dropped)
-        yield lines("Ignored", self.extras)
+        yield lines("Unused extras", self.extras)
 
 
 def _facts(report: LoadReport) -> Iterator[tuple[str, str]]:
@@ -108,14 +108,14 @@ def _facts(report: LoadReport) -> Iterator[tuple[str, str]]:
     if report.fresh:
         names = ", ".join((*report.fresh[:5], *(["..."] if len(report.fresh) > 5 else [])))
         yield "fresh", f"{format_count(len(report.fresh), 'parameter')} without optimizer states: {names}"
-    share = f", {nbytes_text(report.nbytes_read)} by this one of {report.ranks} ranks" if report.ranks > 1 else ""
+    share = f" by {report.ranks} ranks, {nbytes_text(report.nbytes_read)} by this one" if report.ranks > 1 else ""
     yield "read", f"{nbytes_text(report.nbytes_total)}{share}"
     yield "received", f"{nbytes_text(report.nbytes_exchanged)} from other ranks" if report.nbytes_exchanged else ""
     rate = rate_text(report.nbytes_loaded, report.stages["read"])
-    yield "put in place", f"{nbytes_text(report.nbytes_loaded)} on this rank ({rate})"
+    yield "stored", f"{nbytes_text(report.nbytes_loaded)} in tensors of this rank ({rate})"
     stages = ", ".join(f"{stage} {seconds_text(seconds)}" for stage, seconds in report.stages.items())
     yield "time", f"{seconds_text(report.seconds)} ({stages})"
-    yield "buffers", f"{nbytes_text(report.nbytes_peak)} of memory at most"
+    yield "buffers", f"{nbytes_text(report.nbytes_peak)} of host memory at most"
     yield "verified", "read again and equal" if report.is_verified else ""
 
 
@@ -136,7 +136,7 @@ class Clock:
 def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages: Mapping[str, float]) -> LoadReport:
     """The report of a completed load."""
     index, findings, items = decision.index, decision.findings, decision.items
-    # files in which an element does not carry a checksum of its own, as encoded blocks do
+    # encoded blocks carry their own checksums, other elements do not
     refs = (f.ref for item in items for f in item.source.fragments if f.replica == 0 and f.box.numel)
     without_checksum = {ref.path for ref in refs if isinstance(ref, TensorRef) and not ref.codec}
     others = sorted({state for _, state, _ in index.states()} - {WEIGHT}) if decision.run.optimizer is None else []
@@ -159,7 +159,7 @@ def make_report(decision: Decision, resume: ResumePlan, traffic: Traffic, stages
         stages=stages,
         restored=resume.restored,
         carried=resume.carried,
-        casts=tuple(f"{cast}, {format_count(count, 'tensor')}" for cast, count in findings.casts.items()),
+        casts=tuple(f"{cast} in {format_count(count, 'parameter')}" for cast, count in findings.casts.items()),
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         problems=tuple(findings.problems),

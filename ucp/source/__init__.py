@@ -1,1 +1,1 @@
-"""Opening a source: recognise, read, check, select, rename; conversions and live loaders alike."""
+"""Opening a source, for conversions and live loaders: recognise, read, check, select, rename."""

@@ -35,16 +35,16 @@ class _StoredFragment:
     atom: AtomIndex
     """Parameter."""
     state: str
-    """State of it."""
+    """Name of the state."""
     fragment: Fragment
-    """Where it lies."""
+    """The fragment."""
 
     def __str__(self) -> str:
         return f"{self.atom.name}/{self.state} {self.fragment.box}"
 
 
 def find_copied_ranks(index: Index) -> tuple[Doubt, ...]:
-    """A doubt for every two files that are copies of one another and should not be. Reads windows of these alone."""
+    """A doubt for every two files that are copies of one another and should not be. Samples only such files."""
     twins = list(_find_equal_files(index.records))
     if not twins:
         return ()
@@ -58,7 +58,7 @@ def find_copied_ranks(index: Index) -> tuple[Doubt, ...]:
                 pair = _find_contradiction(first, pieces.get(path, {}), prober)
                 if pair is not None:
                     text = (
-                        "expected the files of two ranks to differ, as they hold other parts of the model; "
+                        "expected the files of two ranks to differ, as they hold different parts of the model; "
                         f"{relpath(paths[0], root)} and {relpath(path, root)} hold the same bytes, {pair[0]} in the "
                         f"one and {pair[1]} in the other. One is a copy of the other: copy both again from where they "
                         "were saved"
@@ -105,7 +105,7 @@ def _find_contradiction(
     for offset, pieces in a.items():
         for piece_a in pieces:
             others = b.get(offset, ())
-            is_copy = any(  # of one region, or of no one region: the same number is counted for each
+            is_copy = any(  # a replica, or a count that parameters share
                 piece_a.atom is piece_b.atom
                 and piece_a.state == piece_b.state
                 and piece_a.fragment.box == piece_b.fragment.box

@@ -1,8 +1,8 @@
 """Detects moments that are all zero although the optimizer has stepped: the optimizer state was lost.
 
 A run that loads its weights without its optimizer starts with zero moments, but may continue to count steps. The
-checkpoint that it saves looks like any other, and resuming from it silently resumes without optimizer state. A
-conversion, and `load_into` with an optimizer, refuse it by default:
+checkpoint that it saves looks like any other, but a run that resumes from it has silently lost its optimizer state. A
+conversion, and `load_into` with an optimizer, refuse such a checkpoint by default:
 
     error   stop, after reading every element (the default)
     keep    keep the zeros
@@ -37,14 +37,14 @@ class ZeroMoments(StrEnum):
     ERROR = "error"
     """Stop."""
     KEEP = "keep"
-    """Take them as they are."""
+    """Keep the zeros."""
 
 
 def detect_first_step(index: Index) -> Index:
-    """`index` as of step 0, with a note, where its optimizer was made to be saved and has not stepped.
+    """`index` as of step 0, with a note, if its optimizer is new: its states were created only to be saved.
 
-    `get_state_dict` of torch steps a new optimizer once with gradients of zero, so that its states are there: it counts
-    1, and its moments are zero. A run that records a later step had lost its optimizer.
+    `get_state_dict` of torch steps a new optimizer once with gradients of zero, so that its states exist: it counts 1,
+    and its moments are zero. A run with such an optimizer that records a later step had lost its optimizer.
     """
     if index.step is not None or not _find_zero_moments(index):
         return index
@@ -57,13 +57,13 @@ def detect_first_step(index: Index) -> Index:
         return index
     note = (
         "the optimizer has not stepped yet: it counts 1 step with moments of zero, as torch's get_state_dict makes the "
-        "states of a new one. Taken for step 0"
+        "states of a new one. It is read as step 0"
     )
     return replace(index, step=0, notes=(*index.notes, note))
 
 
 def describe_zero_moments(index: Index) -> str | None:
-    """What to tell of moments that are zero wherever they are looked at, in a few windows; None when they are not."""
+    """A note about moments that are zero in all sampled windows; None if they are not."""
     if not _find_zero_moments(index):
         return None
     return (
@@ -73,10 +73,10 @@ def describe_zero_moments(index: Index) -> str | None:
 
 
 def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None = None) -> None:
-    """Prove that some moment is not zero, where there are any and steps were taken. Raises MalformedError.
+    """Prove that some moment is not zero, if there are moments and steps were taken. Raises MalformedError.
 
-    `taken`: the part of `index` that is wanted; where it has no moments, nothing is to be proved. A part is judged by
-    the whole: experts that saw no token have moments of zero in the best of runs.
+    `selection`: the part of `index` that is wanted; if it has no moments, nothing is checked. Otherwise all of `index`
+    is judged, not the part: even in a healthy run, experts that saw no token have moments of zero.
     """
     wanted = (selection or index).atoms.values()
     if policy is ZeroMoments.KEEP or not any(True for atom in wanted for _ in iter_moments(atom)):
@@ -89,15 +89,15 @@ def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None 
     left_out = " ".join(f"--exclude '*/{name}'" for name in states)
     raise MalformedError(
         f"expected moments that are not zero, as steps were taken; in {index.path} every element of "
-        f"{', '.join(states)} of all {len(atoms):,} trained parameters is. The run that wrote it had lost its "
-        "optimizer, and one that resumes from it goes on without saying so. Convert a checkpoint from before that; or "
-        f"leave the moments out, so that the optimizer starts anew ({left_out}; ucp.load_into without optimizer); or, "
-        "if they are meant to be zero, keep them (--zero-moments keep; zero_moments='keep' in Python)"
+        f"{', '.join(states)} is zero for all {len(atoms):,} trained parameters. The run that wrote it had lost its "
+        "optimizer state, and a run that resumes from it would not report that. Convert a checkpoint from before that; "
+        f"or leave the moments out, so that the optimizer starts anew ({left_out}; ucp.load_into without optimizer); "
+        "or, if they are meant to be zero, keep them (--zero-moments keep; zero_moments='keep' in Python)"
     )
 
 
 def _find_zero_moments(index: Index) -> list[AtomIndex]:
-    """Parameters with moments, where all windows of some are zero although steps were taken; none of others."""
+    """All parameters with moments, if in a sample of them all windows are zero although steps were taken; else none."""
     if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
         return []
     atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(iter_moments(atom))]
@@ -117,10 +117,10 @@ def iter_moments(atom: AtomIndex) -> Iterator[tuple[str, StateIndex]]:
 
 
 def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
-    """Whether the optimizer has stepped a parameter, as recorded with it, with its group, or of the run.
+    """Whether the optimizer has stepped a parameter, as recorded with the parameter, its group or the run.
 
-    A run that took no step has none to show, whatever its optimizer counts: wrappers step once without gradients as
-    they are built.
+    In a run that took no step, or only skipped ones, it has not, whatever the optimizer counts: some wrappers step once
+    without gradients when they are built.
     """
     if index.step is not None and index.step <= index.skipped:
         return False
@@ -135,7 +135,7 @@ def _has_stepped(atom: AtomIndex, index: Index, prober: Prober) -> bool:
 
 
 def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, read_all: bool) -> bool:
-    """Whether all moments that can be read are zero, where there are any: one that cannot be read tells nothing."""
+    """Whether some moments can be read, and all of these are zero."""
     is_read = False
     for piece in (piece for atom in atoms for _, state in iter_moments(atom) for piece in state.fragments):
         is_zero = _is_zero(piece.ref, prober, read_all=read_all)
@@ -146,10 +146,8 @@ def _are_zero(atoms: Iterable[AtomIndex], prober: Prober, *, read_all: bool) -> 
 
 
 def _is_zero(ref: Tensor, prober: Prober, *, read_all: bool) -> bool | None:
-    """Whether all elements are zero, or those of three windows; None where they cannot be read."""
-    if read_all and isinstance(
-        ref, TensorRef
-    ):  # in the order in which elements lie, so that they are read in long runs
+    """Whether all elements are zero (without `read_all`: those of three windows); None if they cannot be read."""
+    if read_all and isinstance(ref, TensorRef):  # read in the order of the file, so that reads are long
         dims = sorted(range(len(ref.shape)), key=lambda dim: -ref.strides[dim])
         shape, strides = (tuple(sizes[dim] for dim in dims) for sizes in (ref.shape, ref.strides))
         ref = replace(ref, shape=shape, strides=strides)
@@ -176,17 +174,17 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def find_odd_moments(index: Index) -> Iterator[Doubt]:
-    """A doubt that lists them, where there are any."""
+    """A doubt that lists moments whose shape is not that of their parameter, if there are any."""
     odd = [
-        f"{atom.name}: {name} of {list(state.global_shape)}, the parameter of {list(atom.global_shape)}"
+        f"{atom.name}: {name} has the shape {list(state.global_shape)}, the parameter {list(atom.global_shape)}"
         for atom, name, state in index.states()
         if name in _ELEMENTWISE and state.global_shape != atom.global_shape
     ]
     if odd:
         text = (
             f"expected moments in the shapes of their parameters; {index.path} has {format_count(len(odd), 'moment')} "
-            f"of another shape:\n{format_list(odd)}\nThe optimizer is of another model, or keeps moments in a form of "
-            "its own (GaLore projects them). Save it again beside this model, or take the weights alone (--include "
-            "'*/weight'; ucp.load_into without optimizer)"
+            f"of another shape:\n{format_list(odd)}\nThe optimizer belongs to another model, or keeps moments in "
+            "another form (GaLore projects them). Save it again together with this model, or take the weights alone "
+            "(--include '*/weight'; ucp.load_into without optimizer)"
         )
         yield Doubt(kind=DoubtKind.MOMENT_SHAPES, text=text)

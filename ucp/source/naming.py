@@ -1,4 +1,4 @@
-"""The source under other names: those of a style that a target or --names asks for, or those of --rename."""
+"""Renames the source: to the naming style that a target or --names asks for, or by the rules of --rename."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RenamedSource:
     """The source under the names that the target needs."""
 
     index: Index
-    """Under the names that are wanted."""
+    """Index under these names."""
     family: str = ""
     """Family that translated the names; empty if none was needed."""
     used: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class RenamedSource:
 def rename_source(
     index: Index, target: Target, naming: Naming, options: SourceOptions, settings: Mapping[str, str]
 ) -> RenamedSource:
-    """The source under the names that are wanted; as it is where it has them, or none are.
+    """The source under the names that the target or the user asks for; unchanged if it has them, or none are asked for.
 
     Raises FamilyError, UnsupportedError and UsageError, each with all names concerned.
     """
@@ -53,19 +53,20 @@ def rename_source(
     if target.names:
         check_weights(index)
     if target.names not in (None, style):
-        raise UsageError(f"the target {target.name} has names of its own, {target.names}: drop --names {style}")
+        raise UsageError(f"the target {target.name} writes the names of {target.names} only: drop --names {style}")
     family = _find_family(index, target, options, settings, naming)
     if family is None:
-        note = f"no known model family: all names are written unchanged, taken to be those of {style}"
+        note = f"no known model family: all names are written unchanged; they are assumed to be names of {style}"
         return RenamedSource(index=replace(index, notes=(*index.notes, note)))
     used = frozenset(name for name in settings if name not in target.settings and name in _size_names(family))
     return RenamedSource(index=translate_names(index, family, style, naming.source), family=family.name, used=used)
 
 
 def translate_names(index: Index, family: Family, style: str, source: str = "") -> Index:
-    """The source under the names of `style`; as it is where it has them.
+    """The source under the names of `style`; unchanged if it has them.
 
-    `source`: style of its own; empty for the one that has its names and shapes. Raises FamilyError, UnsupportedError.
+    `source`: style of the source; empty for the one that its names and shapes fit. Raises FamilyError,
+    UnsupportedError.
     """
     shown = None if source else find_source_style(family, index.shapes)
     index, tensors = restyle(index, family, style, source or shown)
@@ -76,12 +77,14 @@ def translate_names(index: Index, family: Family, style: str, source: str = "") 
         return index
     _check_counts(index, tensors)
     index = _apply_translation(index, tensors, family, style)
-    note = f"the source is read under the naming style {shown}, whose shapes it has; --names SOURCE:STYLE overrides"
+    note = f"the source's naming style is taken to be {shown}, whose shapes fit; --names SOURCE:STYLE overrides this"
     return replace(index, notes=(*index.notes, note)) if shown else index
 
 
 def restyle(index: Index, family: Family, style: str, source: str | None) -> tuple[Index, dict[str, TensorRecipe]]:
-    """The source, each tensor in it once, and every tensor of `style`, made of these. `source`: style; None for any.
+    """The source with each tensor only once, and how every tensor of `style` is made from it.
+
+    `source`: style of the source; None for any.
 
     Raises FamilyError, UnsupportedError.
     """
@@ -90,7 +93,7 @@ def restyle(index: Index, family: Family, style: str, source: str | None) -> tup
 
 
 def list_size_names() -> set[str]:
-    """What --set can say of a model for its family: names that the sizes of any are found by."""
+    """Names of model sizes that --set takes, those of all families."""
     return {name for family in library().concrete() for name in _size_names(family)}
 
 
@@ -101,12 +104,12 @@ def _size_names(family: Family) -> set[str]:
 def _find_family(
     index: Index, target: Target, options: SourceOptions, settings: Mapping[str, str], naming: Naming
 ) -> Family | None:
-    """The family that the user names, or that all evidence is for; None where names are written as they are.
+    """The family that the user names, or that is detected; None if names are to be written unchanged.
 
-    A run that records arguments, as Megatron's do, has names of its own: they are never taken for others.
+    Without --names, names of a run that records its arguments (Megatron's) are never written unchanged.
 
-    Raises UnknownFamilyError or FamilyError, with names that were found and what is needed, where no family, or not the
-    one that is named, knows all names of the source.
+    Raises UnknownFamilyError if no family knows all names of the source, FamilyError if the named family does not. The
+    message lists the unknown names, and says what is needed.
     """
     shapes, arguments = index.shapes, target.model_arguments(index, settings)
     try:
@@ -114,11 +117,11 @@ def _find_family(
     except UnknownFamilyError as error:
         unread = min((_find_unknown(candidate, shapes) for candidate in library().concrete()), key=len)
         has_names = not naming.style and naming_style_of(index) == target.names
-        if not unread and not has_names:  # the question is which of those that know them all
+        if not unread and not has_names:  # several families know all names: the error asks which
             raise
-        if naming.style:  # names that no family knows are those to write where the user says so
+        if naming.style:  # the user may say that unknown names are already those to write
             are_final = naming.source == naming.style and not target.takes_family(None)
-        else:  # or the target can tell
+        else:  # or the target can accept them
             are_known = naming.rules is not None or target.takes_names_of(index, settings)
             are_final = are_known and not run_arguments(index)
         if are_final:
@@ -144,30 +147,31 @@ def check_styles(family: Family, naming: Naming) -> None:
 
 
 def _find_unknown(family: Family, names: Iterable[str]) -> list[str]:
-    """Names that a family neither has a rule for nor knows to be no parameters."""
+    """Names that a family has no rule for and does not ignore."""
     return [name for name in names if not family.ignores(name) and not family.rules_of(name)]
 
 
 def _describe_unknown(index: Index, unread: Sequence[str], whose: str, target: Target, naming: Naming) -> str:
     families = ", ".join(family.name for family in library().concrete())
     style = naming.style or target.names
-    who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which has names of its own"
-    as_they_are = f"If all names are already those of {style}, say so, and they stay: --names {style}:{style}. "
+    who = f"under --names {naming.style}" if naming.style else f"for {target.name}, which writes the names of {style}"
+    as_they_are = f"If all names are already names of {style}, pass --names {style}:{style} to keep them. "
     as_they_are = "" if target.takes_family(None) else as_they_are
     return (
         f"Only models of a known family can be written {who}: expected names that {whose} has, Megatron's "
         "(decoder.layers.0.self_attention.linear_qkv.weight, ...), Hugging Face's, or those of another style; "
         f"{len(unread)} of the {len(index.atoms)} names in {index.path} are not among them:\n"
         f"{format_list(unread, most=_MOST_SHOWN)}\n"
-        f"{as_they_are}The families are {families} (`ucp patterns show llama` prints one). If yours is of one under "
-        "other names, give rules for them (--rename FILE), or write a rules file that extends it, with your names "
-        "under [alias.huggingface], and pass it with --patterns my.toml; --family says which where several could be. "
-        "Any model can be written under its own names --to deepspeed, deepspeed-universal, dcp or ucp"
+        f"{as_they_are}The families are {families} (`ucp patterns show llama` prints one). If your model belongs to "
+        "one of them but has other names, give rules for these (--rename FILE), or write a rules file that extends the "
+        "family, with your names under [alias.huggingface], and pass it with --patterns my.toml; --family chooses "
+        "among several families. Any model can be written under its own names with --to deepspeed, "
+        "deepspeed-universal, dcp or ucp"
     )
 
 
 def _drop_copies(index: Index, family: Family, style: str | None) -> Index:
-    """The source with one of the tensors that a style stores twice (DeepSeek-V3), the other as its copy."""
+    """The source without duplicates: of a tensor that a style stores twice (DeepSeek-V3), the second becomes a copy."""
     read = {name: family.read(name, style) for name in index.atoms}
     first: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -190,7 +194,7 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
     used = {source for item in tensors.values() for source in item.sources}
     unused = [name for name in index.atoms if name not in used]
     dropped = (
-        [f"no parameters, and without a name in {style} by the family {family.name}:\n{format_list(unused)}"]
+        [f"not parameters, and without a name in {style} in the family {family.name}:\n{format_list(unused)}"]
         if unused
         else []
     )
@@ -207,7 +211,7 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
         groups=tuple(groups),
         unordered=order is None,
         aliases={new: to for new, to in aliases.items() if new not in renamed.atoms},
-        notes=(*renamed.notes, f"under names of {style}, by the family {family.name}"),
+        notes=(*renamed.notes, f"names are translated to {style} by the rules of the family {family.name}"),
         dropped=(*renamed.dropped, *dropped),
     )
 
@@ -225,7 +229,7 @@ def apply_rules(index: Index, path: Path) -> Index:
     _check_counts(index, tensors)
     names = {tensor.sources[0]: name for name, tensor in tensors.items() if tensor.is_rename}
     renamed = apply_recipes(index, tensors)
-    note = f"no rule in {path} for, and so left under their names:\n{format_list(unmatched)}"
+    note = f"names that no rule in {path} matches are unchanged:\n{format_list(unmatched)}"
     aliases = {alias: names[to] for alias, to in index.aliases.items() if to in names and alias not in tensors}
     return replace(
         renamed,
@@ -236,13 +240,13 @@ def apply_rules(index: Index, path: Path) -> Index:
 
 
 def _list_lost_aliases(index: Index, known: Collection[str]) -> list[str]:
-    """A line for second names that are not carried over: that of a tensor joined or split, or taken by another."""
+    """A line for second names that are lost: the tensor was joined or split, or another tensor has the name now."""
     lost = [f"{alias} = {name}" for alias, name in index.aliases.items() if alias not in known]
-    return [f"second names of tied tensors, which have none under other names:\n{format_list(lost)}"] if lost else []
+    return [f"second names of tied tensors, which the new names do not have:\n{format_list(lost)}"] if lost else []
 
 
 def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
-    """Raise UnsupportedError for tensors that are to join and have counted different steps."""
+    """Raise UnsupportedError for tensors that are to be joined and have different step counts."""
     problems = []
     with Prober() as prober:
         for name, tensor in tensors.items():
@@ -254,6 +258,6 @@ def _check_counts(index: Index, tensors: Mapping[str, TensorRecipe]) -> None:
                     problems.append(f"{name}: {state} of {', '.join(tensor.sources)}")
     if problems:
         raise UnsupportedError(
-            "expected one count of steps for all tensors that join to one, as an optimizer keeps it; these differ:\n"
+            "expected one count of steps for all tensors that are joined into one, as optimizers do; these differ:\n"
             f"{format_list(problems)}\nLeave the optimizer out (--include '*/weight'), or keep the names"
         )

@@ -1,11 +1,11 @@
 """An optimizer for a source that has none: moments of zero, a step of 0, one parameter group.
 
-A published model holds weights only, and a run of DeepSpeed or Megatron resumes from weights and optimizer. Adam starts
-from moments of zero, so that these are what a run that has taken no step would have saved. They cost nothing in the
-index: one zero, which is the value of all elements.
+A published model holds weights only, but a run of DeepSpeed or Megatron resumes from weights and optimizer. Adam starts
+with moments of zero, so these are what a run would have saved before its first step. The index stores them as a single
+zero that stands for all elements.
 
-Loaders take the hyper-parameters of a group from the checkpoint, so that they have to be said: with `--set`, or as the
-defaults of torch's AdamW, which are told.
+Loaders take the hyper-parameters of a group from the checkpoint, so they must be given: with `--set`, or else those of
+torch's AdamW by default. A note lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NewOptimizer(StrEnum):
 def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
     """`index` with moments of zero for every trained parameter. Raises UsageError where it has optimizer states.
 
-    `settings`: as the user wrote them; those of `HYPER` are for the group.
+    `settings`: texts that the user gave; those in `HYPER` are for the new group.
     """
     existing = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     if existing:
@@ -67,21 +67,21 @@ def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
 
 
 def _make_group(params: tuple[str, ...], settings: Mapping[str, str]) -> tuple[tuple[ParamGroup, ...], str]:
-    """One group, and what to tell of it."""
+    """One group, and its description for a note."""
     hyper = {
         name: _parse_hyper(name, settings[name]) if name in settings else default for name, default in HYPER.items()
     }
     values = ", ".join(f"{name}={value:g}" for name, value in hyper.items())
     betas = hyper.pop("beta1"), hyper.pop("beta2")
     description = (
-        f"one group with {values}. A run that loads it takes these from the checkpoint where it has no schedule of its "
-        "own; --set says others"
+        f"one group with {values}. A run that loads it takes these from the checkpoint unless it has a schedule of its "
+        "own; --set changes them"
     )
     return (ParamGroup(params=params, hyper={**hyper, "betas": betas}),), description
 
 
 def drop_hyper(settings: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """Settings for the target: those of the group only where it knows them too."""
+    """Settings for the target; those of the new group only if the target takes them, too."""
     return {name: value for name, value in settings.items() if name not in HYPER or name in known}
 
 

@@ -32,7 +32,7 @@ class Survey:
     evidence: tuple[str, ...]
     """What the format was recognised by."""
     files: tuple[SourceFile, ...]
-    """Every file there, by name; what they hold is not known."""
+    """Every file there, sorted by name; their roles are not known."""
 
 
 def survey(path: Path) -> Survey:
@@ -79,9 +79,9 @@ def index_of(
     source: SourceOptions | None = None,
     unfinished: bool = False,
 ) -> Index:
-    """Index of the checkpoint at `path`, its cover proved; only what `names` keeps.
+    """Index of the checkpoint at `path`, after proving that its shards tile every tensor; only what `names` keeps.
 
-    `source`: what the user says of it. `unfinished`: it may be the growing part of a conversion.
+    `source`: the user's options for it. `unfinished`: accept the working folder of a conversion, too.
 
     Raises SourceError, CoverError, UsageError.
     """
@@ -95,7 +95,7 @@ def index_of(
 
 
 def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: bool = False) -> Index:
-    """Index of the checkpoint at `path`, nothing proved of it, with a note on other files that it could have been."""
+    """Index of the checkpoint at `path`, unchecked, with a note on files there that could be other checkpoints."""
     fmt, evidence = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
     stale = [note for note in describe_staleness(measure_staleness(index)) if note not in index.notes]
@@ -110,13 +110,13 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 
 def add_doubts(index: Index) -> Index:
-    """`index` with what its own contents tell against it: copied files, lost states, lost experts."""
+    """`index` with doubts that its contents raise (copied files, odd moments or experts), and states that were lost."""
     doubts = (*find_copied_ranks(index), *find_odd_moments(index), *find_odd_experts(index))
     return add_state_gaps(replace(index, doubts=(*index.doubts, *doubts)))
 
 
 def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:
-    """`index_of`; what the user says may be for another, and is left aside where the reader has no use for it."""
+    """`index_of`, without the options that the format has no use for: they may be meant for another checkpoint."""
     for options in dict.fromkeys((source, source.without_family())):
         try:
             return index_of(path, source=options, unfinished=unfinished)

@@ -1,13 +1,13 @@
-"""Copies that should be equal and are not: which value a conversion takes.
+"""Which value a conversion takes if copies that should be equal differ.
 
 Norms and biases that every tensor-parallel rank holds can drift apart during training (BLOOM's did). A conversion
-refuses that unless it is told what to take:
+refuses such copies unless the user says which value to take:
 
     error   stop, naming every parameter (the default; found while the bytes are copied)
     first   take what the first rank holds
     mean    take the mean of all ranks, computed in float32 or wider (the paper's Partial pattern)
 
-`first` and `mean` look at all copies once before the work is planned; what they settle is named in the notes.
+`first` and `mean` read all copies once before the work is planned; a note lists the states whose copies differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Drift(StrEnum):
 def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int) -> Index:
     """`index` with one value for every state whose copies differ; unchanged when none does, or for `Drift.ERROR`.
 
-    Reads every state that has copies, within `memory` bytes. Raises ReplicaError when a mean cannot be made of what the
-    copies cover.
+    Reads every state that has copies, within `memory` bytes. Raises ReplicaError if the copies have no mean.
     """
     if drift is Drift.ERROR:
         return index
@@ -62,23 +61,23 @@ def resolve_drift(index: Index, drift: Drift, observer: Observer, *, memory: int
 
 
 def _take_mean(state: StateIndex, label: str) -> StateIndex:
-    """All whole copies of the state's own type as the terms of a mean, but those that a rank computed from others."""
+    """The state as the mean of its copies in its own dtype, each of them complete, without derived ones."""
     terms: dict[int, list[Fragment]] = {}
     for fragment in state.fragments:
         if fragment.ref.dtype is state.dtype and not fragment.derived:
             terms.setdefault(fragment.replica, []).append(fragment)
     if len(terms) < 2 or state.overlap is Overlap.MEAN or not state.dtype.is_floating:
         raise ReplicaError(
-            f"{label}: expected several whole copies in {state.dtype} to take the mean of; got {len(terms)}. What "
-            "differs is a copy in another precision, or the model's own beside its master: take the first with --drift "
-            "first"
+            f"{label}: expected several complete copies in {state.dtype} to take the mean of; got {len(terms)}. What "
+            "differs is a copy in another precision, or the model's weight beside its master: take the first with "
+            "--drift first"
         )
     for replica, pieces in terms.items():
         gaps = find_gaps(state.global_shape, [fragment.box for fragment in pieces], most=1)
         if gaps:
             raise ReplicaError(
                 f"{label}: copy {replica} does not hold {gaps[0].box} of {list(state.global_shape)}, so there is no "
-                "mean of whole copies; take the first with --drift first"
+                "mean of complete copies; take the first with --drift first"
             )
     fragments = (
         replace(fragment, replica=0, term=n)

@@ -1,8 +1,8 @@
-"""Step and scheduler of a run, where a source does not keep them under names that a target's framework looks for.
+"""Finds the step and the scheduler of a source that does not store them under the names the target's framework loads.
 
-A script of torch saves the state of its scheduler under any key, and often no step. The scheduler is recognised by its
+A torch script saves the state of its scheduler under any key, and often no step. The scheduler is recognised by its
 entries (`ucp.contract.run_extras`) and written where the framework loads it from; the step is the one that the
-optimizer counts for every parameter. What is ambiguous is left to the user (`--set scheduler=KEY`, `--set step=N`).
+optimizer counts for every parameter. If either is ambiguous, the user decides (`--set scheduler=KEY`, `--set step=N`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ucp.transfer.probe import Prober
 SCHEDULER = "scheduler"
 """Setting: key of the scheduler's state in the source."""
 RUN_SETTINGS = (SCHEDULER, STEP)
-"""Settings that a target takes whose framework resumes a run."""
+"""Settings of every target whose framework resumes a run."""
 
 
 def place_run_state(index: Index, chosen: Target, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
@@ -55,10 +55,10 @@ def _set_step(index: Index, text: str | None) -> Index:
     if len(counts) == 1 and counts[0].is_integer():
         step = int(counts[0])
         note = f"the source records no step: {step} is taken, which the optimizer counts for every parameter"
-        return replace(index, step=step, notes=(*index.notes, f"{note} (--set {STEP}=N says another)"))
+        return replace(index, step=step, notes=(*index.notes, f"{note} (--set {STEP}=N sets another)"))
     line = (
-        f"the source records no step, and the optimizer counts from {counts[0]:g} to {counts[-1]:g} for its "
-        f"parameters: the run counts from 0, unless --set {STEP}=N says its step"
+        f"the source records no step, and the optimizer's counts for its parameters range from {counts[0]:g} to "
+        f"{counts[-1]:g}: the run starts at step 0, unless --set {STEP}=N sets another"
     )
     return replace(index, dropped=(*index.dropped, line))
 
@@ -66,11 +66,11 @@ def _set_step(index: Index, text: str | None) -> Index:
 def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
     """`index` with the scheduler's state as `LR_SCHEDULER`; a line under `dropped` where several could be it."""
     has_one = any(extra.name == LR_SCHEDULER and isinstance(extra.value, dict) for extra in index.extras)
-    has_place = has_one or run_extras(index).scheduler is not None  # where frameworks look, or the source's own
+    has_place = has_one or run_extras(index).scheduler is not None  # it need not be searched
     if key is None and (chosen.scheduler is None or has_place):
         return index
     if chosen.scheduler is None:
-        raise UsageError(f"{chosen.name} loads schedulers of its own only: drop --set {SCHEDULER}={key}")
+        raise UsageError(f"{chosen.name} loads only schedulers of its own framework: drop --set {SCHEDULER}={key}")
     known = {scheduler.key: scheduler for scheduler in find_schedulers(index)}
     if key is not None and key.replace("/", ".") not in known:
         raise UsageError(
@@ -84,15 +84,18 @@ def _find_scheduler(index: Index, chosen: Target, key: str | None) -> Index:
             different.append(scheduler)
     if len(different) > 1:
         line = (
-            f"schedulers {', '.join(known)}: none is written as {chosen.scheduler}, as nothing says which the run goes "
-            f"on with. Choose one with --set {SCHEDULER}=KEY"
+            f"schedulers {', '.join(known)}: none is written as {chosen.scheduler}, as nothing says which of them the "
+            f"run uses. Choose one with --set {SCHEDULER}=KEY"
         )
         return replace(index, dropped=(*index.dropped, line))
     return _move_scheduler(index, different[0], chosen) if different else index
 
 
 def _move_scheduler(index: Index, scheduler: SchedulerState, chosen: Target) -> Index:
-    """`index` with a state as the extra that the target writes; it stays where it was, too, for scripts of its own."""
+    """`index` with a scheduler's state as the extra that the target writes.
+
+    If the target keeps the extras of the source, the state stays in its old place, too, for the user's script.
+    """
     assert chosen.scheduler is not None
     if scheduler.key == chosen.scheduler:
         return index

@@ -1,4 +1,4 @@
-"""What of a source is taken: parameters and states by --include and --exclude, extras by --set drop; what is frozen.
+"""Selects what to take: parameters and states by --include and --exclude, extras by --set drop. Marks frozen ones.
 
 DeepSpeed and Megatron leave frozen parameters (`requires_grad=False`) out of their optimizers, and fail to load
 checkpoints that include them. torch lists them in groups like any other and does not record which are frozen. A reader
@@ -82,7 +82,7 @@ def select(index: Index, names: NameFilter) -> Index:
     ]
     dropped = (*index.dropped, f"{', '.join(filter(None, losses))}: {_SELECTION}") if any(losses) else index.dropped
     problems = tuple(problem for problem in index.doubts if problem.kind is not DoubtKind.MOMENT_SHAPES)
-    if len(problems) < len(index.doubts):  # those of the whole that hold for what is kept of it, too
+    if len(problems) < len(index.doubts):  # keep those moment doubts that hold for the selection
         problems += tuple(find_odd_moments(replace(index, atoms=atoms)))
     return replace(
         index,
@@ -98,7 +98,7 @@ def select(index: Index, names: NameFilter) -> Index:
 
 
 def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostStates]:
-    """Of what parameters the selection `kept` has no states that it has of others, and what was lost before."""
+    """Parameters of `atoms` that lost states before, or lack states that the selection keeps for others."""
     lost = {name: loss for name, loss in index.lost.items() if name in atoms}
     kept_states = {state for atom in atoms.values() for state in atom.states}
     for name, atom in atoms.items():
@@ -106,29 +106,29 @@ def _find_lost(index: Index, atoms: Mapping[str, AtomIndex]) -> dict[str, LostSt
             missing for missing in index.atoms[name].states if missing in kept_states and missing not in atom.states
         ]
         if states and name not in lost:
-            why = f"{', '.join(states)} of these parameters, {_SELECTION} and kept of others: take them along"
+            why = f"{', '.join(states)} of these parameters, {_SELECTION} but kept for others: include them, too"
             lost[name] = LostStates(reason=why, is_chosen=True)
     return lost
 
 
 def describe_part(full: Index, index: Index) -> Iterator[str]:
-    """What a framework will make of `index`, which was selected of `whole`, where it is a part of a model."""
+    """Warnings about what frameworks do with `index`, if this selection from `full` is only a part of the model."""
     if index.unselected:
         part = f"{format_count(index.unselected, 'parameter')} of {index.unselected + len(index.atoms):,}: {_SELECTION}"
         yield (
             f"a part of the model is written: {part}. A run of the whole model does not resume from it: "
-            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude; "
-            "a part is kept as atoms (--to ucp)"
+            "what is left out is missing when it loads, or stays as it was initialised. Drop --include and --exclude, "
+            "or store the part as atoms (--to ucp)"
         )
     for state in dict.fromkeys(name for _, name, _ in index.states()):
         had = [name for name in index.atoms if state in full.atoms[name].states]
         lacking = [name for name in had if state not in index.atoms[name].states]
         if lacking:
             yield (
-                f"{state} is left out of {format_count(len(lacking), 'parameter')} and kept of "
+                f"{state} is left out for {format_count(len(lacking), 'parameter')} and kept for "
                 f"{len(had) - len(lacking):,}: the optimizer starts afresh for "
-                f"{lacking[0]}{', ...' if len(lacking) > 1 else ''}, or continues from zeros where parameters lie "
-                "flat, and resumes for the others. Leave it out of all (--exclude '*/" + state + "'), or of none"
+                f"{lacking[0]}{', ...' if len(lacking) > 1 else ''} (or continues from zeros, if parameters are stored "
+                f"flat), and resumes for the others. Leave it out for all (--exclude '*/{state}'), or for none"
             )
 
 
@@ -157,7 +157,7 @@ FROZEN = "frozen"
 
 
 def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mapping[str, str]]:
-    """`index` with just the parameters frozen that --set frozen names, and the other settings. Raises UsageError."""
+    """`index` with exactly the parameters frozen that --set frozen names, and the other settings. Raises UsageError."""
     if FROZEN not in settings:
         return index, settings
     globs = [] if settings[FROZEN] == "none" else settings[FROZEN].split(",")
@@ -176,7 +176,7 @@ def set_frozen(index: Index, settings: Mapping[str, str]) -> tuple[Index, Mappin
             f"stepped:\n{format_list(with_states)}"
         )
     grouped = {name for group in index.groups for name in group.params}
-    atoms = dict(index.atoms)  # what no group lists and nobody names stays as it is, as do buffers in a glob
+    atoms = dict(index.atoms)  # unlisted and unnamed ones stay, as do buffers that a glob matches
     for name, atom in index.atoms.items():
         if name in frozen:
             atoms[name] = replace(atom, kind=Kind.FROZEN)
@@ -191,13 +191,13 @@ def _matches(glob: str, param: str, state: str) -> bool:
 
 
 def _hint(globs: Sequence[str], pairs: Sequence[tuple[str, str]]) -> str:
-    """What to write instead: a glob is of the whole name."""
+    """What to write instead: a glob must match the whole name."""
     for glob in globs:
         wider = f"*{glob}*"
         matching = dict.fromkeys(param for param, state in pairs if _matches(wider, param, state))
         if matching:
             first, more = next(iter(matching)), len(matching) - 1
-            return f"globs are of the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
+            return f"a glob must match the whole name: {wider!r} matches {first}{f' and {more:,} more' if more else ''}"
     known = dict.fromkeys(name for param, state in pairs for name in (param, f"{param}/{state}"))
     near = [name for glob in globs for name in get_close_matches(glob, known, 2)]
     if near:

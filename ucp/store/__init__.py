@@ -1,1 +1,1 @@
-"""The atom store: manifest, packs, references."""
+"""The atom store: a folder of atoms with a manifest, either in packs or as references to a source's files."""

@@ -1,4 +1,4 @@
-"""Makes the manifest of an index. Files and axes of layouts are stored once and referred to by number."""
+"""Makes the manifest of an index. It lists files and the axes of layouts once, and refers to them by number."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def describe(
 ) -> Manifest:
     """The manifest of `index`.
 
-    `written`: (parameter, state) to where it was written, or None for a virtual store, which keeps the source's places.
-    `identify`: what a file of the source is recognised by (virtual only). `headers`: of packs that begin with one.
+    `written`: (parameter, state) to where it was written; None for a virtual store, which refers to the source's files.
+    `identify`: a source file to what it is recognised by later (virtual only). `headers`: pack to its header, if any.
     """
     states = _States(written)
     atoms = {atom.name: states.atom(atom) for atom in index.atoms.values()}
@@ -66,7 +66,7 @@ def describe(
         header = headers.get(path)
         return StoredFile(path=path, header=(len(header), zlib_ng.crc32(header)) if header else None)
 
-    losses: dict[tuple[str, bool], dict[str, str]] = {}  # each reason once, for the parameters there are
+    losses: dict[tuple[str, bool], dict[str, str]] = {}  # each reason once, with the stored parameters that it is about
     for name, loss in index.lost.items():
         if name in index.atoms:
             losses.setdefault((loss.reason, loss.is_chosen), {})[name] = loss.detail
@@ -100,7 +100,7 @@ def describe(
 
 
 def is_inline(state: StateIndex) -> bool:
-    """Whether the value of a state is in the source's index, and so goes into the manifest."""
+    """Whether the index holds the value of a state, which is then written into the manifest."""
     return bool(state.fragments) and all(isinstance(fragment.ref, InlineTensor) for fragment in state.fragments)
 
 
@@ -114,11 +114,11 @@ class _States:
         self._known: dict[tuple[AxisLayout, str, bool], int | None] = {}
 
     def file(self, path: str) -> int:
-        """Number of a file."""
+        """Number of a file in the manifest; a new file gets the next one."""
         return self.files.setdefault(path, len(self.files))
 
     def atom(self, atom: AtomIndex) -> StoredAtom:
-        """An atom with its states."""
+        """The manifest entry of an atom, with its states."""
         states = {}
         for name, state in atom.states.items():
             receipt = None if self._written is None else self._written.get((atom.name, name))
@@ -128,7 +128,7 @@ class _States:
                     shape=state.global_shape,
                     dtype=state.dtype,
                     overlap=state.overlap,
-                    pieces=cast("tuple[Piece, ...]", tuple(pieces)),  # lists: a Piece is written with all its fields
+                    pieces=cast("tuple[Piece, ...]", tuple(pieces)),  # lists, as a Piece would write all its fields
                 )
             else:
                 dtype = receipt.placement.slice.dtype
@@ -157,7 +157,7 @@ class _States:
         )
 
     def _numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Numbers of the axes of a layout; none if one of their patterns is not registered."""
+        """Numbers of the axes of a layout; empty if the pattern of one of them is not registered."""
         numbers = []
         every = (*((axis, False) for axis in layout.axes), *((axis, True) for axis in layout.flat))
         for axis, is_flat in ((axis, is_flat) for axis, is_flat in every if axis.parts > 1):

@@ -17,13 +17,13 @@ class StoreFormat(Format):
     name = "ucp"
 
     def detect(self, path: Path) -> Evidence | None:
-        """Detect a folder with a manifest, the manifest itself, or a store that lost it, so that `read` can say so."""
+        """Detect a folder with a manifest, the manifest itself, or a store that lost it, which `read` then reports."""
         root = path.parent if path.name == MANIFEST else path
         is_store = (root / MANIFEST).is_file() or ((root / "packs").is_dir() and (root / MARK).is_file())
         return Evidence(root, (MANIFEST,)) if is_store else None
 
     def read(self, path: Path) -> Index:
-        """Index of the store. Raises ChangedError when a file it refers to is not the one it was made from."""
+        """Index of the store. Raises ChangedError if a file that it refers to has changed since the store was made."""
         from ucp.store.index import read_store
 
         return read_store((path.parent if path.name == MANIFEST else path).absolute())

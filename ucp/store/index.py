@@ -1,4 +1,4 @@
-"""An atom store, whole or virtual, as an index."""
+"""Indexes an atom store, virtual or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ucp.transfer.checksums import combine_crcs
 
 
 def read_store(root: Path) -> Index:
-    """Index of the store in the folder `root`. Raises ChangedError when a file that it refers to was changed."""
+    """Index of the store in the folder `root`. Raises ChangedError if a file that it refers to was changed."""
     path = inside(root, MANIFEST)
     manifest = parse(read_text(path), path)
     files = find_files(manifest, root)
@@ -47,7 +47,7 @@ def read_store(root: Path) -> Index:
 
 
 def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...], tuple[Record, ...]]:
-    """Read extras with their values and the checksums of their tensors. Raises one error for all damaged ones."""
+    """The extras with their values, and the checksums of their tensors. Raises one error for all damaged extras."""
     extras: dict[tuple[str, int | None], Extra] = {}
     records: list[Record] = []
     problems: list[UcpError] = []
@@ -71,7 +71,7 @@ def _extras(root: Path, stored: Iterable[StoredExtra]) -> tuple[tuple[Extra, ...
 
 
 def _unchecked(root: Path, stored: Sequence[StoredExtra]) -> Iterator[str]:
-    """A note on files in the folder of extras that are none."""
+    """A note on files in the folder of extras that the manifest does not list."""
     known = {extra.file for extra in stored}
     folder = root / EXTRAS
     strays = sorted(f"{EXTRAS}/{name}" for name in (names_of_folder(folder) if folder.is_dir() else ()))
@@ -88,8 +88,8 @@ def _check_unchanged(manifest: Manifest, files: Iterable[SourceFile], root: Path
     ]
     if changed:
         raise ChangedError(
-            f"{root} is a virtual store, and files that it refers to were changed since it was made:\n"
-            f"{format_list(changed)}\nmake it again with `ucp convert SRC {root} --virtual --overwrite`"
+            f"{root} is a virtual store, and files that it refers to have changed since it was made:\n"
+            f"{format_list(changed)}\nMake it again with `ucp convert SRC {root} --virtual --overwrite`"
         )
 
 
@@ -111,7 +111,7 @@ def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, .
     Raises
     ------
     SourceError
-        The file is damaged, missing, or another one than was stored.
+        The file is damaged or missing, or it is not the one that was stored.
     """
     if not path.endswith(".pt"):
         text = read_text(path)
@@ -120,7 +120,9 @@ def _read_extra(path: str, stored: StoredExtra) -> tuple[object, tuple[Record, .
         try:
             return from_json(parsed(text)), (record,)
         except (ValueError, RecursionError, MalformedError) as error:
-            raise MalformedError(f"expected JSON of ucp in {path}; {error}. It is damaged: copy it again") from error
+            raise MalformedError(
+                f"expected JSON that ucp wrote in {path}; {error}. The file is damaged: copy it again"
+            ) from error
     with open_source(path) as file:
         archive = read_embedded(file, start=0, nbytes=file.nbytes)
         _check(path, stored, nbytes=file.nbytes, crc32=_crc_of(file, archive.records))
@@ -131,13 +133,14 @@ def _check(path: str, stored: StoredExtra, *, nbytes: int, crc32: int) -> None:
     """Raise CorruptError if a file was changed since it was stored."""
     if (nbytes, crc32) != (stored.nbytes, stored.crc32):
         raise CorruptError(
-            f"expected {stored.nbytes} bytes of CRC-32 {stored.crc32:08x} in {path}; got {nbytes} of {crc32:08x}. It "
-            "was changed after it was written: copy it again from where the store was made, or make the store again"
+            f"expected {stored.nbytes} bytes with CRC-32 {stored.crc32:08x} in {path}; got {nbytes} bytes with "
+            f"{crc32:08x}. The file was changed after it was written: copy it again from where the store was made, or "
+            "make the store again"
         )
 
 
 def _crc_of(file: OpenFile, records: Iterable[Record]) -> int:
-    """CRC-32 of a file, provided that the ranges in `records` are intact: only the bytes between them are read."""
+    """CRC-32 of a file if the ranges in `records` are intact: only the bytes between these ranges are read."""
     parts: list[tuple[int, int]] = []
     at = 0
     for record in sorted(records, key=lambda record: record.offset):

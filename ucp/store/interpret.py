@@ -1,6 +1,6 @@
-"""Makes an index of a manifest, and checks that it is consistent and that the bytes it refers to exist.
+"""Makes an index from a manifest, and checks that it is consistent and that the bytes it refers to exist.
 
-Types were checked when it was decoded. But a manifest may be edited or forged: the first inconsistency raises a
+Decoding has already checked the types. But a manifest can have been edited or forged: the first inconsistency raises a
 MalformedError.
 """
 
@@ -34,12 +34,12 @@ from ucp.store.values import from_json
 def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
     """Files that the manifest of the store at `root` refers to, in order, as they are now.
 
-    Raises MalformedError, and MissingFileError when one is not there.
+    Raises MalformedError, or MissingFileError if files are missing.
     """
     paths = []
     for file in manifest.files:
         if manifest.virtual and (not file.identity or file.nbytes is None or file.mtime_ns is None):
-            raise _wrong(root, f"there is no identity of {file.path!r}, to which a virtual store refers")
+            raise _wrong(root, f"a virtual store refers to {file.path!r} but does not record its identity")
         paths.append(str(resolve_from(root, file.path)) if manifest.virtual else inside(root, file.path))
     refresh(paths if manifest.virtual else ())
     files, missing = [], []
@@ -49,7 +49,7 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
         except OSError:
             missing.append(path)
             continue
-        if not manifest.virtual and not exists(path):  # parts of a file are one only where it was split
+        if not manifest.virtual and not exists(path):  # only a virtual store may refer to a file that is split
             missing.append(path)
     if missing:
         raise MissingFileError(
@@ -67,7 +67,7 @@ def _wrong(root: Path, what: object) -> MalformedError:
 
 
 def inside(root: Path, file: str) -> str:
-    """Path of a file of the store at `root`. Raises MalformedError if its name or a link leads out of the store."""
+    """Path of a file of the store at `root`. Raises MalformedError if its name leads outside, or through a link."""
     parts = PurePosixPath(file).parts
     if not parts or parts[0] == "/" or ".." in parts:
         raise MalformedError(
@@ -78,8 +78,8 @@ def inside(root: Path, file: str) -> str:
         path = os.path.join(path, part)
         if not is_url(path) and os.path.islink(path):
             raise MalformedError(
-                f"expected the files of a store inside its folder; got a link at {path}. Put what it leads to in its "
-                "place, or make the store again"
+                f"expected the files of a store inside its folder; got a link at {path}. Replace the link by the file "
+                "that it leads to, or make the store again"
             )
     return path
 
@@ -125,12 +125,12 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         notes=(
             *manifest.notes,
             *(
-                f"how parameters lay over {axis.axis} is not shown: no pattern {axis.pattern!r} is installed here"
+                f"the layout over {axis.axis} is not shown: no pattern {axis.pattern!r} is installed here"
                 for axis, layout in zip(manifest.axes, axes, strict=True)
                 if layout is None
             ),
         ),
-        recorded_in={"every axis": f"{MANIFEST}: tensors are whole, and how the run that was read had cut them"},
+        recorded_in={"every axis": f"{MANIFEST}: it stores global tensors, and records the layouts of the source"},
         dropped=manifest.dropped,
         lost={
             name: LostStates(reason=loss.why, detail=detail, is_chosen=loss.chosen)
@@ -144,12 +144,12 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
 
 
 def _check_apart(records: Sequence[Record]) -> None:
-    """Raise ValueError where two ranges of a file share bytes: a store writes each tensor to a place of its own."""
+    """Raise ValueError if two ranges of a file overlap, which a store never writes."""
     by_file: dict[str, list[Record]] = {}
     for record in records:
         by_file.setdefault(record.path, []).append(record)
     for ordered in by_file.values():
-        ordered.sort(key=attrgetter("offset"))  # file by file: whole numbers compare faster than paths
+        ordered.sort(key=attrgetter("offset"))  # one sort per file: integers compare faster than paths
         for before, after in pairwise(ordered):
             if after.offset < before.offset + before.nbytes:
                 raise ValueError(
@@ -199,7 +199,7 @@ def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[Axi
 
 
 class _States:
-    """Reads states, and collects the checksums recorded with them. Methods raise ValueError."""
+    """Makes states from manifest entries, and collects the checksums recorded with them. Methods raise ValueError."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
@@ -216,7 +216,7 @@ class _States:
         )
 
     def state(self, label: str, state: StoredState) -> StateIndex:
-        """A state of whatever layout; `label`: its name, for messages."""
+        """A state, stored as pieces or as one range; `label`: its name, for messages."""
         try:
             if state.pieces is not None:
                 return StateIndex(
@@ -230,10 +230,10 @@ class _States:
             raise ValueError(f"{label}: {error}") from error
 
     def _range(self, label: str, state: StoredState) -> StateIndex:
-        """A state in one range of a pack, or in encoded blocks of one."""
+        """A state in one range of a pack, or in encoded blocks of a pack."""
         nbytes, itemsize = prod(state.shape) * state.dtype.itemsize, state.dtype.itemsize
         if state.file is None or state.offset is None or state.xxh3 is None or state.block is None:
-            raise ValueError("expected pieces, or a file, an offset, digests and the bytes of a block")
+            raise ValueError("expected pieces, or else file, offset, xxh3 and block")
         if state.block < itemsize or state.block % itemsize:
             raise ValueError(f"blocks of {state.block} bytes for elements of {state.dtype}")
         if len(state.xxh3) != -(-nbytes // state.block):
@@ -241,7 +241,7 @@ class _States:
         if state.codec is not None:
             fragments = tuple(self._blocks(state, state.file, state.codec, state.block // itemsize))
         else:
-            box = Box.full([*state.shape])  # not the tuple of the state: a pickle of it says which objects are one
+            box = Box.full([*state.shape])  # a new tuple: a pickle of the index depends on which objects are shared
             ref = TensorRef(
                 path=self._locate(state.file, state.offset, nbytes),
                 offset=state.offset,
@@ -264,7 +264,7 @@ class _States:
         )
 
     def _blocks(self, state: StoredState, file: int, codec: str, step: int) -> Iterator[Fragment]:
-        """Encoded blocks: each is `step` elements of the row-major order."""
+        """The encoded blocks of a state; each holds `step` elements of the row-major order."""
         blocks, shape, numel = state.blocks or (), state.shape, prod(state.shape)
         strides = contiguous_strides(shape)
         if len(blocks) != -(-numel // step):
@@ -285,7 +285,7 @@ class _States:
                 yield Fragment(box=box, ref=ref)
 
     def _piece(self, piece: Piece, shape: tuple[int, ...]) -> Fragment:
-        """A piece of a source file, or a tensor in the manifest."""
+        """A piece in a source file, or with its value in the manifest."""
         box = _box(piece.offsets, piece.sizes)
         if len(box.sizes) != len(shape) or any(map(gt, box.stops, shape)):
             raise ValueError(f"a piece at {box} of a tensor of shape {shape}")
@@ -309,7 +309,7 @@ class _States:
         return Fragment(box=box, ref=ref, replica=abs(piece.replica), term=piece.term, derived=piece.replica < 0)
 
     def _locate(self, number: int, offset: int, nbytes: int) -> str:
-        """Path of a file by its number, which must have those bytes. Raises MalformedError where it is too short."""
+        """Path of file `number`, which must contain the given bytes. Raises MalformedError if it is too short."""
         if number >= len(self._files):
             raise ValueError(f"there is no file {number}")
         file = self._files[number]
@@ -322,4 +322,4 @@ class _States:
 
 
 _box = lru_cache(maxsize=4096)(Box)
-"""Boxes of whole tensors, of which a model has few shapes."""
+"""Cached, because most pieces are whole tensors and a model has few different shapes."""

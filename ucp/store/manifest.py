@@ -1,7 +1,7 @@
-"""`ucp.json`: what an atom store holds and where. Version 1; see docs/reference/atom-store.md.
+"""`ucp.json`, the manifest: what an atom store holds, and where. Version 1; see docs/reference/atom-store.md.
 
-A state of a packed store is one range of a pack; a state of a virtual store is pieces of the source's files. A plain
-number that the source keeps outside its tensors is in the manifest itself. The structures below are the document;
+In a packed store, a state is one range of a pack; in a virtual store, a state is pieces of the source's files. A plain
+number that the source keeps outside its tensors is in the manifest itself. The structures below define the document;
 `ucp.store.describe` makes it, `ucp.store.interpret` reads it.
 """
 
@@ -22,46 +22,46 @@ from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_di
 
 MANIFEST = "ucp.json"
 EXTRAS = "extra"
-"""Folder of a store that holds them."""
+"""Folder of a store that holds the extras."""
 VERSION = 1
 
 LONGEST = 1 << 30
-"""Bytes of the longest JSON document of a store: some ten million pieces, and ten times as much memory."""
+"""Bytes of the longest JSON document in a store: about ten million pieces; reading takes ten times as much memory."""
 
 Crc32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Shape = tuple[Natural, ...]
 
 
 class Origin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a store was made of."""
+    """The checkpoint that a store was made from."""
 
     path: str
-    """Checkpoint, absolute."""
+    """Absolute path of the checkpoint."""
     format: str
     """Name of its format."""
     origin: str
-    """Format that the extras were read from; of a store of a store, the first one's."""
+    """Format that the extras come from: `format`, or the origin of the source if that is a store itself."""
     producer: str
-    """Program that wrote it."""
+    """Program that wrote the checkpoint."""
     topology: str
-    """Layout of the run, as `Topology.parse` reads it."""
+    """Topology of the run that saved it, in the form that `Topology.parse` reads."""
 
 
 class StoredFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A file that states refer to by its number."""
 
     path: str
-    """Relative to the store; absolute, or a URL, in a virtual one."""
+    """Path relative to the store; in a virtual store an absolute path, or a URL."""
     header: tuple[Natural, Crc32] | None = None
-    """Bytes before the tensors and their CRC-32, of a safetensors file."""
+    """For a safetensors file: the number of bytes before the tensors, and their CRC-32."""
     nbytes: Natural | None = None
-    """Virtual: bytes, of all parts where it is split."""
+    """Virtual store: number of bytes; of all parts together, if the file is split."""
     mtime_ns: Natural | None = None
-    """Virtual: time of its last change, nanoseconds since 1970."""
+    """Virtual store: modification time, in nanoseconds since 1970."""
     identity: str | None = None
-    """Virtual: digest of its length and both ends."""
+    """Virtual store: digest of the file's length and of its first and last bytes."""
     role: str | None = None
-    """Virtual: what it holds."""
+    """Virtual store: what the file holds."""
 
 
 class Checksum(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -72,36 +72,36 @@ class Checksum(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     offset: Natural
     """First byte."""
     nbytes: Natural
-    """Bytes."""
+    """Number of bytes."""
     crc32: Crc32
-    """CRC-32 of them."""
+    """CRC-32 of the bytes."""
     name: str
     """Label for messages."""
 
 
 class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A piece of a state: in another file, or a number that stands here. Fields from `offset` on may be missing."""
+    """A piece of a state: a reference to a file, or the value itself. Fields from `offset` on may be missing."""
 
     offsets: Shape
     """First element per dim."""
     sizes: Shape
     """Elements per dim."""
     replica: int
-    """Number of the copy: 0 is read; negative if the piece was computed from another."""
+    """Number of the copy: copy 0 is read; negative if the piece was computed from another piece."""
     term: Natural
-    """Number of the term of a mean."""
+    """Which term of a mean the piece belongs to."""
     dtype: DType
-    """Type as stored."""
+    """Dtype as stored."""
     place: Natural | str
-    """Number of the file; or the elements themselves as hex digits (one, where all are equal)."""
+    """Number of the file; or the elements as hex digits (a single one, if all are equal)."""
     offset: Natural = 0
     """First byte in the file."""
     strides: Shape = ()
-    """Elements to step per dim."""
+    """Strides in elements, per dim."""
     codec: str = ""
-    """Codec of the bytes there, or empty."""
+    """Codec of the bytes at `offset`; empty if they are not encoded."""
     codec_nbytes: Natural = 0
-    """Encoded bytes."""
+    """Number of encoded bytes."""
     codec_start: Natural = 0
     """Byte of the decoded block where the piece begins."""
 
@@ -112,25 +112,25 @@ class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     shape: Shape
     """Elements per dim."""
     dtype: DType
-    """Type as stored."""
+    """Dtype as stored."""
     overlap: Overlap | None = None
-    """How pieces that overlap combine."""
+    """How overlapping pieces are combined."""
     pieces: tuple[Piece, ...] | None = None
-    """Where its pieces lie, of a virtual store and of a plain number."""
+    """Its pieces, in a virtual store, or if it is a plain number."""
     file: Natural | None = None
     """Number of the pack."""
     offset: Natural | None = None
     """First byte."""
     crc32: Crc32 | None = None
-    """CRC-32 of all bytes, uncompressed."""
+    """CRC-32 of all uncompressed bytes."""
     xxh3: tuple[str, ...] | None = None
-    """xxh3-64 per block of the bytes, uncompressed."""
+    """xxh3-64 of each block of uncompressed bytes."""
     block: Natural | None = None
-    """Bytes of a block; the last may be shorter."""
+    """Bytes of a block; the last one may be shorter."""
     codec: str | None = None
-    """Codec of the blocks of a compressed store."""
+    """Codec of the blocks, in a compressed store."""
     blocks: tuple[tuple[Natural, Natural], ...] | None = None
-    """File offset and encoded bytes per block."""
+    """File offset and number of encoded bytes of each block."""
     layout: tuple[Natural, ...] | None = None
     """Its layout in the run that saved it, if it differs from its parameter's: numbers of `Manifest.axes`."""
 
@@ -151,42 +151,42 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     made_of: dict[str, tuple[Natural, ...]] = {}
     """Layouts of the stored tensors that it was joined, split or transposed from."""
     states: dict[str, StoredState]
-    """State name to where it lies."""
+    """State name to the state."""
 
 
 class StoredAxis(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A pattern along an axis of the mesh of the run that saved the checkpoint."""
+    """A pattern over one mesh axis of the run that saved the checkpoint."""
 
     axis: str
     """Mesh axis."""
     parts: Annotated[int, Meta(ge=1, le=1 << 24)]
-    """Ranks along it."""
+    """Number of ranks along the axis."""
     pattern: str
     """Registered name of the pattern."""
     fields: dict[str, object]
-    """Its fields, without those that have their defaults."""
+    """Fields of the pattern, without those that have their default value."""
     is_flat: bool
-    """Whether it divides the flattened tensor that remains after the axes that cut dims."""
+    """Whether the pattern splits the flattened shard that remains after the axes that split dims."""
     known_from: str
-    """Source of this knowledge."""
+    """What this layout is known from."""
 
 
 class StoredGroup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter group of the optimizer."""
 
     params: tuple[str, ...]
-    """Names, in the order of the optimizer."""
+    """Names of the parameters, in the order of the optimizer."""
     hyper: object
-    """Values, as `ucp.store.values` marks them."""
+    """Hyper-parameters, as `ucp.store.values` encodes them."""
 
 
 class StoredExtra(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an extra lies in a store."""
+    """Where an extra is in a store."""
 
     name: str
-    """What it is."""
+    """Name of the extra."""
     rank: Natural | None
-    """Rank whose value it is; None for all."""
+    """Rank whose value it is; None if it is the value of all ranks."""
     file: str
     """File that holds it, relative to the store."""
     nbytes: Natural
@@ -199,11 +199,11 @@ class StoredLoss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters that lost states."""
 
     why: str
-    """The reason and what to do."""
+    """The reason, and what to do."""
     chosen: bool
-    """Whether the user left them out."""
+    """Whether the user left the states out."""
     params: dict[str, str]
-    """Parameter to a detail for people."""
+    """Parameter to a detail for human readers."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,9 +214,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     producer: str
     """Program and version that wrote the store."""
     virtual: bool
-    """Whether states lie in the source's files."""
+    """Whether states are in the source's files."""
     source: Origin
-    """What it was made of."""
+    """The checkpoint that it was made from."""
     step: Natural | None
     """Training step."""
     skipped: Natural = 0
@@ -224,7 +224,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     files: tuple[StoredFile, ...]
     """Files that states refer to."""
     records: tuple[Checksum, ...]
-    """Checksums that the source recorded (virtual)."""
+    """Checksums that the source recorded (virtual store only)."""
     axes: tuple[StoredAxis, ...] = ()
     """Patterns that atoms refer to by number."""
     atoms: dict[str, StoredAtom]
@@ -236,19 +236,19 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extras: tuple[StoredExtra, ...]
     """Everything else."""
     casts: tuple[str, ...]
-    """Changes of type, for people."""
+    """Changes of dtype, for human readers."""
     notes: tuple[str, ...]
-    """Assumptions."""
+    """Notes on assumptions."""
     dropped: tuple[str, ...]
-    """What was left behind."""
+    """What was left out, and why."""
     lost: tuple[StoredLoss, ...] = ()
     """Parameters that lack states, and why."""
     unselected: Natural = 0
-    """Whole parameters that a selection left out."""
+    """Number of parameters that a selection left out completely."""
     unordered: bool = False
-    """Whether nothing says in which order the model registers its parameters."""
+    """Whether the order in which the model registers its parameters is unknown."""
     xxh3: str | UnsetType = UNSET
-    """Digest of all bytes before it, added by `dump`."""
+    """Digest of all bytes before this field, which `dump` adds."""
 
 
 class _Version(Struct):
@@ -256,18 +256,18 @@ class _Version(Struct):
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The manifest as text, with a digest of itself. Raises DestinationError for one too long to be read again."""
+    """The manifest as text, followed by its digest. Raises DestinationError if it is too long to be read again."""
     text = json.dumps(msgspec.to_builtins(manifest), separators=(",", ":"), allow_nan=False).encode()
     if len(text) > LONGEST - 64:
         raise DestinationError(
-            f"expected a manifest of at most {LONGEST:,} bytes; got {len(text):,}: too many pieces for one virtual "
-            "store. Copy them (drop --virtual), or take fewer parameters (--include)"
+            f"expected a manifest of at most {LONGEST:,} bytes; got {len(text):,}: the source has too many pieces for "
+            "one virtual store. Write a store with copies (drop --virtual), or select fewer parameters (--include)"
         )
     return with_digest(text)
 
 
 def read_text(path: str) -> bytes:
-    """The JSON document at `path`, as text. Raises MalformedError for one longer than any that is written."""
+    """The JSON document at `path`, as text. Raises MalformedError if it is longer than any that ucp writes."""
     with open_source(path) as file:
         if file.nbytes > LONGEST:
             raise MalformedError(
@@ -278,12 +278,12 @@ def read_text(path: str) -> bytes:
 
 
 def parse(text: bytes, where: str) -> Manifest:
-    """What `dump` wrote. Raises MalformedError when it is damaged, UnsupportedError for a newer version.
+    """The manifest that `dump` wrote. Raises MalformedError if it is damaged, UnsupportedError for a newer version.
 
-    A manifest without a digest (edited by hand) is taken as it is.
+    A manifest without a digest (edited by hand) is accepted.
     """
     if has_wrong_digest(text):
-        raise MalformedError(f"{where} is not what was written (its digest differs); it is damaged. Copy it again")
+        raise MalformedError(f"{where} was changed after it was written: its digest differs. Copy it again")
     try:
         version = decode(text, _Version).ucp
         if version == VERSION:

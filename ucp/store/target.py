@@ -1,10 +1,10 @@
-"""The atom store as a destination: packs, one file per state, encoded packs, or references only.
+"""Writes atom stores: packs, encoded packs, one file per state, or only references.
 
-    packed          packs/00000.safetensors, ...   a few GB each, layer by layer, tensors named <parameter>/<state>
-    per-parameter   atoms/<parameter>/<state>.safetensors          (the shape of the paper, section 3.1)
-    virtual         no tensor file at all: pieces of the source's own files
+    packed          packs/00000.safetensors, ...   1 GiB or more each, layer by layer, tensors named <parameter>/<state>
+    per-parameter   atoms/<parameter>/<state>.safetensors          (the layout of the paper, section 3.1)
+    virtual         no tensor files: the manifest refers to pieces of the source's files
 
-Plain numbers, such as a step that the source keeps outside its tensors, stand in the manifest in every layout.
+Plain numbers, such as a step that the source keeps outside its tensors, are in the manifest in every layout.
 With `compress`, packs hold encoded blocks (`ucp.io.elements`) and are named packs/00000.zst.
 """
 
@@ -43,10 +43,10 @@ from ucp.store.manifest import EXTRAS, LONGEST, MANIFEST, StoredExtra, StoredFil
 from ucp.store.values import NotPlainError, is_plain, to_json
 
 PACK = 1 << 30
-"""Bytes of states after which a pack is closed."""
+"""Bytes of states at which a pack is closed."""
 
 ENCODED_PACK = 256 << 20
-"""The same for encoded packs, each written by one worker from front to back."""
+"""Bytes of states at which an encoded pack is closed; one worker writes it from front to back."""
 
 LAYOUTS = ("packed", "per-parameter", "virtual")
 
@@ -57,7 +57,7 @@ class StoreTarget(Target):
     name = "ucp"
     layouts = LAYOUTS
     takes_parts = True
-    """Atoms of a part of a model are of use; a framework loads all of it."""
+    """A store of some of a model's parameters is useful; a framework needs all of them."""
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
         """Packs and extras. Raises UsageError for options that do not go together."""
@@ -67,9 +67,9 @@ class StoreTarget(Target):
                 "atoms are rank-independent; --topology applies to other targets: drop it, or name a target with --to"
             )
         if options.compress and layout != "packed":
-            raise UsageError(f"--compress goes with packs only, not with the {layout} layout")
+            raise UsageError(f"--compress needs the packed layout; got --layout {layout}")
         if layout == "virtual" and options.dtypes:
-            raise UsageError("a virtual store refers to the source's bytes as they are: --dtype needs a copy")
+            raise UsageError("a virtual store only refers to the source's bytes, so --dtype cannot cast them: drop one")
         check_text((*index.atoms, *index.aliases, *(name for _, name, _ in index.states())))
         _check_groups(index)
         slices = [
@@ -84,7 +84,7 @@ class StoreTarget(Target):
             files=(*files, *(file for _, file, _ in extras)),
             placements=tuple(placements),
             raw=tuple(copy for _, _, copies in extras for copy in copies),
-            casts=tuple(f"{line}, as asked" for line in describe_casts(index, slices)),
+            casts=tuple(f"{line}, as requested" for line in describe_casts(index, slices)),
             compress=options.compress,
         )
 
@@ -115,7 +115,7 @@ class StoreTarget(Target):
 
 
 def _check_groups(index: Index) -> None:
-    """Raise DestinationError for hyper-parameters that the manifest cannot keep."""
+    """Raise DestinationError for hyper-parameters that the manifest cannot hold."""
     wrong = [
         f"group {number}: {key}, which is {describe_value(value)}"
         for number, group in enumerate(index.groups)
@@ -124,14 +124,14 @@ def _check_groups(index: Index) -> None:
     ]
     if wrong:
         raise DestinationError(
-            "expected hyper-parameters that are plain values, as atoms keep them; got\n"
-            f"{format_list(wrong)}\nconvert straight to the framework's format (--to), which keeps them as they are, "
+            "expected hyper-parameters that are plain values, which an atom store can hold; got\n"
+            f"{format_list(wrong)}\nConvert directly to the framework's format (--to), which keeps them unchanged, "
             "or make them numbers and save again"
         )
 
 
 def _packs(slices: Sequence[Slice], limit: int) -> Iterator[list[Slice]]:
-    """Neighbouring parameters together; in a pack wide types come first, so that every tensor is aligned."""
+    """Packs of neighbouring parameters; in a pack, wide dtypes come first, so that every tensor is aligned."""
     packs: list[list[Slice]] = []
     room = 0
     for slice_ in slices:
@@ -152,9 +152,9 @@ def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFi
         paths = [f"atoms/{_folder(slice_.param)}/{_folder(slice_.state)}.safetensors" for slice_ in slices]
         check_named(
             zip((slice_.param for slice_ in slices), paths, strict=True),
-            expected="names that can be those of files (atoms/<parameter>/<state>.safetensors, characters but letters, "
-            "digits and _.-~ as %XX)",
-            remedy="keep them in packs, which have no such bound: drop --layout per-parameter",
+            expected="names that can be file names (atoms/<parameter>/<state>.safetensors, with characters other than "
+            "letters, digits and _.-~ as %XX)",
+            remedy="keep them in packs, which have no such limit: drop --layout per-parameter",
         )
         parts = [[slice_] for slice_ in slices]
     else:
@@ -163,9 +163,9 @@ def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFi
         ]
         if twice:
             raise DestinationError(
-                "expected parameters and states whose names differ when they are joined by '/', as tensors of packs "
-                f"are named; got {format_count(len(twice), 'name')} for several:\n{format_list(map(repr, twice))}\n"
-                "rename them in the model, or use --layout per-parameter or --compress, which keep them apart"
+                "expected a different name <parameter>/<state> for each tensor of a pack; got the same name for "
+                f"several tensors, {format_count(len(twice), 'time')}:\n{format_list(map(repr, twice))}\n"
+                "Rename them in the model, or use --layout per-parameter or --compress, which allow such names"
             )
         parts = list(_packs(slices, PACK))
         paths = [f"packs/{number:05d}.safetensors" for number in range(len(parts))]
@@ -196,7 +196,7 @@ def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placeme
 
 
 def _layout_extras(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
-    """Every extra with its file: JSON where the value is plain, else one of torch.save with the same recipe."""
+    """Every extra with its file: JSON if the value is plain, else a file that torch.load restores it from."""
     for extra in extras:
         rank = "" if extra.rank is None else f"@rank{extra.rank}"
         stem = f"{EXTRAS}/{_folder(extra.name)}{rank}"
@@ -211,9 +211,9 @@ def _layout_extras(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile,
 
 
 def recogniser(index: Index) -> Callable[[str], StoredFile]:
-    """What gives, for a file that `index` refers to, by what it is recognised: as it was when the index was read.
+    """A function from the path of a file to what it is recognised by later: its state when `index` was read.
 
-    A file that is split in parts, which the index has one by one, is taken as it is now.
+    For a file that is split in parts (the index lists only the parts), its present state is used.
     """
     files = {file.path: file for file in index.files}
 

@@ -1,7 +1,7 @@
-"""Plain values as JSON, and back, without losing their kind.
+"""Encodes plain values as JSON, and decodes them to values of the same types.
 
 JSON has no tuples, bytes or infinities, and only text keys. Such values become an object with one key that starts with
-"!"; all others are written as they are.
+"!"; all others are written unchanged.
 
 >>> from_json(to_json({"betas": (0.9, 0.95), 1: None})) == {"betas": (0.9, 0.95), 1: None}
 True
@@ -22,18 +22,18 @@ from ucp.io.pickle.keys import check_keys
 from ucp.io.pickle.values import GlobalName, TorchSize
 
 _DEEPEST = 100
-"""Deepest nesting that is written."""
+"""The deepest nesting that is written."""
 _DEEPEST_READ = 200
-"""Deepest nesting that is read."""
+"""The deepest nesting that is read."""
 _MOST_NBYTES = 1 << 20
-"""Bytes of JSON, about. JSON says again what a value holds several times: what is more is kept as a pickle, which does
-not."""
+"""The most bytes of JSON, approximately. A larger value is kept as a pickle: JSON repeats an object that a value holds
+several times, a pickle does not."""
 _MOST_BITS = 8192
-"""Longest whole number that is written as digits; Python reads no more than 4300 of them."""
+"""The longest integer that is written as digits; Python reads at most 4300 digits."""
 
 
 class NotPlainError(ValueError):
-    """The value holds something that JSON cannot: an object, a tensor, a cycle; or is too large for it."""
+    """The value contains something that JSON cannot hold (an object, a tensor, a cycle), or is too large."""
 
 
 def to_json(value: object) -> object:
@@ -42,7 +42,7 @@ def to_json(value: object) -> object:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` has a form in JSON: it is finite, small, and holds neither objects nor tensors."""
+    """Whether `to_json` can encode `value`: it is small, without cycles, and contains neither objects nor tensors."""
     try:
         to_json(value)
     except NotPlainError:
@@ -61,8 +61,8 @@ def _refuse_more(value: object) -> object:
 class PlainJson:
     """Encodes values for JSON.
 
-    `other` encodes values that are not plain, and may encode their parts; `cut` those that are nested too deeply or
-    exceed the size limit.
+    `other` encodes values that are not plain, and may encode their parts. `cut` encodes values that are nested too
+    deeply or exceed the size limit.
     """
 
     def __init__(self, other: Callable[[object], object], cut: Callable[[object], object]) -> None:
@@ -72,8 +72,8 @@ class PlainJson:
         self._room = _MOST_NBYTES
 
     def of(self, value: object) -> object:
-        """`value` in terms of JSON."""
-        # bytes of JSON, about; of a container, those that it adds to what it holds
+        """`value` encoded for JSON."""
+        # bytes of JSON, approximately; of a container, without its contents
         nbytes = len(value) if isinstance(value, str | bytes | bytearray) else 8
         nbytes += value.bit_length() // 3 if isinstance(value, int) else 0
         self._room -= nbytes + self._depth
@@ -106,7 +106,7 @@ class PlainJson:
             case list() | tuple() | set() | frozenset() if type(value) in _SEQUENCES:
                 items = [*map(self.of, value)]
                 if isinstance(value, set | frozenset):
-                    items.sort(key=json.dumps)  # the order of a set changes from run to run
+                    items.sort(key=json.dumps)  # the order of a set differs from run to run
                 return {_SEQUENCES[type(value)]: items} if type(value) is not list else items
         return self._other(value)
 
@@ -121,9 +121,9 @@ _SEQUENCES: dict[type, str] = {
 
 
 def from_json(value: object, depth: int = 0) -> object:
-    """The value that `to_json` was given. Raises MalformedError for an unknown mark, or too deep a nesting."""
+    """The value that `to_json` encoded. Raises MalformedError for an unknown "!" key, or nesting that is too deep."""
     if depth > _DEEPEST_READ:
-        raise MalformedError("expected a value marked as ucp marks them; got one nested too deeply")
+        raise MalformedError(f"expected a value as ucp encodes it; got one nested more than {_DEEPEST_READ} deep")
     if isinstance(value, list):
         return [from_json(item, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -135,7 +135,7 @@ def from_json(value: object, depth: int = 0) -> object:
         return _marked(tag, inner, depth + 1)
     except (TypeError, ValueError, KeyError) as error:
         shown = repr(inner)[:200]
-        raise MalformedError(f"expected a value marked as ucp marks them; got {tag!r}: {shown}") from error
+        raise MalformedError(f"expected a value as ucp encodes it; got {tag!r}: {shown}") from error
 
 
 def _marked(tag: str, inner: object, depth: int) -> object:

@@ -1,6 +1,6 @@
-"""Suites that a third party's pattern, format, target or engine can run, and checkpoints made by hand to run them on.
+"""Test suites for third-party patterns, formats, targets and engines, and handmade checkpoints to run them on.
 
-Subclass a suite in a test module of yours and say what is to be tested; pytest collects the rest::
+Subclass a suite in your test module and name what is tested; pytest collects the tests::
 
     from ucp.testing import PatternContract
 

@@ -24,7 +24,7 @@ _STATES = 12
 
 
 class EngineContract:
-    """Override `make`; every test runs on the engine it gives."""
+    """Override `make`; every test runs on an engine that it returns."""
 
     def make(self) -> Engine:
         """A new engine."""
@@ -32,7 +32,7 @@ class EngineContract:
 
     @pytest.fixture
     def job(self, tmp_path: Path) -> Job:
-        """A dozen small states, a task each, and a recorded checksum."""
+        """A job of twelve small states, with one task for each and one recorded checksum."""
         shards = Shards(tmp_path / "source")
         arrays = {f"layer.{n}": np.full((n, 3), n, dtype="float32") for n in range(1, _STATES + 1)}
         states = {(name, "weight"): shards.whole(array, file=f"{name}.bin") for name, array in arrays.items()}
@@ -45,7 +45,7 @@ class EngineContract:
         return replace(job, tasks=tasks)
 
     def test_users_are_told_what_it_is(self) -> None:
-        """By name and summary; and each of its settings, which are typed as NAME=VALUE, has a meaning."""
+        """The engine has a name and a summary; each of its settings, typed as NAME=VALUE, has a description."""
         engine = self.make()
         assert engine.name.strip()
         assert engine.summary.strip()
@@ -54,25 +54,25 @@ class EngineContract:
 
     @pytest.mark.parametrize(("workers", "threads"), [(1, 1), (2, 1), (1, 3), (3, 2), (20, 2)])
     def test_every_task_is_reported_once(self, job: Job, tmp_path: Path, workers: int, threads: int) -> None:
-        """Whatever the number of workers, and that of tasks."""
+        """For any number of workers, fewer or more than there are tasks."""
         done = self._run(job, tmp_path / "out", workers=workers, threads=threads)
         assert sorted(report.task for report in done) == [task.number for task in job.tasks]
 
     def test_it_writes_what_the_serial_engine_writes(self, job: Job, tmp_path: Path) -> None:
-        """Bytes, and reports but for their order."""
+        """The same bytes, and the same reports in any order."""
         done = self._run(job, tmp_path / "out")
         wanted = list(SerialEngine().run(job, _created(job, tmp_path / "serial"), job.tasks, workers=1, threads=1))
         assert _tree(tmp_path / "out") == _tree(tmp_path / "serial")
         assert sorted(done, key=lambda report: report.task) == wanted
 
     def test_it_does_the_tasks_it_is_given(self, job: Job, tmp_path: Path) -> None:
-        """And no others: the rest was done before."""
+        """And no others, because these may be done already."""
         chosen = job.tasks[1::3]
         done = self._run(job, tmp_path / "out", tasks=chosen)
         assert sorted(report.task for report in done) == [task.number for task in chosen]
 
     def test_nothing_to_do_gives_nothing(self, job: Job, tmp_path: Path) -> None:
-        """No task, no report, no error."""
+        """Without tasks there is no report and no error."""
         assert self._run(job, tmp_path / "out", tasks=()) == []
 
     def test_tasks_may_be_run_twice(self, job: Job, tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ class EngineContract:
         assert _tree(root) == before
 
     def test_an_expected_error_arrives_as_it_is(self, job: Job, tmp_path: Path) -> None:
-        """With its type and its message."""
+        """With its class and its message."""
         (tmp_path / "source" / "layer.5.bin").unlink()
         with pytest.raises(MissingFileError, match=r"layer\.5\.bin"):
             self._run(job, tmp_path / "out")
 
     def test_an_error_of_the_system_arrives_as_it_is(self, job: Job, tmp_path: Path) -> None:
-        """A missing output folder is an OSError, which names the file."""
+        """A missing output folder raises an OSError that names the file."""
         root = _created(job, tmp_path / "out")
         shutil.rmtree(root / "atoms")
         with pytest.raises(OSError, match="No such file") as caught:
@@ -98,7 +98,7 @@ class EngineContract:
         assert "atoms" in str(caught.value.filename)
 
     def test_a_defect_is_never_taken_for_the_end(self, job: Job, tmp_path: Path) -> None:
-        """An exception that nobody expected ends the run with an error: missing bytes must not look done."""
+        """An unexpected exception ends the run with an error: missing bytes must not count as written."""
         broken = replace(job.tasks[3], fills=(replace(job.tasks[3].fills[0], sections=()),))
         tasks = (*job.tasks[:3], broken, *job.tasks[4:])
         with pytest.raises((UcpError, IndexError)):
@@ -106,7 +106,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("reports_read", [0, 1, 5])
     def test_a_run_may_be_given_up(self, job: Job, tmp_path: Path, reports_read: int) -> None:
-        """Closing the stream of reports stops the work, also before the first."""
+        """Closing the stream of reports stops the work, even before the first report."""
         root = _created(job, tmp_path / "out")
         stream = self.make().run(job, root, job.tasks, workers=2, threads=1)
         for _ in range(reports_read):
@@ -123,7 +123,7 @@ class EngineContract:
 
 
 def _created(job: Job, root: Path) -> Path:
-    """The files of the destination, without the bytes of its tensors."""
+    """Create the files of the destination, without the bytes of its tensors; return `root`."""
     for file in job.target.files:
         path = root / file.path
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Tests that every format passes, with checkpoints of its kind and with other folders."""
+"""Tests that every format passes, on checkpoints of that format and on other folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INDEXES = pytest.StashKey[Sequence[Index]]()
 class FormatContract:
     """Override `make` and `paths`; every test runs on each checkpoint.
 
-    `paths` is asked once for all tests of a class, and its checkpoints are indexed once: no test changes them.
+    `paths` is called once for all tests of a class, and its checkpoints are indexed once: no test changes them.
     """
 
     def make(self) -> Format:
@@ -37,12 +37,12 @@ class FormatContract:
         raise NotImplementedError
 
     def paths(self, folder: Path) -> Sequence[Path]:
-        """Checkpoints of the format: kept ones, or made below `folder`, which is empty."""
+        """Checkpoints of the format: existing ones, or ones made below `folder`, which is empty."""
         raise NotImplementedError
 
     @pytest.fixture
     def checkpoints(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
-        """What `paths` gives."""
+        """What `paths` returns."""
         stash = class_stash(request)
         if _CHECKPOINTS not in stash:
             stash[_CHECKPOINTS] = self.paths(tmp_path_factory.mktemp("checkpoints"))
@@ -50,14 +50,14 @@ class FormatContract:
 
     @pytest.fixture
     def indexes(self, request: pytest.FixtureRequest, checkpoints: Sequence[Path]) -> Sequence[Index]:
-        """Their indexes."""
+        """The indexes of `checkpoints`."""
         stash = class_stash(request)
         if _INDEXES not in stash:
             stash[_INDEXES] = [self.make().read(path) for path in checkpoints]
         return stash[_INDEXES]
 
     def test_its_own_are_recognised(self, checkpoints: Sequence[Path]) -> None:
-        """With the evidence, and a root that is there."""
+        """With evidence, and with a root that exists."""
         assert checkpoints
         for path in checkpoints:
             evidence = self.make().detect(path)
@@ -66,7 +66,7 @@ class FormatContract:
             assert evidence.root.exists()
 
     def test_others_are_not_recognised(self, tmp_path: Path) -> None:
-        """An empty folder, a folder of text, a text file, and nothing at all."""
+        """An empty folder, a folder with a text file, a text file, and a missing path."""
         (tmp_path / "empty").mkdir()
         (tmp_path / "texts").mkdir()
         (tmp_path / "texts" / "notes.txt").write_text("hello")
@@ -74,26 +74,26 @@ class FormatContract:
             assert self.make().detect(tmp_path / path) is None
 
     def test_pieces_tile_every_state(self, indexes: Sequence[Index]) -> None:
-        """The cover can be proved."""
+        """`check_cover` finds neither gaps nor overlaps."""
         for index in indexes:
             check_cover(index)
 
     def test_the_index_names_itself(self, indexes: Sequence[Index]) -> None:
-        """Format, evidence and an absolute path."""
+        """It has the format's name, evidence and an absolute path."""
         for index in indexes:
             assert index.format == self.make().name
             assert index.evidence
             assert Path(index.path).is_absolute()
 
     def test_atoms_are_whole(self, indexes: Sequence[Index]) -> None:
-        """Every atom has the name it is found under, and a weight of its own shape."""
+        """Every atom has the name that it is listed under, and a weight with the atom's shape."""
         for index in indexes:
             for name, atom in index.atoms.items():
                 assert atom.name == name
                 assert atom.states[WEIGHT].global_shape == atom.global_shape
 
     def test_references_lie_in_files_that_are_listed(self, indexes: Sequence[Index]) -> None:
-        """Absolute paths, no byte past an end."""
+        """Paths are absolute, and no reference goes past the end of its file."""
         for index in indexes:
             nbytes = {file.path: file.nbytes for file in index.files}
             for _, _, state in index.states():
@@ -104,7 +104,7 @@ class FormatContract:
                         assert fragment.ref.offset + used <= nbytes[fragment.ref.path]
 
     def test_checksums_lie_in_files_that_are_listed(self, indexes: Sequence[Index]) -> None:
-        """And do not overlap: every byte is summed once at most."""
+        """And do not overlap: every byte has at most one checksum."""
         for index in indexes:
             nbytes = {file.path: file.nbytes for file in index.files}
             before = ("", 0)
@@ -114,7 +114,7 @@ class FormatContract:
                 before = (path, offset + length)
 
     def test_names_refer_to_atoms(self, indexes: Sequence[Index]) -> None:
-        """Groups and ties speak of atoms that are there; no parameter is in two groups."""
+        """Groups and aliases name existing atoms; no parameter is in two groups."""
         for index in indexes:
             grouped = [name for group in index.groups for name in group.params]
             assert set(grouped) <= set(index.atoms)
@@ -123,26 +123,26 @@ class FormatContract:
             assert not set(index.aliases) & set(index.atoms)
 
     def test_hyper_parameters_are_plain(self, indexes: Sequence[Index]) -> None:
-        """They can be written as JSON."""
+        """They can be encoded as JSON."""
         for index in indexes:
             for group in index.groups:
                 to_json(dict(group.hyper))
 
     def test_extras_are_told_apart(self, indexes: Sequence[Index]) -> None:
-        """No name and rank twice."""
+        """No two extras have the same name and rank."""
         for index in indexes:
             labels = [(extra.name, extra.rank) for extra in index.extras]
             assert len(labels) == len(set(labels))
 
     def test_an_index_travels(self, indexes: Sequence[Index]) -> None:
-        """It can be sent to another process."""
+        """It can be pickled for another process."""
         for index in indexes:
             copy = pickle.loads(pickle.dumps(index))  # noqa: S301  # our own bytes
             assert copy.atoms == index.atoms
             assert copy.records == index.records
 
     def test_reading_twice_gives_the_same(self, checkpoints: Sequence[Path], indexes: Sequence[Index]) -> None:
-        """An index is a function of the checkpoint."""
+        """An index depends on nothing but the checkpoint."""
         for path, first in zip(checkpoints, indexes, strict=True):
             second = self.make().read(path)
             assert first.atoms == second.atoms
@@ -150,14 +150,14 @@ class FormatContract:
             assert (first.groups, first.files, first.records) == (second.groups, second.files, second.records)
 
     def test_the_source_is_left_alone(self, checkpoints: Sequence[Path]) -> None:
-        """Not a byte, a name or a time of it changes."""
+        """Reading changes no byte, name or modification time of it."""
         for path in checkpoints:
             before = _look(path)
             self.make().read(path)
             assert _look(path) == before
 
     def test_every_element_can_be_read(self, indexes: Sequence[Index]) -> None:
-        """References resolve to bytes."""
+        """The references of every state can be resolved and read."""
         for index in indexes:
             gatherer = Gatherer(sources=Sources())
             for atom, name, state in index.states():
@@ -168,7 +168,7 @@ class FormatContract:
             gatherer.sources.close()
 
     def test_a_file_cut_short_is_an_expected_error(self, checkpoints: Sequence[Path], tmp_path: Path) -> None:
-        """Whichever it is: a UcpError, or a file that reading does without."""
+        """For any file: reading either raises a UcpError or does not need the file."""
         for number, path in enumerate(checkpoints):
             copy = _copied(path, tmp_path / f"cut-{number}-{path.name}")
             for file in sorted(_files(path)):
@@ -180,7 +180,7 @@ class FormatContract:
 
 
 def class_stash(request: pytest.FixtureRequest) -> pytest.Stash:
-    """What the tests of a class share."""
+    """A stash that the tests of a class share."""
     test_class = request.node.getparent(pytest.Class)
     assert test_class is not None
     return cast("pytest.Stash", test_class.stash)  # `node` is untyped in pytest

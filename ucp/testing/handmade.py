@@ -1,4 +1,4 @@
-"""Checkpoints made by hand: arrays put into files in any way that a reference can describe.
+"""Handmade checkpoints: arrays written to files in any way that a reference can describe.
 
 A handmade checkpoint is a folder of raw files and a virtual manifest over them, so every command reads it.
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Shards:
-    """Raw files of a folder, which grow by the arrays put into them."""
+    """Raw files in a folder, to which arrays are appended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -42,8 +42,8 @@ class Shards:
     ) -> TensorRef:
         """Append `array` to `file`.
 
-        `order`: dims from the outermost in the file to the innermost; empty for row-major. `gap`: elements of rubbish
-        between the elements of the innermost dim, and bytes of it before the tensor.
+        `order`: dims from outermost to innermost in the file; empty for row-major. `gap`: the number of filler elements
+        between two elements of the innermost dim, and of filler bytes before the tensor.
         """
         import numpy as np
 
@@ -73,7 +73,7 @@ class Shards:
         )
 
     def whole(self, array: NDArray[Any], *, file: str = "shard.bin") -> StateIndex:
-        """Append `array` and describe it as a state of one piece."""
+        """Append `array`, and return it as a state of one piece."""
         return StateIndex.from_tensor(self.put(array, file=file))
 
     def record(self, ref: TensorRef) -> Record:
@@ -86,7 +86,7 @@ class Shards:
 
 
 def inline(array: NDArray[Any]) -> InlineTensor:
-    """`array` as a tensor that stands in the index."""
+    """`array` as a tensor whose bytes are in the index."""
     return InlineTensor(data=array.tobytes(), dtype=DType(array.dtype.name), shape=array.shape)
 
 
@@ -98,7 +98,7 @@ def make_index(
     groups: Sequence[ParamGroup] = (),
     records: Sequence[Record] = (),
 ) -> Index:
-    """An index of `states` by (parameter, state), in their order; the files they refer to must be there."""
+    """An index of `states`, by (parameter, state), in their order; the files that they refer to must exist."""
     names = dict.fromkeys(param for param, _ in states)
     atoms = {}
     for param in names:
@@ -128,7 +128,7 @@ def make_index(
 
 
 def write_checkpoint(index: Index) -> Path:
-    """Write the manifest of a virtual store over `index` into its folder; extras are left out. Its path."""
+    """Write a virtual store of `index`, without extras, into its folder; return the path of the manifest."""
     document = describe(
         index,
         producer="ucp.testing",

@@ -1,4 +1,4 @@
-"""The laws of a pattern."""
+"""Tests that every pattern passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PatternContract:
     """Set `cases`; every test runs on each of them."""
 
     cases: ClassVar[Sequence[Case]] = ()
-    """Pattern, global shape in elements, parts."""
+    """Pattern, global shape in elements, number of parts."""
 
     def test_there_are_cases(self) -> None:
         """A suite without cases proves nothing."""
@@ -33,20 +33,20 @@ class PatternContract:
             assert pattern.name.isprintable()
 
     def test_regions_is_pure(self) -> None:
-        """The same arguments give the same regions, also after a journey to another process."""
+        """The same arguments give the same regions, also after pickling for another process."""
         for pattern, shape, parts in self.cases:
             again = pickle.loads(pickle.dumps(pattern))  # noqa: S301  # our own bytes
             assert again == pattern
             assert _regions_of_parts(again, shape, parts) == _regions_of_parts(pattern, shape, parts)
 
     def test_regions_lie_in_the_whole(self) -> None:
-        """No box leaves the tensor."""
+        """Every box is inside the global tensor."""
         for pattern, shape, parts in self.cases:
             for pairs in _regions_of_parts(pattern, shape, parts):
                 assert all(not outside(pair.global_box, shape) for pair in pairs)
 
     def test_regions_tile_the_local_tensor(self) -> None:
-        """Boxes are in increasing local offset; what a part holds has no hole and no element twice."""
+        """Boxes are in increasing local offset; together they cover the local tensor without gaps or overlaps."""
         for pattern, shape, parts in self.cases:
             for index, pairs in enumerate(_regions_of_parts(pattern, shape, parts)):
                 offsets = [pair.local.offsets for pair in pairs]
@@ -57,20 +57,20 @@ class PatternContract:
                     assert find_gaps(local, [pair.local for pair in pairs]) == ()
 
     def test_parts_hold_everything(self) -> None:
-        """The regions of all parts leave no hole."""
+        """The regions of all parts together cover the global tensor."""
         for pattern, shape, parts in self.cases:
             boxes = [pair.global_box for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
             assert all(gap.owners for gap in find_gaps(shape, boxes, most=1 << 30))
 
     def test_parts_share_only_by_rule(self) -> None:
-        """Unless a rule says what it means, no two parts hold the same element."""
+        """No two parts hold the same element, unless the pattern has a rule for overlaps."""
         for pattern, shape, parts in self.cases:
             if pattern.overlap is Overlap.EXCLUSIVE:
                 boxes = [pair.global_box for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
                 assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
 
     def test_copies_are_numbered(self) -> None:
-        """First copies hold every element once, and no other copy holds one twice."""
+        """Copy 0 holds every element once; no other copy holds an element twice."""
         for pattern, shape, parts in self.cases:
             pairs = [pair for pairs in _regions_of_parts(pattern, shape, parts) for pair in pairs]
             assert find_gaps(shape, [pair.global_box for pair in pairs if pair.copy == 0]) == ()
@@ -79,7 +79,7 @@ class PatternContract:
                 assert all(intersect(a, b) is None for a, b in combinations(boxes, 2))
 
     def test_the_whole_has_the_shape_that_was_cut(self) -> None:
-        """`whole_shape` undoes what `regions` does to the shape."""
+        """`whole_shape` computes the global shape from the local shapes that `regions` gives."""
         for pattern, shape, parts in self.cases:
             layout = Layout((AxisLayout("axis", parts, pattern),))
             local_shapes = [compute_local_shape(layout, shape, {"axis": index}) for index in range(parts)]
@@ -87,7 +87,7 @@ class PatternContract:
             assert infer_global_shape(layout, local_shapes) == tuple(shape)
 
     def test_parts_that_do_not_fit_have_no_whole(self) -> None:
-        """Parts that differ in more dims than a pattern can explain are refused with a ValueError."""
+        """Local shapes that differ in more dims than the pattern can explain raise a ValueError."""
         for pattern, shape, parts in self.cases:
             if parts > 1 and len(shape) > 1 and all(shape):
                 other = tuple(length + 7 for length in shape)
@@ -101,5 +101,5 @@ def _regions_of_parts(pattern: Pattern, shape: tuple[int, ...], parts: int) -> l
 
 
 def outside(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box leaves a tensor of that shape."""
+    """Whether a box is not completely inside a tensor of that shape."""
     return len(box.sizes) != len(shape) or any(stop > length for stop, length in zip(box.stops, shape, strict=True))

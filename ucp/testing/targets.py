@@ -1,4 +1,4 @@
-"""What every target does with the checkpoints it is given."""
+"""Tests that every target passes, on checkpoints that it can write."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _WRITTEN = pytest.StashKey[Sequence[Path]]()
 
 
 class TargetContract:
-    """Override `cases`; every test runs on each. The target is found by entry point, as users find it.
+    """Override `cases`; every test runs on each case. The target is found by its entry point, as for users.
 
-    `cases` is asked once for all tests of a class, and each case converted once where a test only looks at the outcome.
+    `cases` is called once for all tests of a class. Tests that only look at the outcome share one conversion per case.
     """
 
     def cases(self, folder: Path) -> Sequence[Case]:
-        """Source checkpoints, kept or made below `folder`, with what is asked of the target."""
+        """Source checkpoints, existing ones or made below `folder`, each with the options of a conversion."""
         raise NotImplementedError
 
     @pytest.fixture
     def sources(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Case]:
-        """What `cases` gives."""
+        """What `cases` returns."""
         stash = class_stash(request)
         if _SOURCES not in stash:
             stash[_SOURCES] = self.cases(tmp_path_factory.mktemp("sources"))
@@ -46,7 +46,7 @@ class TargetContract:
     def written(
         self, request: pytest.FixtureRequest, sources: Sequence[Case], tmp_path_factory: pytest.TempPathFactory
     ) -> Sequence[Path]:
-        """What one worker makes of each case; the source stays as it was."""
+        """The outcome of each case, written by one worker; checks that the source is unchanged."""
         stash = class_stash(request)
         if _WRITTEN not in stash:
             folder, paths = tmp_path_factory.mktemp("written"), []
@@ -58,7 +58,7 @@ class TargetContract:
         return stash[_WRITTEN]
 
     def test_planning_writes_nothing(self, sources: Sequence[Case]) -> None:
-        """And gives the same plan again."""
+        """And planning again gives the same plan."""
         assert sources
         before = [sorted(path.parent.rglob("*")) for path, _ in sources]
         for path, options in sources:
@@ -68,7 +68,7 @@ class TargetContract:
         assert [sorted(path.parent.rglob("*")) for path, _ in sources] == before
 
     def test_a_job_travels(self, sources: Sequence[Case]) -> None:
-        """It can be sent to another process."""
+        """It can be pickled for another process."""
         for path, options in sources:
             job = prepare(path, options).job
             copy = pickle.loads(pickle.dumps(job))  # noqa: S301  # our own bytes
@@ -76,13 +76,13 @@ class TargetContract:
             assert copy.tasks == job.tasks
 
     def test_files_are_told_apart(self, sources: Sequence[Case]) -> None:
-        """No path is planned twice."""
+        """No two planned files have the same path."""
         for path, options in sources:
             paths = [file.path for file in prepare(path, options).job.target.files]
             assert len(paths) == len(set(paths))
 
     def test_what_is_written_reads_back(self, sources: Sequence[Case], written: Sequence[Path]) -> None:
-        """Bit for bit, after the casts that were asked for."""
+        """Bit for bit, after the requested casts."""
         for (path, options), written_path in zip(sources, written, strict=True):
             fmt, _ = recognise(written_path)
             assert fmt.name == options.to
@@ -93,7 +93,7 @@ class TargetContract:
     def test_it_writes_the_same_bytes_again(
         self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
     ) -> None:
-        """In another folder, with another engine."""
+        """In another folder, with another number of workers."""
         for number, ((path, options), written_path) in enumerate(zip(sources, written, strict=True)):
             again = _converted(path, tmp_path / str(number), replace(options, workers=2))
             assert _tree(again) == _tree(written_path)
@@ -101,7 +101,7 @@ class TargetContract:
     def test_an_interrupted_run_is_completed(
         self, sources: Sequence[Case], written: Sequence[Path], tmp_path: Path
     ) -> None:
-        """To the same bytes as if nothing had happened; until then nobody takes it for a checkpoint."""
+        """To the same bytes as without the interruption; before that, the destination does not exist."""
         for number, ((path, options), written_path) in enumerate(zip(sources, written, strict=True)):
             goal = tmp_path / f"resumed-{number}"
             with pytest.raises(_InterruptedRunError):
@@ -112,7 +112,7 @@ class TargetContract:
 
 
 class _InterruptedRunError(Exception):
-    """What stands in for a user who gave up."""
+    """Simulates a user who interrupts the run."""
 
 
 class _Impatient(SilentObserver):

@@ -1,1 +1,1 @@
-"""Moving bytes: tasks, the worker that carries one out, and the engines that run many."""
+"""Moving bytes: tasks, the worker that carries out a task, and the engines that run all of them."""

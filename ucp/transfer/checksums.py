@@ -1,6 +1,6 @@
 """Checksums of ranges of a file, combined from checksums of their parts.
 
-CRC-32 of "ab" follows from those of "a" and "b": parts may be read or written in any order, by any process.
+The CRC-32 of "ab" follows from those of "a" and "b", so parts may be read or written in any order, by any process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def combine_crcs(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def crc_of_zeros(nbytes: int) -> int:
-    """CRC-32 of so many zero bytes."""
+    """CRC-32 of `nbytes` zero bytes."""
     crc = 0
     while nbytes:
         step = min(nbytes, len(_ZEROS))
@@ -43,7 +43,7 @@ def crc_of_zeros(nbytes: int) -> int:
 
 
 def find_gaps(records: Sequence[Record], spans: Sequence[Span]) -> list[tuple[str, int, int]]:
-    """Ranges (path, offset, bytes) still to be read so that every partly read record can be checked."""
+    """Ranges (path, offset, bytes) that must still be read to check every record that was read in part."""
     missing = []
     for record, inside in _match_spans(records, spans):
         at = record.offset
@@ -68,7 +68,7 @@ def find_mismatches(records: Sequence[Record], spans: Sequence[Span]) -> list[Re
 
 
 def _match_spans(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[tuple[Record, list[Span]]]:
-    """Every record that was read from, with the spans that start in it, in order."""
+    """Each record that contains the start of a span, with these spans in increasing offset."""
     ordered = sorted(spans, key=lambda span: (span.path, span.offset, -span.nbytes))
     by_path = {path: list(group) for path, group in groupby(ordered, key=lambda span: span.path)}
     cursors = dict.fromkeys(by_path, 0)
@@ -86,7 +86,7 @@ def _match_spans(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[t
 
 
 def _select_chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
-    """Spans that follow one another in the record without overlap, leaving out those that were read twice."""
+    """Spans of a record without overlaps, in order; what was read twice counts once."""
     at, stop = record.offset, record.offset + record.nbytes
     for span in inside:
         if span.offset >= at and span.offset + span.nbytes <= stop:
@@ -95,10 +95,10 @@ def _select_chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
 
 
 def make_crc_patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, bytes]]:
-    """Bytes to put in place (offset, data) so that every checksum field of `file` is right.
+    """The values of all checksum fields of `file`, as (offset, data) to write.
 
-    `sums`: (offset, bytes, CRC-32) of what was written beside the literals, in increasing offset. Raises CoverError
-    when some of it lies only partly in a field.
+    `sums`: (offset, bytes, CRC-32) of what was written in addition to the literals, in increasing offset. Raises
+    CoverError if one of these ranges is only partly inside the range that a field is the checksum of.
     """
     known = sorted(file.literals, key=lambda part: part.offset)
     starts = [part.offset for part in known]
@@ -111,7 +111,7 @@ def make_crc_patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> 
             at += 1
         near = known[max(0, bisect_right(starts, field.start) - 1) : bisect_left(starts, field.stop)]
         clipped = []
-        for part in near:  # what of literals lies in the field
+        for part in near:  # the parts of literals that are inside the field's range
             low, high = max(part.offset, field.start), min(part.offset + len(part.data), field.stop)
             if low < high:
                 data = memoryview(part.data)[low - part.offset : high - part.offset]
@@ -122,7 +122,10 @@ def make_crc_patches(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> 
 
 
 def compute_file_crc(file: OutputFile, sums: Sequence[tuple[int, int, int]]) -> int:
-    """CRC-32 of all of `file` once its checksum fields, which lie in literals, are filled in; `sums`: see `patches`."""
+    """CRC-32 of the whole `file` after its checksum fields are filled in; `sums`: as in `make_crc_patches`.
+
+    The checksum fields must be inside literals.
+    """
     literals = sorted(file.literals, key=lambda part: part.offset)
     starts = [part.offset for part in literals]
     filled = [bytearray(part.data) for part in literals]
@@ -139,7 +142,7 @@ def _with_zeros(field: CrcField, sums: Sequence[tuple[int, int, int]]) -> Iterat
     for offset, nbytes, crc in sums:
         if offset < at or offset + nbytes > field.stop:
             raise CoverError(
-                f"bytes {offset}:{offset + nbytes} lie only partly in the checksummed range at {field.start}"
+                f"bytes {offset}:{offset + nbytes} are only partly inside the checksummed range at {field.start}"
             )
         yield crc_of_zeros(offset - at), offset - at
         yield crc, nbytes

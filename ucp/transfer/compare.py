@@ -1,4 +1,4 @@
-"""Compare bytes with recorded checksums, copies with one another, and states of two checkpoints, block by block.
+"""Compares bytes with recorded checksums, copies with one another, and states of two checkpoints, block by block.
 
 Each thread needs `THREAD_BYTES` of memory, whatever the size of a tensor.
 """
@@ -32,19 +32,19 @@ T = TypeVar("T")
 THREADS = 4
 """Default number of threads."""
 REMOTE_THREADS = 8
-"""The same for files in an object store, where threads mostly wait."""
+"""Default number of threads for files in an object store, where threads mostly wait."""
 
 THREAD_BYTES = 5 * BLOCK
-"""Most bytes that one thread needs: a block of each side, a decoded or cast one, an encoded one, and the rest."""
+"""The most bytes that one thread needs: a block of each side, a decoded or cast one, an encoded one, and the rest."""
 
 _WIDEST = 16
-"""Bytes of an element in the type in which two different dtypes are compared, at most."""
+"""The most bytes per element of the dtype in which values of two different dtypes are compared."""
 
 
 def fit_threads(memory: int, *, requested: int = 0, remote: bool = False) -> int:
-    """Threads that fit `memory` bytes: at most `asked` (0: `THREADS`). Raises MemoryBudgetError when not one does.
+    """Number of threads that fit `memory` bytes, at most `requested` (0: the default). Raises MemoryBudgetError.
 
-    `remote`: whether something lies in a store.
+    `remote`: whether any of the files is in an object store.
     """
     return fit_workers(
         memory, workers=requested or (REMOTE_THREADS if remote else THREADS), threads=1, thread_bytes=THREAD_BYTES
@@ -52,24 +52,24 @@ def fit_threads(memory: int, *, requested: int = 0, remote: bool = False) -> int
 
 
 class Pair(NamedTuple):
-    """One state, of one shape, in two checkpoints."""
+    """A state that two checkpoints have with the same shape."""
 
     param: str
-    """Parameter, or extra."""
+    """Name of the parameter, or of an extra."""
     state: str
-    """State, or place in the extra."""
+    """Name of the state, or place inside the extra."""
     a: StateIndex
-    """In the first."""
+    """The state in the first checkpoint."""
     b: StateIndex
-    """In the second."""
+    """The state in the second checkpoint."""
 
 
 def compare_states(
     shared: Sequence[Pair], observer: Observer, *, cast: bool, threads: int
 ) -> dict[tuple[str, str, int], list[tuple[int, float]]]:
-    """Pairs whose elements differ: for each part that differs, the number of such elements and the largest difference.
+    """States that differ: for each part that differs, the number of differing elements and the largest difference.
 
-    The key is parameter, state and elements of the state. `cast`: cast the first to the dtype of the second before.
+    Keys are (parameter, state, elements of the state). `cast`: whether to cast the first to the dtype of the second.
     """
     nbytes = sum(p.a.numel * max(_choose_dtype(p.a, p.b, cast=cast).itemsize, p.b.dtype.itemsize) for p in shared)
     differing_parts: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
@@ -97,7 +97,7 @@ def compare_states(
 
 
 def find_drift(index: Index, observer: Observer, threads: int = THREADS) -> list[str]:
-    """A line for each difference between copies (replicas, the model's own low-precision weights) and what is read."""
+    """A line for each copy that differs from what is read: replicas, and the model's low-precision weights."""
     lines_by_state = find_drifting_states(index, observer, threads=threads)
     return [f"copies differ: {line}" for line in sorted(line for lines in lines_by_state.values() for line in lines)]
 
@@ -105,7 +105,7 @@ def find_drift(index: Index, observer: Observer, threads: int = THREADS) -> list
 def find_drifting_states(
     index: Index, observer: Observer, *, threads: int = THREADS
 ) -> dict[tuple[str, str], list[str]]:
-    """Parameter and state of which copies differ, with a line for each difference."""
+    """(Parameter, state) whose copies differ, with a line for each difference."""
     replicated = [(a.name, name, s) for a, name, s in index.states() if any(f.replica for f in s.fragments)]
     lines_by_state: dict[tuple[str, str], list[str]] = {}
 
@@ -127,7 +127,7 @@ def find_drifting_states(
 
 
 def count_checked_bytes(index: Index) -> int:
-    """Bytes that `find_corruption` reads."""
+    """Number of bytes that `find_corruption` reads."""
     digested = sum(state.nbytes for _, _, state in index.states() if state.digests)
     return digested + sum(record.nbytes for record in _undigested(index))
 
@@ -154,7 +154,7 @@ def find_corruption(index: Index, observer: Observer, threads: int) -> list[str]
 
 
 def describe_owners(index: Index, record: Record) -> str:
-    """Names of the states that a record has bytes of."""
+    """The states whose bytes a record contains, as text for a message."""
     names = []
     for atom, name, state in index.states():
         for fragment in state.fragments:
@@ -185,7 +185,7 @@ def scan_records(index: Index, observer: Observer, threads: int = THREADS) -> li
 
 
 def _group_nearby(records: Iterable[Record]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Ranges of records (in increasing offset) that are read at once: near one another in a file, a block at most."""
+    """Ranges of records that are read at once: near one another in a file, in increasing offset, at most a block."""
     for path, group in groupby(records, key=attrgetter("path")):
         ranges = [
             part for record in group for part in block_ranges(record.offset, record.offset + record.nbytes, BLOCK)
@@ -220,7 +220,7 @@ def _check_digests(parts: Sequence[_StatePart], gatherer: Gatherer) -> Iterator[
     try:
         read = _read_parts(parts, gatherer)
     except (CorruptError, SourceError) as error:
-        if len(parts) > 1:  # read each alone to find the damaged one
+        if len(parts) > 1:  # read each part separately to find the damaged one
             yield from chain.from_iterable(_check_digests([part], gatherer) for part in parts)
         else:
             yield f"{parts[0].label}: {error}"
@@ -236,9 +236,9 @@ class _StatePart(NamedTuple):
     """A part of a state that is read at once."""
 
     slice: Slice
-    """Its elements."""
+    """The elements of the part."""
     locator: Locator
-    """Finds its pieces."""
+    """Finds the pieces of the state."""
 
     @property
     def nbytes(self) -> int:
@@ -247,7 +247,7 @@ class _StatePart(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name, for messages."""
+        """Name of the part, for messages."""
         return f"{self.slice.param}/{self.slice.state}, elements {self.slice.start}:{self.slice.stop}"
 
 
@@ -261,7 +261,7 @@ class _PartPair(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes, in the wider of both dtypes."""
+        """Bytes, in the wider of the two dtypes."""
         return max(self.a.nbytes, self.b.nbytes)
 
 
@@ -271,7 +271,7 @@ def _choose_dtype(a: StateIndex, b: StateIndex, *, cast: bool) -> DType:
 
 
 def _pair_parts(pair: Pair, *, cast: bool) -> Iterator[_PartPair]:
-    """All elements of both states, a block at a time, so that each source is read once."""
+    """All elements of both states, block by block, so that each source is read once."""
     param, name, a, b = pair
     slice_a = full_slice(param, name, a, dtype=_choose_dtype(a, b, cast=cast))
     slice_b, locators = full_slice(param, name, b), (Locator(a), Locator(b))
@@ -286,14 +286,14 @@ def _pair_parts(pair: Pair, *, cast: bool) -> Iterator[_PartPair]:
 
 
 def _read_parts(parts: Sequence[_StatePart], gatherer: Gatherer) -> list[memoryview]:
-    """The bytes of parts, read together into one buffer: neighbours in a file take one call."""
+    """The bytes of parts, read together into one buffer; neighbours in a file are read by one call."""
     return gatherer.read([(p.stop - p.start, p.dtype, resolve(p, at, p.start, p.stop)) for p, at in parts])
 
 
 def _run_stage(
     jobs: Iterable[T], work: Callable[[T, Gatherer], None], threads: int, observer: Observer, *, title: str, nbytes: int
 ) -> None:
-    """`some(job, gatherer)` for every job, on so many threads: a stage by itself."""
+    """Call `work(job, gatherer)` for every job, on `threads` threads, as a separate stage for the observer."""
     observer.begin(title=title, nbytes=nbytes)
     try:
         with Reader(threads) as reader:

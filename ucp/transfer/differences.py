@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in their parameters, states and groups, in extras, and element by element."""
+"""Finds how two checkpoints differ: in parameters, states, groups, extras, and element by element."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Change:
     """One way in which two checkpoints differ."""
 
     param: str
-    """Parameter, extra (as "extra/NAME"), or "" for what belongs to none."""
+    """Parameter, or extra (as "extra/NAME"), or "" if the difference is about the whole checkpoint."""
     state: str
-    """State, hyper-parameter or place in the extra; "" for the whole."""
+    """State, hyper-parameter, or place inside the extra; "" for the whole of it."""
     what: str
     """"missing", "shape", "dtype", "kind", "alias", "group", "extra" or "values"."""
     a: str
-    """What the first has."""
+    """What the first checkpoint has."""
     b: str
-    """What the second has."""
+    """What the second checkpoint has."""
     numel: int = 0
-    """Elements that differ."""
+    """Number of elements that differ."""
     largest: float = 0.0
     """Largest absolute difference."""
 
     def swapped(self) -> Change:
-        """The same difference with its sides exchanged."""
+        """The same difference, with the two checkpoints exchanged."""
         return replace(self, a=self.b, b=self.a)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Change:
 
 
 def keeps_extras(a: Index, b: Index) -> bool:
-    """Whether `b` should have all extras of `a` as they are: atoms of the same run, in the layout that saved it."""
+    """Whether `b` should have all extras of `a` unchanged: it was converted from that format, for the same topology."""
     return bool(b.origin) and (b.origin, b.topology) == (a.origin or a.format, a.topology)
 
 
@@ -56,7 +56,8 @@ def compare(
 ) -> list[Change]:
     """Every difference between two checkpoints; empty when their atoms are equal bit for bit.
 
-    `cast`: where the dtype differs, compare what `a` holds after a cast to `b`'s dtype. `extras`: compare these too.
+    `cast`: whether values of `a` are cast to `b`'s dtype before they are compared, where dtypes differ. `extras`:
+    whether to compare extras too.
     """
     changes = list(_compare_structure(a, b, cast=cast))
     shared = [pair for pair in pair_states(a, b) if pair.a.global_shape == pair.b.global_shape]
@@ -81,7 +82,7 @@ def pair_states(a: Index, b: Index) -> Iterator[Pair]:
 
 
 def describe_casts(a: Index, b: Index) -> tuple[str, ...]:
-    """Changes of dtype from `a` to `b`, a line per state and change, with the number of parameters."""
+    """Changes of dtype from `a` to `b`: a line per state and pair of dtypes, with the number of parameters."""
     changed = Counter(
         f"{pair.state}: {pair.a.dtype} -> {pair.b.dtype}"
         for pair in pair_states(a, b)
@@ -93,9 +94,9 @@ def describe_casts(a: Index, b: Index) -> tuple[str, ...]:
 def find_equal_casts(
     a: Index, b: Index, changes: Iterable[Change], observer: Observer, *, threads: int = THREADS
 ) -> list[str]:
-    """A line for each change of dtype among `changes` after which all states are equal, from the wider to the narrower.
+    """A line for each change of dtype that explains all differences: the wider values, cast, equal the narrower ones.
 
-    Reads these states again.
+    Reads the states of such `changes` again.
     """
     casts: dict[tuple[str, str], list[Pair]] = {}
     for change in (change for change in changes if change.what == "dtype"):
@@ -118,8 +119,8 @@ def _compare_structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
             yield _missing_change(name, "", in_a=name in a.atoms)
             continue
         atom_a, atom_b = a.atoms[name], b.atoms[name]
-        trained = Kind.PARAMETER in (atom_a.kind, atom_b.kind)  # a frozen one and a buffer are the same to an optimizer
-        is_either = name in unstepped or 0 in atom_a.global_shape  # as is what has nothing to train
+        trained = Kind.PARAMETER in (atom_a.kind, atom_b.kind)  # to an optimizer, frozen and buffer are the same
+        is_either = name in unstepped or 0 in atom_a.global_shape  # such a parameter may count as either
         if trained and atom_a.kind is not atom_b.kind and not is_either:
             yield Change(param=name, state="", what="kind", a=atom_a.kind, b=atom_b.kind)
         for state in dict.fromkeys((*atom_a.states, *atom_b.states)):
@@ -140,13 +141,13 @@ def _compare_structure(a: Index, b: Index, *, cast: bool) -> Iterator[Change]:
 
 
 def _unstepped(index: Index) -> set[str]:
-    """Parameters that a group lists and that have no states: frozen or not, which torch does not record."""
+    """Parameters that a group lists but that have no states: torch does not record whether they are frozen."""
     grouped = {name for group in index.groups for name in group.params}
     return {name for name, atom in index.atoms.items() if name in grouped and not atom.states.keys() - {WEIGHT}}
 
 
 def _compare_extras(a: Index, b: Index) -> Iterator[Change | Pair]:
-    """Differences between extras of one name and rank, and tensors of theirs whose elements are to be compared."""
+    """Differences between extras of the same name and rank, and pairs of their tensors that must still be compared."""
     values_a, values_b = ({(extra.name, extra.rank): extra.value for extra in index.extras} for index in (a, b))
     for key in dict.fromkeys((*values_a, *values_b)):
         name, rank = key
@@ -168,9 +169,10 @@ def _missing_change(name: str, state: str, *, in_a: bool) -> Change:
 
 
 def _compare_groups(a: Index, b: Index) -> Iterator[Change]:
-    """Hyper-parameters of what both have; the order of groups and of parameters in them is a matter of layout.
+    """Differences between the hyper-parameters of the parameters that both have.
 
-    A parameter that one of them has no group for has its hyper-parameters on one side; where none has, it is said once.
+    The order of groups, and of parameters in them, is layout and not compared. A parameter that only one checkpoint has
+    in a group is a difference; if one of the two has no groups at all, that is a single difference.
     """
     hyper_a, hyper_b = ({name: group.hyper for group in index.groups for name in group.params} for index in (a, b))
     if bool(hyper_a) is not bool(hyper_b):
@@ -196,10 +198,10 @@ def _compare_groups(a: Index, b: Index) -> Iterator[Change]:
 def _compare_settings(
     a: Mapping[str, object], b: Mapping[str, object], checksums: Checksums
 ) -> Iterator[tuple[str, str, str]]:
-    """Hyper-parameters that differ: name, and both values in words."""
+    """Hyper-parameters that differ: name, and both values as text."""
     for key in sorted(set(a) | set(b)):
         sides = []
-        for side in (a, b):  # what it means that a side lacks it, where that is known
+        for side in (a, b):  # a missing hyper-parameter has its implied value, if it is known
             implied = {**_IMPLIED, **({"initial_lr": side["lr"]} if "lr" in side else {})}
             sides.append([side[key]] if key in side else [implied[key]] if key in implied else [])
         if not checksums.is_same(*sides):
@@ -213,7 +215,7 @@ _IMPLIED: Mapping[str, object] = {
     **dict.fromkeys(("foreach", "fused"), None),
     "decoupled_weight_decay": True,
 }
-"""Hyper-parameters that mean the same where they are not there: those of torch's AdamW that others do not write.
+"""Hyper-parameters of torch's AdamW that other programs do not write, with the values that their absence implies.
 
-So does `initial_lr`, which torch's schedulers set to the rate that they begin with.
+A missing `initial_lr` implies `lr`: torch's schedulers set it to the learning rate that they begin with.
 """

@@ -1,4 +1,4 @@
-"""Compares copies of a state: whether replicas equal the one that is read, and where they differ."""
+"""Compares the copies of a state in a source: whether they equal the copy that is read, and where they differ."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ucp.io.elements import differing, numpy_dtype, strided, viewed, without_pay
 from ucp.transfer.gather import Gatherer
 
 CheckedSlice = tuple[Slice, Locator, memoryview]
-"""A slice, the pieces of its state, and the bytes that were taken for it."""
+"""A slice, the locator of its state, and the bytes that were read for it."""
 
 
 def find_drifts(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> Iterator[tuple[Slice, list[str]]]:
-    """Slices whose copies differ, with the lines of `describe_drift`. All slices together are at most a block."""
+    """Slices whose copies differ, each with the lines of `describe_drift`. All slices together are at most a block."""
     if len(checked) > 1 and _all_agree(checked, gatherer):
         return
     for tensor_slice, locator, part in checked:
@@ -27,7 +27,7 @@ def find_drifts(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> Iterator
 
 
 def _all_agree(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> bool:
-    """Whether all copies equal what was read, by a fast comparison; False also if that cannot tell."""
+    """Whether all copies equal what was read, by a fast comparison; False also if this comparison cannot tell."""
     alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
     for tensor_slice, locator, part in checked:
         for piece in chain.from_iterable(
@@ -43,12 +43,12 @@ def _all_agree(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> bool:
 
 
 def _hold_bytes(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied: DType, gatherer: Gatherer) -> bool:
-    """Whether pieces of type `copied` hold the bytes of `dtype` beside them, after a cast; read together."""
+    """Whether pieces of dtype `copied` equal the bytes paired with them, of `dtype`, after a cast to `copied`."""
     wanted = [(piece.sizes[0], copied, (replace(piece, dst_offset=0),)) for _, piece in pairs]
     data = gatherer.read(wanted)[0].obj
     joined = b"".join(view for view, _ in pairs)
     if copied is dtype:
-        return joined == data  # bytes with bytes: without numpy, which takes a worker longer to import
+        return joined == data  # compares bytes, without numpy, whose import takes a worker longer
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
@@ -57,16 +57,16 @@ def _hold_bytes(pairs: Sequence[tuple[memoryview, Piece]], dtype: DType, copied:
 
 
 def describe_drift(tensor_slice: Slice, locator: Locator, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each piece of a copy that differs from what was read, compared in the copy's dtype.
+    """A line for each range of a copy that differs from what was read, compared in the copy's dtype.
 
-    Where a cast was asked for, only copies of the type that is written are compared. A copy of one term of a mean is
-    compared with that term. `part`: bytes of the slice, which is a block at most.
+    If the slice is cast, only copies that already have its dtype are compared. A copy of one term of a mean is compared
+    with that term. `part`: bytes of the slice, at most a block.
     """
     uncast = tensor_slice.dtype is locator.state.dtype
     for pieces in resolve_replicas(tensor_slice, locator, tensor_slice.start, tensor_slice.stop):
         for piece in (piece for piece in pieces if uncast or piece.ref.dtype is tensor_slice.dtype):
             expected = part
-            if piece.mean:  # one summand of it
+            if piece.mean:  # a copy of one summand
                 expected = memoryview(bytearray(tensor_slice.nbytes))
                 terms = (
                     term
@@ -78,7 +78,7 @@ def describe_drift(tensor_slice: Slice, locator: Locator, part: memoryview, gath
 
 
 def _describe_differences(tensor_slice: Slice, piece: Piece, part: memoryview, gatherer: Gatherer) -> Iterator[str]:
-    """A line for each range of a piece that differs from `part`, the bytes it was resolved for."""
+    """A line for each range of a piece that differs from `part`, the bytes of the slice that it is a copy of."""
     import numpy as np
 
     dtype = tensor_slice.dtype
@@ -91,7 +91,7 @@ def _describe_differences(tensor_slice: Slice, piece: Piece, part: memoryview, g
             with np.errstate(over="ignore", invalid="ignore"):
                 expected = expected.astype(numpy_dtype(stripe.ref.dtype))
         difference = differing(expected, copied)
-        if difference and is_cast:  # casts need not agree in the payload of a NaN
+        if difference and is_cast:  # two casts of a NaN can differ in its payload
             difference = differing(without_payloads(expected, copied), copied)
         if difference:
             path = stripe.ref.path if isinstance(stripe.ref, TensorRef) else "a number in the index"

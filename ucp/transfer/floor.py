@@ -1,7 +1,7 @@
-"""The floor of this machine: how fast bytes can be read, written and copied in a folder, with and without digests.
+"""Measures this machine: how fast bytes can be read, written and copied in a folder, with and without checksums.
 
-The loop is the barest that does what a conversion does: read a window, sum it while it is in the processor's cache,
-write it. How near a conversion comes is its rate over that of a copy with digests.
+The loop is the simplest that does what a conversion does: read a window, checksum it while it is in the processor's
+cache, write it. Dividing the rate of a conversion by that of "copy, with digests" shows how near it is to the best.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ucp.errors import DestinationError, SourceError, UsageError
 from ucp.io.writing import read_back, write_at
 
 WINDOW = 256 << 10
-"""Bytes that are read, summed and written at once."""
+"""Bytes that are read, checksummed and written at once."""
 ROUNDS = 3
-"""Times that each measurement is repeated; the median counts."""
+"""How often each measurement is repeated; the median counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Rate:
     """How fast one way of moving bytes was."""
 
     what: str
-    """What was done, e.g. "copy, with digests"."""
+    """What was done, for example "copy, with digests"."""
     threads: int
-    """Threads that did it, each a part of the file."""
+    """Number of threads that did it, each with a part of the file."""
     nbytes: int
     """Bytes that were moved."""
     seconds: float
@@ -50,14 +50,14 @@ class Rate:
 
 
 def measure_floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
-    """Rates of every way, as they are measured, in `folder`, in files of `nbytes` that are deleted afterwards.
+    """Measure each way of moving bytes, in files of `nbytes` in `folder`, which are deleted afterwards.
 
-    `workers`: threads, beside one alone. Raises UsageError, SourceError, DestinationError.
+    `workers`: threads to measure with, in addition to one thread. Raises UsageError, SourceError, DestinationError.
     """
     if nbytes < WINDOW:
         raise UsageError(f"expected {WINDOW} bytes or more to measure with; got {nbytes}")
     if not folder.is_dir():
-        raise SourceError(f"expected a folder to measure in; {folder} is none")
+        raise SourceError(f"expected a folder to measure in; {folder} is not a folder")
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
         raise DestinationError(f"expected {2 * nbytes:,} bytes free in {folder}; there are {free:,}: lower --size")
@@ -71,7 +71,7 @@ def measure_floor(folder: Path, nbytes: int, workers: int) -> Iterator[Rate]:
 
 
 class _Files:
-    """Two files of one length, one to read and one to write."""
+    """Two files of the same length, one to read and one to write."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -89,7 +89,7 @@ class _Files:
         os.close(self._dst)
 
     def measure(self, what: str, threads: int, operation: Callable[[int, int], None]) -> Rate:
-        """The rate of one way."""
+        """The rate of `operation`, called by each thread for its part of the file."""
         share = -(-self._nbytes // threads)
         ranges = list(block_ranges(0, self._nbytes, share))
         spent = []
@@ -101,17 +101,17 @@ class _Files:
         return Rate(what=what, threads=threads, nbytes=self._nbytes, seconds=median(spent))
 
     def write(self, start: int, stop: int) -> None:
-        """Write bytes that no file system can compress."""
+        """Write random bytes, which no file system can compress."""
         for low, high in block_ranges(start, stop, WINDOW):
             write_at(self._dst, self._noise[: high - low], low)
 
     def write_through(self, start: int, stop: int) -> None:
-        """Write, and wait until it is on the disk."""
+        """Write, and wait until the bytes are on the disk."""
         self.write(start, stop)
         os.fsync(self._dst)
 
     def read(self, start: int, stop: int) -> None:
-        """Read, from the page cache where the file is there."""
+        """Read; from the page cache if the file is in it."""
         for _ in self._windows(start, stop):
             pass
 
@@ -121,7 +121,7 @@ class _Files:
             write_at(self._dst, view, low)
 
     def copy_summed(self, start: int, stop: int) -> None:
-        """Read, sum as a conversion does (CRC-32 and xxh3), and write."""
+        """Read, checksum as a conversion does (CRC-32 and xxh3), and write."""
         crc, digest = 0, xxhash.xxh3_64()
         for low, view in self._windows(start, stop):
             crc = zlib_ng.crc32(view, crc)

@@ -1,7 +1,7 @@
-"""Gather the pieces of a slice in a buffer: the only place where tensor bytes are read.
+"""Gathers the pieces of a slice in a buffer: the only place where tensor bytes are read.
 
 Adjacent pieces of a file are read by one call, straight into place (`preadv`). Strided pieces are read in ranges of
-bounded size, in file order and without long gaps, and then scattered. Casts and means happen on the way.
+bounded size, in file order and without long gaps, and then scattered. Casts and means are computed between the two.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ T = TypeVar("T")
 J = TypeVar("J")
 
 MAX_READ = 8 << 20
-"""Most bytes to read at once for a strided or cast piece."""
+"""The most bytes that are read at once for a strided or cast piece."""
 
 RUN_OVERHEAD = 128
-"""Bytes of memory for the offset of a run while it is read."""
+"""Bytes of memory that the offset of a run takes while it is read."""
 
 
 _MAX_SPARSITY = 4
-"""Most bytes of a range per byte that is used; sparser pieces are not read as one range."""
+"""The most bytes of a range per byte that is used; sparser pieces are not prefetched as one range."""
 
 
 class Span(NamedTuple):
-    """Bytes that were read, with their checksum."""
+    """A range of bytes that was read, with its checksum."""
 
     path: str
     """Source file."""
     offset: int
     """First byte."""
     nbytes: int
-    """Bytes."""
+    """Number of bytes."""
     crc32: int
-    """CRC-32 of them."""
+    """CRC-32 of the bytes."""
 
 
 class Run(NamedTuple):
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     nbytes: int
     """Bytes."""
     continues: bool = False
-    """Whether it is the rest of the run before it."""
+    """Whether it continues the run before it."""
 
     def cut(self, nbytes: int) -> Iterator[Run]:
         """The run in parts of at most `nbytes` bytes."""
@@ -81,20 +81,20 @@ class Gatherer:
     sources: Sources
     """Where files are opened."""
     tracked: frozenset[str] = frozenset()
-    """Files whose reads are summed, because checksums of theirs are recorded."""
+    """Files whose bytes are checksummed as they are read, because their checksums are recorded."""
     spans: list[Span] = field(default_factory=list)
-    """What was read of tracked files."""
+    """What was read from tracked files."""
     nbytes_read: int = 0
-    """Bytes read, of all files."""
+    """Bytes read from all files."""
     _block: tuple[tuple[str, int], memoryview] | None = None
-    """The block decoded last; its other pieces follow."""
+    """The last decoded block: the next pieces are often in it too."""
 
     def fill(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece]) -> None:
-        """Put `pieces` into `buffer`, elements of `dtype`."""
+        """Fill `buffer`, whose elements are of `dtype`, from `pieces`."""
         self.fill_many([(buffer, dtype, pieces)])
 
     def read(self, requests: Sequence[tuple[int, DType, Sequence[Piece]]]) -> list[memoryview]:
-        """Read several requests (elements, dtype, pieces) into one buffer: a view of it for each."""
+        """Read several requests (elements, dtype, pieces) into one buffer; return a view of it for each."""
         data = memoryview(bytearray(sum(numel * dtype.itemsize for numel, dtype, _ in requests)))
         stops = list(accumulate(numel * dtype.itemsize for numel, dtype, _ in requests))
         views = [data[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
@@ -102,7 +102,7 @@ class Gatherer:
         return views
 
     def scan(self, path: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read ranges (first byte, one past the last), in increasing order and near one another, to sum each."""
+        """Read and checksum ranges (first byte, one past the last) that are near one another, in increasing order."""
         low, high = ranges[0][0], max(stop for _, stop in ranges)
         data = memoryview(bytearray(high - low))
         self.sources.get(path).read_into([data], low)
@@ -111,7 +111,7 @@ class Gatherer:
             self.spans.append(Span(path, start, stop - start, zlib_ng.crc32(data[start - low : stop - low])))
 
     def copy_runs(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
-        """Read runs one after another into a buffer: CRC-32 and bytes of each."""
+        """Read runs one after another into a buffer; yield CRC-32 and bytes of each."""
         position = 0
         for run in runs:
             view = into[position : position + run.nbytes]
@@ -165,9 +165,9 @@ class Gatherer:
                 offset += view.nbytes
 
     def _fill_mean(self, buffer: memoryview, dtype: DType, pieces: Sequence[Piece], terms: int) -> None:
-        """Mean over so many terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
+        """Mean over `terms` terms: summed in their order, then divided; in float32 (as DeepSpeed 0.19.8) or wider.
 
-        Where finite terms have a sum too large for that type, they are read once more and summed as fractions.
+        If the sum of finite terms is too large for that dtype, they are read once more and summed as fractions.
         """
         import numpy as np
 
@@ -188,14 +188,14 @@ class Gatherer:
         mean[too_large] = total[too_large]
 
     def _add_terms(self, total: NDArray[Any], dtype: DType, pieces: Sequence[Piece], *, fraction: float = 1.0) -> None:
-        """Add that fraction of all terms to `total`, elements of `dtype`, in the order of the terms."""
+        """Add all terms, each multiplied by `fraction`, to `total`, whose elements are of `dtype`, in their order."""
         sums = total.data.cast("B")
         for piece in sorted(pieces, key=lambda piece: piece.term):
             for part, values in self.read_values(piece):
                 add(_scatter(sums, dtype, part), values, fraction=fraction)
 
     def join_spans(self, boundaries: Container[tuple[str, int]]) -> None:
-        """Make one span of those that follow one another, but where a place (file, offset) of `apart` is between."""
+        """Join spans that follow one another, except across a place (file, offset) in `boundaries`."""
         joined: list[Span] = []
         for span in sorted(self.spans):
             last = joined[-1] if joined else span
@@ -207,7 +207,7 @@ class Gatherer:
         self.spans = joined
 
     def read_values(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """The elements of a piece, in parts of bounded size: (part, values)."""
+        """The elements of a piece, in parts of bounded size, as (part, values)."""
         if isinstance(piece.ref, InlineTensor):
             yield piece, view_piece(memoryview(piece.ref.data), piece, piece.src_offset)
         elif piece.ref.codec:
@@ -218,7 +218,7 @@ class Gatherer:
                 yield part, self._read_part(part)
 
     def _read_part(self, part: Piece) -> NDArray[Any]:
-        """The elements of a part, read by one call: run after run, without the gaps between them."""
+        """The elements of a part, read by one call, run by run, into a buffer without the gaps between runs."""
         ref = part.ref
         assert isinstance(ref, TensorRef)
         lead, nbytes = runs_of(part)
@@ -233,10 +233,10 @@ class Gatherer:
         return view_piece(scratch, replace(part, src_strides=(*steps, *part.src_strides[lead:])), 0)
 
     def _decode_block(self, ref: TensorRef, nbytes: int) -> memoryview:
-        """The block that `ref` lies in, of at least `nbytes` bytes. Raises CorruptError if it is none, or shorter."""
+        """The decoded block that contains `ref`. Raises CorruptError if it is damaged, or shorter than `nbytes`."""
         key = (ref.path, ref.offset)
         if self._block is None or self._block[0] != key:
-            self._block = None  # one block at a time in memory
+            self._block = None  # so that only one block is in memory
             data = memoryview(bytearray(ref.codec_nbytes))
             self._read(ref.path, ref.offset, [data])
             try:
@@ -252,7 +252,7 @@ class Gatherer:
 
 
 class Reader:
-    """Threads that read, each with open files of its own."""
+    """Threads that read; each opens the files that it needs."""
 
     def __init__(self, threads: int, *, tracked: frozenset[str] = frozenset()) -> None:
         """`tracked`: see `Gatherer`."""
@@ -267,7 +267,7 @@ class Reader:
         return self._pool.submit(lambda: work(self._gatherer()))
 
     def run_all(self, jobs: Iterable[J], work: Callable[[J, Gatherer], object]) -> None:
-        """Run `work` for every job, one per thread at a time. Raises the first failure."""
+        """Run `work` for every job, one at a time on each thread. Raises the first failure."""
         queue = iter(jobs)
         running: set[Future[object]] = set()
         while True:
@@ -280,7 +280,7 @@ class Reader:
                 future.result()
 
     def scan(self, ranges: Iterable[tuple[str, int, int]]) -> list[Span]:
-        """Read ranges (path, offset, bytes), in parts of bounded size, only to sum them. Raises SourceError."""
+        """Read ranges (path, offset, bytes), in parts of bounded size, for their checksums. Raises SourceError."""
 
         def scan(path: str, low: int, high: int, gatherer: Gatherer) -> Span:
             gatherer.scan(path, [(low, high)])
@@ -294,14 +294,14 @@ class Reader:
         return [future.result() for future in futures]
 
     def spans(self, boundaries: Container[tuple[str, int]]) -> list[Span]:
-        """What was read of tracked files, joined but at places (file, offset) of `apart`."""
+        """What was read from tracked files, joined except across places (file, offset) in `boundaries`."""
         joined = Gatherer(sources=Sources(), spans=[span for gatherer in self._gatherers for span in gatherer.spans])
         joined.join_spans(boundaries)
         return joined.spans
 
     @property
     def nbytes(self) -> int:
-        """Bytes read."""
+        """Bytes read so far."""
         return sum(gatherer.nbytes_read for gatherer in self._gatherers)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class Reader:
 
 
 def to_run(piece: Piece, dtype: DType) -> Run | None:
-    """The bytes of a piece in its file, if they are consecutive on both sides and need no change; else None."""
+    """The bytes of a piece in its file, if they can be copied to the slice as one unchanged run; else None."""
     ref = piece.ref
     if isinstance(ref, InlineTensor) or not _is_direct(piece, dtype):
         return None
@@ -333,7 +333,7 @@ def to_run(piece: Piece, dtype: DType) -> Run | None:
 
 
 def to_extent(piece: Piece) -> Extent | None:
-    """The bytes of a file that a piece is read from; None where these are none, or few of what lies between them."""
+    """The range of a file to prefetch for a piece; None if the piece is inline, or uses too few bytes of the range."""
     from ucp.io.remote.prefetch import Extent
 
     ref = piece.ref
@@ -351,12 +351,12 @@ def _concat_spans(span: Span, following: Span) -> Span:
 
 
 def view_piece(data: memoryview, piece: Piece, offset: int) -> NDArray[Any]:
-    """View of a piece's elements in source bytes whose first element stands at `offset`."""
+    """The elements of a piece as a view of `data`; `offset`: the byte of its first element there."""
     return strided(data, piece.ref.dtype, offset=offset, sizes=piece.sizes, strides=piece.src_strides)
 
 
 def _is_direct(piece: Piece, dtype: DType) -> bool:
-    """Whether the bytes of a piece are consecutive on both sides, and those of `dtype`."""
+    """Whether a piece is copied unchanged, from consecutive bytes to consecutive elements of `dtype`."""
     ref = piece.ref
     if ref.dtype is not dtype or len(piece.sizes) != 1 or piece.mean or (isinstance(ref, TensorRef) and ref.codec):
         return False
@@ -370,7 +370,7 @@ def _scatter(buffer: memoryview, dtype: DType, piece: Piece) -> NDArray[Any]:
 
 
 def _split_reads(piece: Piece) -> Iterator[Piece]:
-    """Parts of a piece, in file order, each of at most `MAX_READ` bytes to read."""
+    """Parts of a piece, in file order, for each of which at most `MAX_READ` bytes are read."""
     lead, nbytes = runs_of(piece)
     total = prod(piece.sizes[:lead]) * (nbytes + RUN_OVERHEAD) if lead else nbytes
     if total <= MAX_READ or piece.sizes == (1,):

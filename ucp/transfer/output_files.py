@@ -1,4 +1,4 @@
-"""Creates the files of a destination with their known bytes, and fills in checksums after the tensors."""
+"""Creates the files of a destination with their known bytes, and fills in checksums once the tensors are written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ucp.transfer.worker import Sum
 
 
 def create_file(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
-    """Make a file of its full length below `root`, its literals in place.
+    """Create a file of full length below `root`, and write its literals.
 
-    `afresh`: forget what an earlier run wrote to it; else only put right what it lacks.
+    `afresh`: whether to discard what an earlier run wrote to it; otherwise only what is missing is added.
     """
     path = root / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def create_file(root: Path, file: OutputFile, *, afresh: bool = True) -> None:
 
 
 def has_full_length(root: Path, file: OutputFile) -> bool:
-    """Whether a file is there below `root`, in its full length."""
+    """Whether a file exists below `root` and has its full length."""
     try:
         return (root / file.path).stat().st_size >= file.nbytes
     except OSError:
@@ -42,7 +42,7 @@ def has_full_length(root: Path, file: OutputFile) -> bool:
 
 
 def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iterable[Sum]) -> None:
-    """Fill in the checksum fields of `files`, which are of the job and lie below `root`."""
+    """Fill in the checksum fields of `files`, which are files of the job below `root`."""
     written = _ranges_by_file(job, _group_by_placement(sums))
     for file in files:
         if not file.crcs:
@@ -58,7 +58,7 @@ def fill_checksums(job: Job, root: Path, files: Iterable[OutputFile], sums: Iter
 def truncate_files(job: Job, root: Path, sums: Iterable[Sum]) -> None:
     """Truncate files below `root` to their planned length, in case another program made them longer.
 
-    A pack of encoded blocks, whose length is not planned, ends with its last block.
+    The length of a file of encoded blocks is not planned: it ends with its last block.
     """
     ends = {file.path: file.nbytes for file in job.target.files}
     for written in sums:
@@ -71,7 +71,7 @@ def truncate_files(job: Job, root: Path, sums: Iterable[Sum]) -> None:
 
 
 def make_receipts(job: Job, sums: Iterable[Sum]) -> Receipts:
-    """What is known of all that was written."""
+    """Digests and checksums of everything that was written."""
     blocks = _group_by_placement(sums)
     written = _ranges_by_file(job, blocks)
     filled = {placement.path for placement in job.target.placements}
@@ -95,7 +95,7 @@ def make_receipts(job: Job, sums: Iterable[Sum]) -> Receipts:
 
 
 def _group_by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
-    """Sums by placement, in the order of their elements."""
+    """Checksums by placement, in the order of the elements."""
     blocks: dict[int, list[Sum]] = defaultdict(list)
     for section_sum in sorted(sums, key=lambda section_sum: section_sum.start):
         blocks[section_sum.placement].append(section_sum)
@@ -103,7 +103,7 @@ def _group_by_placement(sums: Iterable[Sum]) -> dict[int, list[Sum]]:
 
 
 def _ranges_by_file(job: Job, blocks: Mapping[int, Sequence[Sum]]) -> dict[str, list[tuple[int, int, int]]]:
-    """What was written beside literals, by file: offset, bytes, CRC-32, in increasing offset."""
+    """What was written in addition to literals, by file: offset, bytes, CRC-32, in increasing offset."""
     written: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for number, placement_sums in blocks.items():
         output = find_output(job.target, number)

@@ -1,7 +1,7 @@
-r"""A few elements of a tensor, read to recognise it: for layouts that record no names.
+r"""Reads a few elements of a tensor to recognise it, for layouts that record no names.
 
-Where a checkpoint says nowhere which part of a flat buffer is which parameter, the contents do: a master of fp32, cast
-to the type of the model, equals the model's own weight bit for bit. Windows of a few hundred bytes are read for it.
+If a checkpoint does not record which part of a flat buffer is which parameter, the contents show it: an fp32 master,
+cast to the dtype of the model, equals the model's weight bit for bit. Windows of a few hundred bytes are read for that.
 
 >>> nan, one = b"\0\0\xc0\x7f", b"\0\0\x80\x3f"
 >>> cast_bits(one + nan, DType.FLOAT32, DType.BFLOAT16).hex()
@@ -22,14 +22,14 @@ from ucp.io.files import Sources
 from ucp.transfer.gather import Gatherer
 
 _SHORT = 1 << 10
-"""Bytes up to which elements are cast one by one: numpy is not quicker, and takes a tenth of a second to import."""
+"""Up to so many bytes, elements are cast one by one: numpy is not faster, and its import takes a tenth of a second."""
 
 _INFINITE, _NAN = 0x7F800000, 0x7FC0
-"""Bits of infinity in float32, and of a bfloat16 that is no number."""
+"""Bits of infinity in float32, and of NaN in bfloat16."""
 
 
 class Prober:
-    """Reads windows of tensors; files stay open between them."""
+    """Reads windows of tensors; files stay open between reads."""
 
     def __init__(self) -> None:
         self._gatherer = Gatherer(sources=Sources())
@@ -40,12 +40,12 @@ class Prober:
         return self._gatherer.nbytes_read
 
     def window(self, tensor: Tensor, start: int, stop: int, *, dtype: DType | None = None) -> bytes:
-        """Elements `start` to `stop` of the row-major order of `tensor`, as bytes, cast to `dtype` if one is given.
+        """Elements `start` to `stop` of `tensor` in row-major order, as bytes, cast to `dtype` if one is given.
 
-        With a `dtype`, be it the tensor's own, whatever is no number is one and the same: so what was cast elsewhere
-        compares equal (`cast_bits`).
+        If a `dtype` is given, even the tensor's, all NaNs get the same bits, so that values cast elsewhere compare
+        equal (`cast_bits`).
 
-        Raises ValueError for a range outside the tensor, SourceError when it cannot be read.
+        Raises ValueError for a range outside the tensor, SourceError if it cannot be read.
         """
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f"elements {start}:{stop} of a tensor of {tensor.numel}")
@@ -63,7 +63,7 @@ class Prober:
         return data if dtype is None else cast_bits(data, state.dtype, dtype)
 
     def read_joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
-        """`window` of tensors laid end to end."""
+        """`window` of the concatenation of `tensors`."""
         parts, base = [], 0
         for tensor in tensors:
             low, high = max(start - base, 0), min(stop - base, tensor.numel)
@@ -84,10 +84,10 @@ class Prober:
 
 
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
-    """Elements of `dtype` as elements of `to`, rounded as torch rounds: to the nearest, ties to even.
+    """Elements of `dtype` cast to `to`, rounded as torch rounds: to the nearest, ties to even.
 
-    What is too large for `to` becomes infinite. Whatever is no number becomes one and the same, also where `dtype` is
-    `to`: which bits torch gives it depends on the processor and on how many elements are cast at once.
+    Values too large for `to` become infinite. All NaNs get the same bits, also if `dtype` is `to`: the bits that torch
+    gives a NaN depend on the processor, and on how many elements are cast at once.
     """
     if dtype is to and not dtype.is_floating:
         return data

@@ -1,6 +1,6 @@
 """Carries out one task: gathers blocks, compares copies, computes checksums, writes in place.
 
-A task may be run twice and by any worker: it writes the same bytes to the same places.
+A task may be run twice, and by any worker: it always writes the same bytes to the same places.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
 from ucp.transfer.plan.tiles import resolve_in_tile, split_tiles
 
 MEAN_WINDOW = BLOCK // 8
-"""Bytes of a mean that are made at once: its sum is wider than what is written, and so are its casts."""
+"""Bytes of a mean that are computed at once: its sum and casts have a wider dtype than what is written."""
 
 
 TILE = 2 * BLOCK
-"""Bytes of a tile that is not compared with copies, which needs less room beside it."""
+"""Bytes of a tile that is not compared with copies, and so needs less memory besides its own bytes."""
 
 WINDOW = 512 << 10
-"""Bytes that are read and summed at once, while they are in the processor's cache."""
+"""Bytes that are read and checksummed at once, while they are in the processor's cache."""
 
 CACHED_LOCATORS = 1024
-"""States whose pieces one thread keeps sorted: a large one is many blocks."""
+"""Number of states whose sorted pieces a thread keeps: all blocks of a large state need the same ones."""
 
 MIN_JOINED = 4096
-"""Spans that are worth joining."""
+"""Least number of new spans for which joining pays."""
 
 
 class Sum(NamedTuple):
-    """Checksums of a section that is written."""
+    """Checksums of a section that was written."""
 
     placement: int
-    """Placement it is a block of."""
+    """Number of the placement that the section is a block of."""
     start: int
     """First element."""
     nbytes: int
     """Bytes, uncompressed."""
     digest: str
-    """xxh3-64 of them, 16 hex digits."""
+    """xxh3-64 of the uncompressed bytes, 16 hex digits."""
     crc32: int
-    """CRC-32 of them."""
+    """CRC-32 of the uncompressed bytes."""
     block: tuple[int, int] | None = None
-    """File offset and encoded bytes, when compressed."""
+    """File offset and number of encoded bytes, if the section is compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Done:
     task: int
     """Its number."""
     sums: tuple[Sum, ...]
-    """One per section, in order."""
+    """Checksums of each section, in order."""
     spans: tuple[Span, ...]
-    """What was read of files with recorded checksums."""
+    """Ranges that were read from files with recorded checksums."""
     drift: tuple[str, ...] = field(default=())
-    """Copies that differ from what was taken, one line each."""
+    """A line for each copy in the source that differs from what was written."""
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +90,7 @@ class Done:
 
 
 class Step(NamedTuple):
-    """Progress of a task that takes long."""
+    """Progress report of a long task."""
 
     task: int
     """Its number."""
@@ -106,11 +106,11 @@ class _SliceOutput(NamedTuple):
     file: str | int
     """Output file, or its descriptor."""
     offset: int
-    """Byte in it of the first element."""
+    """Byte in that file where the first element goes."""
 
 
 class Worker:
-    """Carries out tasks of one job, one at a time; every thread has its own."""
+    """Carries out tasks of one job, one at a time; every thread has its own worker."""
 
     def __init__(self, job: Job, root: Path) -> None:
         self._job = job
@@ -120,13 +120,13 @@ class Worker:
         self._announced: dict[int, int] = {}
         self._tracked = frozenset(record.path for record in job.index.records)
         atoms = job.index.atoms
-        self._locator = lru_cache(CACHED_LOCATORS)(  # a bound method would be a cycle
+        self._locator = lru_cache(CACHED_LOCATORS)(  # caching a bound method would make a reference cycle
             lambda param, state: Locator(atoms[param].states[state])
         )
-        self._buffer = memoryview(mmap.mmap(-1, TILE))  # of which what is never used takes no memory
+        self._buffer = memoryview(mmap.mmap(-1, TILE))  # pages that are never touched take no memory
 
     def carry_out_all(self, tasks: Iterable[Task]) -> Iterator[Step | Done]:
-        """Carry out tasks one after another. What the next one reads from object stores is prefetched."""
+        """Carry out tasks one after another, and meanwhile prefetch what the next one reads from object stores."""
         if not self._is_remote:
             yield from chain.from_iterable(map(self.carry_out, tasks))
             return
@@ -140,7 +140,7 @@ class Worker:
             yield from self.carry_out(waiting.popleft())
 
     def carry_out(self, task: Task) -> Iterator[Step | Done]:
-        """Carry out a task; the last report says that it is done. Raises UcpError or OSError."""
+        """Carry out a task; the last report is a `Done`. Raises UcpError or OSError."""
         if self._is_remote:
             self._announce(task)
         gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
@@ -161,7 +161,7 @@ class Worker:
         yield Done(task=task.number, sums=tuple(sums), spans=tuple(gatherer.spans), drift=tuple(drift_lines))
 
     def _announce(self, task: Task) -> None:
-        """Start to prefetch what a task reads from object stores, unless that was done."""
+        """Start to prefetch what a task reads from object stores, unless that has begun already."""
         if task.number not in self._announced:
             self._announced[task.number] = number = max(self._announced.values(), default=0) + 1
             self._sources.prefetch(
@@ -169,7 +169,7 @@ class Worker:
             )
 
     def _list_pieces(self, task: Task) -> Iterator[Piece]:
-        """What a task reads, about in the order that it does."""
+        """The pieces that a task reads, in about the order in which it reads them."""
         sections = [section for fill in task.fills for section in fill.sections]
         if not self._is_encoded(task.fills[0]) and sections[0].placement in self._job.tiled:
             parts = self._needed_tiles(sections)
@@ -188,7 +188,7 @@ class Worker:
                 )
 
     def _needed_tiles(self, sections: Sequence[Section]) -> Iterator[tuple[Slice, Locator]]:
-        """The tiles that slices of one state are laid by."""
+        """The tiles that contain elements of these slices of one state."""
         tensor_slice, locator = self._find_slice(sections[0])
         slices = {section.placement: self._find_slice(section)[0] for section in sections}.values()
         shape = locator.state.global_shape
@@ -201,12 +201,12 @@ class Worker:
         self._sources.close()
 
     def _is_encoded(self, fill: Fill) -> bool:
-        """Whether a fill is a pack of encoded blocks; tensors of extras never are."""
+        """Whether a fill is a file of encoded blocks; tensors of extras are never encoded."""
         target = self._job.target
         return target.compress and fill.sections[0].placement < len(target.placements)
 
     def _write(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """Each window, which is several small sections or a part of one, is read, summed and written at once."""
+        """Write a fill by windows (several small sections, or a part of one), each read, summed and written at once."""
         with _open_output(str(self._root / fill.path)) as descriptor:
             for sections in bundle(fill.sections, limit=WINDOW):
                 runs = self._find_runs(sections[0]) if sections[0].nbytes > WINDOW else None
@@ -221,7 +221,7 @@ class Worker:
                 start_writeback(descriptor, fill.offset, fill.nbytes)
 
     def _find_runs(self, section: Section) -> list[Run] | None:
-        """Windows of a section in the source, in order; None where more is to be done with its bytes than to copy."""
+        """The ranges of the source that a section is copied from, cut into windows; None if it is not a plain copy."""
         tensor_slice, locator = self._find_slice(section)
         if section.placement in self._job.checking and locator.replicas:
             return None
@@ -230,7 +230,7 @@ class Worker:
         return None if None in runs else [part for run in runs if run for part in run.cut(WINDOW)]
 
     def _copy_section(self, section: Section, runs: Iterable[Run], descriptor: int, gatherer: Gatherer) -> Sum:
-        """Copy a section; one CRC-32 of every window serves as that of the source and as that of the destination."""
+        """Copy a section; the CRC-32 of each window is computed once, for the source and for the destination."""
         digest, crc, offset = xxhash.xxh3_64(), 0, section.offset
         for window in bundle(runs, limit=WINDOW):
             data = self._buffer[: sum(run.nbytes for run in window)]
@@ -242,7 +242,7 @@ class Worker:
         return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
     def _write_encoded(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """A whole pack, block after block; put in place at once, as another worker may be at the same task."""
+        """Write a file of encoded blocks, then move it into place: another worker may be running the same task."""
         offset = 0
         growing = self._root.parent / f"{TEMPORARY}{uuid4().hex}"
         with open(growing, "xb") as file:
@@ -255,7 +255,7 @@ class Worker:
         os.replace(growing, self._root / fill.path)
 
     def _gather_sections(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """Every section of a pack in the buffer, one after another, before it is encoded."""
+        """Gather the sections of a fill, one after another, into the buffer, each for the caller to encode."""
         for number, group in groupby(fill.sections, lambda section: section.placement):
             sections = list(group)
             if number not in self._job.tiled:
@@ -264,14 +264,14 @@ class Worker:
                         Fill(path=fill.path, sections=(section,)), self._buffer[: section.nbytes], gatherer, drift_lines
                     )
                 continue
-            with TemporaryFile(dir=self._root.parent) as rows:  # blocks are encoded in order, and come in another
+            with TemporaryFile(dir=self._root.parent) as rows:  # tiles come in another order than blocks are encoded in
                 first = sections[0]
                 self._copy_tiles([_SliceOutput(first, rows.fileno(), 0)], gatherer, drift_lines)
                 for section in sections:
                     yield self._read_back(section, rows.fileno(), section.offset - first.offset)
 
     def _write_tiled(self, fills: Sequence[Fill], gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """Slices of one state, each a fill, in the order of the source; they are summed as they were written."""
+        """Write slices of one state, each a fill, in the order of the source; then checksum them in their own order."""
         self._copy_tiles(
             [_SliceOutput(f.sections[0], str(self._root / f.path), f.offset) for f in fills], gatherer, drift_lines
         )
@@ -283,7 +283,7 @@ class Worker:
                     start_writeback(descriptor, fill.offset, fill.nbytes)
 
     def _copy_tiles(self, outputs: Sequence[_SliceOutput], gatherer: Gatherer, drift_lines: list[str]) -> None:
-        """Put the slices that begin with these sections in their places, tile by tile; compare each with its copies."""
+        """Write the slices of `outputs`, tile by tile, and compare each tile with its copies."""
         first_slice, locator = self._find_slice(outputs[0].section)
         state = locator.state
         slices = [self._find_slice(output.section)[0] for output in outputs]
@@ -311,7 +311,7 @@ class Worker:
         gatherer.join_spans(boundaries)
 
     def _read_back(self, section: Section, descriptor: int, offset: int) -> Sum:
-        """The bytes of a section, which were written at `offset`, in the buffer; their sums."""
+        """Read a section, which was written at `offset`, back into the buffer; return its checksums."""
         digest, crc = xxhash.xxh3_64(), 0
         for low in range(0, section.nbytes, WINDOW):
             part = self._buffer[low : min(low + WINDOW, section.nbytes)]
@@ -321,14 +321,14 @@ class Worker:
         return Sum(section.placement, section.start, section.nbytes, digest.hexdigest(), crc)
 
     def _gather_fill(self, fill: Fill, data: memoryview, gatherer: Gatherer, drift_lines: list[str]) -> list[Sum]:
-        """Bytes of all sections in `data`, compared with their copies; their sums."""
+        """Gather all sections into `data`, compare them with their copies; return their checksums."""
         parts, requests, checked = [], [], []
         for section in fill.sections:
             tensor_slice, locator = self._find_slice(section)
             at = section.offset - fill.offset
             part = data[at : at + section.nbytes]
             parts.append(part)
-            item = tensor_slice.dtype.itemsize  # a mean needs room for its sum, and is made in parts
+            item = tensor_slice.dtype.itemsize  # a mean needs memory for its sum, so it is computed in parts
             step = MEAN_WINDOW // item if locator.state.overlap is Overlap.MEAN else section.stop - section.start
             for low, high in block_ranges(section.start, section.stop, step):
                 window = part[(low - section.start) * item : (high - section.start) * item]
@@ -346,7 +346,7 @@ class Worker:
         ]
 
     def _locate_error(self, error: CorruptError, fill: Fill) -> CorruptError:
-        """The error with the state whose bytes it is about, found by reading each alone."""
+        """`error` with the name of the state whose bytes are damaged, found by reading each state separately."""
         for section in fill.sections:
             tensor_slice, locator = self._find_slice(section)
             data = self._buffer[: section.nbytes]
@@ -368,7 +368,7 @@ class Worker:
 
 @contextmanager
 def _open_output(file: str | int) -> Iterator[int]:
-    """A descriptor of an output file, to write to it and to read back."""
+    """A descriptor of an output file, for writing and reading back; an open descriptor is duplicated."""
     descriptor = os.dup(file) if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -377,11 +377,11 @@ def _open_output(file: str | int) -> Iterator[int]:
 
 
 def _scatter_piece(output: _SliceOutput, piece: Piece, data: memoryview) -> None:
-    """Write a piece, which lies in `data`, run by run to its places."""
+    """Write the elements of a piece, which are in `data`, run by run to their places in the output."""
     import numpy as np
 
     values = view_piece(data, piece, piece.src_offset)
-    lead, run = len(piece.sizes), values.itemsize  # dims before those that lie together, and the bytes of these
+    lead, run = len(piece.sizes), values.itemsize  # dims before those that form a run in the output; bytes of a run
     while lead and (piece.sizes[lead - 1] == 1 or piece.dst_strides[lead - 1] * values.itemsize == run):
         lead -= 1
         run *= piece.sizes[lead]

@@ -1,4 +1,4 @@
-"""`ucp bench`: how fast this machine reads, writes and copies, for a conversion to be measured by."""
+"""`ucp bench`: how fast this machine reads, writes and copies, to compare conversions with."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ucp_cli.pages.render import table, write, write_json
     help="Size of the file to measure with; twice as much space is needed.",
 )
 @click.option(
-    "--workers", type=parse_count, metavar="N", help="Threads, measured beside a single one.  [default: one per core]"
+    "--workers", type=parse_count, metavar="N", help="Measure one thread, and N threads.  [default: one per core]"
 )
 @as_json
 def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> None:
     """Measure how fast this machine reads, writes and copies.
 
-    Files are created in a folder of their own in DIR, then deleted. A conversion reads, computes checksums (CRC-32 and
-    xxh3) and writes: compare the rate that `ucp convert` prints with "copy, with digests". Files are read from the page
+    Files are created in a new folder in DIR, then deleted. A conversion reads, computes checksums (CRC-32 and xxh3) and
+    writes: compare the rate that `ucp convert` prints with the row "copy, with digests". Files are read from the page
     cache, as they were just written; from a cold disk everything is slower.
     """
     rates = list(measure_floor(folder, size, workers or count_cores()))
@@ -50,4 +50,4 @@ def command(*, folder: Path, size: int, workers: int | None, as_json: bool) -> N
         )
         for rate in rates
     ]
-    write(table(f"{nbytes_text(size)} in {folder}", ("way", "by", ">rate", ">time"), rows))
+    write(table(f"{nbytes_text(size)} in {folder}", ("operation", "by", ">rate", ">time"), rows))

@@ -40,9 +40,11 @@ def command(
 ) -> None:
     """Convert a checkpoint to atoms, or for another run or framework.
 
-    SRC is a checkpoint of any format; it is never written to. DST is a folder that appears once it is complete, or the
-    URL of a bucket (s3://bucket/run), where what is unfinished is refused by `ucp` as a source.
-    Numbers are copied bit for bit, except for casts requested with --dtype.
+    SRC is a checkpoint of any format; it is never written to. DST is a new folder, which appears once it is complete,
+    or a URL in a bucket (s3://bucket/run), where files appear one by one and ucp does not read unfinished results.
+    Atoms, the default, hold one unsharded tensor per parameter and optimizer state, from which any layout can be made.
+
+    Numbers are copied bit for bit; the report lists every cast.
     """
     try:
         report = api.convert(
@@ -55,7 +57,7 @@ def command(
         raise make_stopped(stop, _advice(dst, is_part=options.get("part") is not None)) from None
     if not as_json and quiet:
         return
-    from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: only for who looks
+    from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: not with --quiet
     from ucp_cli.pages.render import write, write_json
 
     if as_json:

@@ -43,9 +43,10 @@ def command(
     """Compare two checkpoints of any formats.
 
     Parameters, states, dtypes, hyper-parameters and every element are compared, bit for bit, whatever the layout. With
-    --extras, so is everything else (schedulers, random states, arguments), entry by entry under the names that `ucp
-    inspect` shows. Exit code 0 if they are equal, 3 if they differ. --family and --patterns apply to both; a checkpoint
-    that needs no family, such as atoms, ignores them.
+    --extras, everything else (schedulers, RNG states, arguments) is compared too, entry by entry under the names that
+    `ucp inspect` shows. Exit code 0 if the checkpoints are equal, 3 if they differ.
+
+    --family and --patterns apply to both; a checkpoint that needs no family, such as atoms, ignores them.
     """
     report = api.diff(a, b, extras=extras, observer=watch(progress, quiet=quiet), **options)
     if as_json:

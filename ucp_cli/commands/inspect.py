@@ -36,7 +36,13 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
     ),
 )
 @click.argument("path", type=PATH)
-@click.option("--param", "params", metavar="GLOB", multiple=True, help="Show where the shards of these parameters lie.")
+@click.option(
+    "--param",
+    "params",
+    metavar="GLOB",
+    multiple=True,
+    help="Show the shards of these parameters, with file and position. May be repeated.",
+)
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
 @click.option("--experts", is_flag=True, help="Read the experts: how trained each is, which stand out, what is wrong.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --experts: also draw them (.svg).")
@@ -59,12 +65,14 @@ def command(
 ) -> None:
     """Show what a checkpoint holds.
 
-    PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, nothing in the
-    checkpoint is executed, and holes in a tensor are shown. --json prints everything; shards only of the parameters
-    that --param names.
+    PATH is the folder that the framework saved to, or one checkpoint in it. Only indexes are read, not tensors; nothing
+    in the checkpoint is executed. If elements of a tensor are missing, the page says which.
+
+    --json prints everything on the page, and every parameter, state and file. Shards are only printed for the
+    parameters that match --param.
 
     If missing or damaged files make a checkpoint unreadable, what is known without them is shown, and the exit code
-    is 1. Any other problem is listed on the page (`ucp verify` exits with 1 for it).
+    is 1. Other problems are listed on the page, with exit code 0; `ucp verify` exits with 1 for them.
 
     --experts reads the tensors of experts and routers; --plot, --workers, --memory, --progress and --quiet go with it.
     """
@@ -87,7 +95,7 @@ def command(
         index = api.inspect(path, **source)
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
-            raise  # the family is wrong, or its rules are: that tells nothing of the checkpoint
+            raise  # --family or --patterns may be wrong, not the checkpoint
         survey = api.survey(path)
         if as_json:
             write_json(survey_document(survey, str(error)))

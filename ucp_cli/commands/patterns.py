@@ -33,8 +33,9 @@ from ucp_cli.pages.render import write, write_json
 def command() -> None:
     """Show model families, and what their rules say about a checkpoint.
 
-    A family is a TOML file of rules, from name template to pattern per mesh axis. It is chosen by evidence; --family
-    names another, --patterns supplies your own.
+    A family is a TOML file with rules for the parameters of one model architecture: a rule says, for a template of
+    names, how tensors are cut along each parallel axis (tp, ep, ...). The family of a checkpoint is found by its names
+    and recorded arguments; --family chooses another, --patterns takes your own file.
     """
 
 
@@ -51,7 +52,7 @@ def list_command(*, as_json: bool) -> None:
 
 
 def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]:
-    """What a shell completes --style with: styles of the family that was typed before, or of all."""
+    """Shell completion of --style: styles of the family that was typed before, or of all families."""
     del param
     named = ctx.params.get("family")
     families = [named] if named in registry.families() else registry.families()
@@ -74,11 +75,12 @@ def _styles(ctx: click.Context, param: click.Parameter, typed: str) -> list[str]
 def show_command(*, family: str, style: str | None, as_json: bool) -> None:
     """Show the rules of a family.
 
-    They say how the parameters of FAMILY lie over the mesh, what they are, and what other naming styles call them.
+    They say how the parameters of FAMILY are cut along each parallel axis, what they are, and their names in other
+    naming styles.
     """
     shown = registry.library().family(family)
     if style is not None and shown.rules:
-        shown.written_names(shown.rules[0], style)  # raises for a style that there is not, with --json too
+        shown.written_names(shown.rules[0], style)  # raises for an unknown style, also with --json
     if as_json:
         write_json(family_document(shown))
     else:
@@ -102,9 +104,10 @@ def check_command(
 ) -> None:
     """Explain every parameter of a checkpoint.
 
-    Shows the rule of the family that each name falls under and what it means, names without a rule, and rules that
-    matched nothing. A checkpoint that records its own layout needs no family; what it records is then shown, and where.
-    Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed and none fits.
+    Shows for each name the rule of the family that matches it, and what that means; then names without a rule, and
+    rules that matched nothing. For a checkpoint that records its own layout, and so needs no family, shows what it
+    records, and where. Exit code 3 if a name has no rule, if a shape does not fit its rule, or if a family is needed
+    and none fits.
     """
     try:
         report = explain(path, make_options(**options).source)

@@ -29,9 +29,11 @@ from ucp_cli.pages.render import write, write_json
 def command(*, src: Path, dst: Path | None, as_json: bool, **options: Unpack[PlanArguments]) -> None:
     """Show what a conversion would do.
 
-    Takes the options of `ucp convert` (DST may be left out: of one in a bucket, the disk that files take before they
-    are uploaded is shown too) and writes nothing. Reads indexes and windows of a few
-    moments (the whole of those that are zero there); with --drift first or mean, copies of tensors too.
+    Takes the options of `ucp convert` that say what is written, and writes nothing. DST may be left out. If it is in a
+    bucket, the plan also shows how much disk files take before they are uploaded.
+
+    Only the indexes in SRC are read, and samples of the optimizer's moments (all elements, if the samples are zero);
+    with --drift first or mean also the replicas of tensors.
     """
     report = api.plan(src, dst, **options)
     if as_json:

@@ -42,9 +42,10 @@ def command(
 ) -> None:
     """Prove that a checkpoint is complete and undamaged.
 
-    Shards must tile every tensor, bytes must match their recorded checksums, and copies must be equal. Exit code 1 if
-    PATH is damaged, 3 if it is not but differs from SRC. --family and --patterns apply to both; a checkpoint that needs
-    no family, such as atoms, ignores them.
+    Shards must cover every element of every tensor once, bytes must match their recorded checksums, and replicas must
+    be equal. Exit code 1 if PATH is damaged, 3 if it is undamaged but differs from SRC.
+
+    --family and --patterns apply to both; a checkpoint that needs no family, such as atoms, ignores them.
     """
     report = api.verify(path, against=against, observer=watch(progress, quiet=quiet), **options)
     if as_json:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def index_document(index: Index, *, missing: Sequence[str], detailed: Collection[str]) -> dict[str, object]:
-    """What `ucp inspect` found. `detailed`: names of the parameters whose pieces are told."""
+    """What `ucp inspect` found. `detailed`: names of the parameters whose shards are listed."""
     group_of = {name: number for number, group in enumerate(index.groups) for name in group.params}
     return {
         "schema": "ucp.inspect/1",
@@ -67,13 +67,13 @@ def experts_document(report: ExpertsReport) -> dict[str, object]:
 
 
 def survey_document(survey: Survey, problem: str) -> dict[str, object]:
-    """What `ucp inspect` found of a checkpoint that cannot be read. `problem`: why."""
+    """What `ucp inspect` found in a checkpoint that cannot be read. `problem`: why it cannot."""
     files = [_file(file) for file in survey.files]
     return {"schema": "ucp.inspect.partial/1", **asdict(survey), "files": files, "problems": [problem]}
 
 
 def _file(file: SourceFile) -> dict[str, object]:
-    """A file; a version is told of objects in a store alone."""
+    """A file; only objects in a bucket have a version."""
     values = asdict(file)
     return values if file.version else {key: value for key, value in values.items() if key != "version"}
 
@@ -162,5 +162,5 @@ def _piece(fragment: Fragment) -> dict[str, object]:
 
 
 def _changes(changes: Sequence[Change]) -> list[dict[str, object]]:
-    """Differences, with the largest as text where JSON has no number for it."""
+    """Differences; the largest one is a text if JSON has no such number (inf, nan)."""
     return [{**asdict(c), "largest": c.largest if math.isfinite(c.largest) else repr(c.largest)} for c in changes]

@@ -26,15 +26,15 @@ def family_table(families: Iterable[Family]) -> RenderableType | None:
 
 
 def family_page(family: Family, style: str | None) -> list[Section | RenderableType | None]:
-    """Everything that a family says. `style`: naming style to show the names in, beside the canonical ones."""
+    """Everything in a family. `style`: naming style in which names are shown beside the canonical ones."""
     evidence = family.evidence
     sizes = [f"{name} = {' or else '.join(map(str, sources))}" for name, sources in family.sizes.items()]
-    columns = ("name", *([style] if style else []), "lies", "when", "meaning")
+    columns = ("name", *([style] if style else []), "layout", "when", "meaning")
     rows = [
         (
             rule.name.text,
             *([", ".join(family.written_names(rule, style)) or "-"] if style else []),
-            "; ".join(map(str, rule.axes)) or "one owner",
+            "; ".join(map(str, rule.axes)) or "not cut",
             "" if rule.when is None else str(rule.when),
             rule.meaning,
         )
@@ -46,11 +46,11 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
                 ("family", f"{family.name}: {family.title}"),
                 ("file", family.source),
                 ("preferred to", ", ".join(family.kind_of)),
-                ("recognised by", ", ".join(evidence.names)),
-                ("and not by", ", ".join(evidence.absent)),
-                ("with", ", ".join(f"{name} = {value!r}" for name, value in evidence.arguments.items())),
-                ("given", ", ".join(f"{name} = {value}" for name, value in family.constants.items())),
-                ("names in", ", ".join((CANONICAL, *family.styles))),
+                ("needs names", ", ".join(evidence.names)),
+                ("excludes names", ", ".join(evidence.absent)),
+                ("needs arguments", ", ".join(f"{name} = {value!r}" for name, value in evidence.arguments.items())),
+                ("fixed sizes", ", ".join(f"{name} = {value}" for name, value in family.constants.items())),
+                ("styles", ", ".join((CANONICAL, *family.styles))),
             ]
         ),
         table("Rules", columns, rows),
@@ -60,7 +60,7 @@ def family_page(family: Family, style: str | None) -> list[Section | RenderableT
 
 
 def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
-    """What a family says about a checkpoint: a row per rule that names fell under, then what is wrong."""
+    """What a family says about a checkpoint: a row per rule that matches names, then what is wrong."""
     if report.family is None:
         yield from _recorded_page(report)
         return
@@ -73,28 +73,29 @@ def report_page(report: FamilyReport) -> Iterator[Section | RenderableType | Non
         [
             ("format", report.format),
             ("family", f"{report.family.name}: {report.family.title}"),
-            ("because of", ", ".join(report.reasons)),
+            ("evidence", ", ".join(report.reasons)),
             ("sizes", ", ".join(f"{name}={value}" for name, value in report.family.values.items())),
         ]
     )
     rows = list(_rows(parameter for parameter in report.parameters if parameter.rule is not None))
-    yield table("Parameters", ("name", ">tensors", "shape", "lies", "meaning"), rows)
+    yield table("Parameters", ("name", ">tensors", "shape", "layout", "meaning"), rows)
     yield lines(
         "Without a rule", _some(f"{parameter.name} {shape_text(parameter.global_shape)}" for parameter in without)
     )
-    yield lines("Of several rules", _some(parameter.problem for parameter in undecided))
-    yield lines("Not as their rule says", _some(parameter.problem for parameter in wrong if parameter.rule is not None))
+    yield lines("With several rules", _some(parameter.problem for parameter in undecided))
+    misfits = (parameter.problem for parameter in wrong if parameter.rule is not None)
+    yield lines("Not as their rule says", _some(misfits))
     yield lines("Rules that matched nothing", list(dict.fromkeys(str(rule.name) for rule in report.unused)))
 
 
 def _recorded_page(report: FamilyReport) -> Iterator[Section | RenderableType | None]:
-    """What a checkpoint says of itself: where it stands, and a row per kind of parameter."""
+    """The layout that a checkpoint records: in which files, and a row per kind of parameter."""
     count = format_count(len(report.parameters), "parameter")
-    yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records how they lie")
+    yield Text(f"{report.path}: {count}; no family is needed, the checkpoint records their layout")
     yield facts([("format", report.format), ("family", "none knows these names, and none is needed")])
-    yield table("Recorded", ("axis", "in"), list(report.recorded_in.items()))
+    yield table("Recorded layout", ("axis", "in"), list(report.recorded_in.items()))
     rows = [row[:4] for row in _rows(report.parameters)]
-    yield table("Parameters", ("name", ">tensors", "shape", "lies"), rows)
+    yield table("Parameters", ("name", ">tensors", "shape", "layout"), rows)
 
 
 def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]:
@@ -106,12 +107,12 @@ def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]
         first = members[0]
         shapes = list(dict.fromkeys(shape_text(parameter.global_shape) for parameter in members))
         shown = ", ".join(shapes[:2]) + (", ..." if len(shapes) > 2 else "")
-        layout = "; ".join(first.patterns) or ("whole" if first.rule is None else "one owner")
+        layout = "; ".join(first.patterns) or ("whole" if first.rule is None else "not cut")
         yield first.template, str(len(members)), shown, layout, _meaning(first)
 
 
 def _meaning(parameter: ExplainedParameter) -> str:
-    """What a parameter is, and what it is called by the family where that is something else."""
+    """What a parameter is, after its canonical name in the family if its name is another one."""
     if parameter.rule is None or parameter.style == CANONICAL:
         return parameter.rule.meaning if parameter.rule else ""
     part = "" if parameter.part is None else f" (part {parameter.part + 1})"

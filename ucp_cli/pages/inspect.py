@@ -1,4 +1,4 @@
-"""`ucp inspect`: a checkpoint on a page, its parameters one by one, or what there is of one that cannot be read."""
+"""`ucp inspect`: the page of a checkpoint, of one parameter, or of a checkpoint that cannot be read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def inspect_page(index: Index) -> list[Section | RenderableType | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What is shown of an atom; atoms of one look are one line."""
+    """What is shown of an atom; atoms with equal looks share a line."""
 
     shape: str
     dtype: str
@@ -59,14 +59,14 @@ class _Look:
     kind: Kind
 
     def remark(self, usual: str) -> str:
-        """What is to be said of its states, when `usual` goes without saying."""
+        """What to say about its kind and states; nothing for a parameter with the `usual` states."""
         if self.kind is not Kind.PARAMETER:
             return ", ".join(filter(None, [self.kind.value, self.others]))
         return "" if self.others == usual else self.others or "no other state"
 
 
 def _tree(index: Index) -> Iterator[Section | RenderableType | None]:
-    """The parameters, and what the signs of the tree mean where they occur in it."""
+    """The parameters as a tree, and what its signs mean, if it has any."""
     same: dict[_Look, _Look] = {}
     looks = {}
     for name, atom in index.atoms.items():
@@ -136,7 +136,7 @@ def _thin(shares: Sequence[float]) -> list[float]:
 
 
 def _stages(atom: AtomIndex) -> list[int]:
-    """Pipeline stages that hold a parameter, where that is known; of virtual stages those of the pipeline's ranks."""
+    """Pipeline stages that hold a parameter, if that is known; for virtual stages, the pipeline ranks."""
     pipeline = next((axis for axis in atom.layout.axes if axis.axis == "pp" and axis.parts > 1), None)
     return pipeline.holders(atom.global_shape) if pipeline else []
 
@@ -176,7 +176,7 @@ def file_rows(index: Index) -> list[tuple[str, ...]]:
 
 
 def _shown_path(index: Index, path: str) -> str:
-    """`path` seen from the checkpoint, where it lies in it."""
+    """`path` relative to the checkpoint, if it is inside."""
     root = index.path if path_of(index.path).is_dir() else os.path.dirname(index.path)
     return os.path.relpath(path, root) if path.startswith(root + os.sep) else path
 
@@ -258,7 +258,7 @@ def survey_page(survey: Survey, problem: str, *, each: bool) -> list[Section | R
 
 
 def _name_rows(sizes: Mapping[str, int]) -> Iterator[tuple[str | Text, ...]]:
-    """A row for names that differ in numbers only; `sizes`: name to bytes."""
+    """A row for each set of names that differ only in numbers. `sizes`: name to bytes."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name in sizes:
         alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)

@@ -21,18 +21,18 @@ from ucp.core.text.page import Section
 from ucp.core.text.units import printable
 
 _ENDLESS = 1 << 16
-"""Columns of what is not a terminal."""
+"""Columns if stdout is not a terminal."""
 
 _STYLES = {
     **dict.fromkeys(("Warnings", "Missing", "In doubt", "Problems"), "bold red"),
     **dict.fromkeys(("Damage", "Optimizer", "Copies that differ"), "red"),
-    **dict.fromkeys(("Without a rule", "Of several rules", "Not as their rule says"), "red"),
+    **dict.fromkeys(("Without a rule", "With several rules", "Not as their rule says"), "red"),
     **dict.fromkeys(("Casts", "Left behind"), "yellow"),
 }
 """Title of a list to the style of its items."""
 
 Column = str
-"""Heading of a column; one that starts with ">" is set flush right."""
+"""Heading of a column; one that starts with ">" is right-aligned."""
 
 
 def write(*parts: Section | RenderableType | None) -> None:

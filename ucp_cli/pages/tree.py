@@ -1,6 +1,6 @@
 """Names as a tree in which equal layers are one line.
 
-A name is cut at its dots. Children of a node that are numbers and have the same things below them are one child, `#`.
+A name is cut at its dots. Children of a node that are numbers and have equal subtrees are shown as one child, `#`.
 
 >>> names = {f"layers.{n}.mlp.{p}.weight": "4x4" for n in range(3) for p in ("up", "down")}
 >>> for line in collapse({"emb.weight": "8x4", **names}):
@@ -30,7 +30,7 @@ class Line(Generic[Leaf]):
     depth: int
     """Nodes above it."""
     label: str
-    """Parts of the name joined by dots, with "#" for numbers that are one line."""
+    """Parts of the name joined by dots, with "#" for numbers that share the line."""
     ranges: str
     """Numbers that the "#" stand for, one group each, e.g. "0-79"; empty without one."""
     leaf: Leaf | None
@@ -47,7 +47,7 @@ class _Node(Generic[Leaf]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FoldedNode(Generic[Leaf]):
-    """A node whose equal numbered children are joined. One object stands for all that read the same."""
+    """A node whose equal numbered children are joined. Equal nodes are one object."""
 
     leaf: Leaf | None
     below: tuple[_Step[Leaf], ...]
@@ -57,7 +57,7 @@ class _FoldedNode(Generic[Leaf]):
 
 
 _Step: TypeAlias = tuple[str, tuple[int, ...], _FoldedNode[Leaf]]
-"""Part of the name, numbers that "#" stands for (none without), node."""
+"""Part of the name, numbers that "#" stands for (empty without "#"), node."""
 
 
 def collapse(leaves: Mapping[str, Leaf]) -> Iterator[Line[Leaf]]:
@@ -111,7 +111,7 @@ def _below(node: _FoldedNode[Leaf], depth: int, times: int) -> Iterator[Line[Lea
 
 
 def _paths(step: _Step[Leaf]) -> Iterator[tuple[_Step[Leaf], ...]]:
-    """Steps that make one line: down to where names part, numbers not counted as parting."""
+    """Steps that make one line: down to the first node with several children that are not numbers."""
     below = step[2].below
     if step[2].leaf is None and (len(below) == 1 or all(numbers or part.isdigit() for part, numbers, _ in below)):
         for inner in below:

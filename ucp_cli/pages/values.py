@@ -1,4 +1,4 @@
-"""Values of a checkpoint, which may be anything, as JSON or as one line of text."""
+"""Values in a checkpoint, of any kind, as JSON or as one line of text."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MOST = 6
 
 
 def json_value(value: object) -> object:
-    """`value` as JSON, marked as in the extras of an atom store where it is plain.
+    """`value` as JSON. Plain types that JSON lacks are marked as in an atom store, e.g. "!tuple".
 
-    What is not plain becomes its state under the name of its class, or a text in angle brackets, as does what lies too
-    deep and what is more than a page takes.
+    An object becomes its class and its state. Tensors, and values that are nested too deeply or too long, become a text
+    in angle brackets.
 
     >>> from ucp.core.tensor import DType
     >>> json_value({"best": (1, 2), "ema": TensorRef(path="", offset=0, dtype=DType.INT8, shape=(3,), strides=(1,))})
@@ -43,7 +43,7 @@ def json_value(value: object) -> object:
 
 
 def describe_extra(extra: Extra) -> str:
-    """What an extra holds, in a few words; of a companion file how long it is.
+    """What an extra holds, in a few words; for a companion file its size.
 
     >>> from ucp.contract.sidecars import sidecar_extra
     >>> describe_extra(Extra(name="tag", value="best")), describe_extra(sidecar_extra("config.json", "", 714))

@@ -1,8 +1,8 @@
 """The DeepSpeed configuration of a run, as far as it decides the layout of checkpoints, and the fp16 loss scale.
 
-DeepSpeed counts the loss scale by iterations (runtime/fp16/loss_scaler.py and fused_optimizer.py, 0.19.8). Stages 1 to
-3 pickle the scaler object; stage 0 writes its numbers beside the optimizer. Both are read and written here, so that a
-run keeps its loss scale, and its count of steps without overflow, across stages.
+DeepSpeed's loss scaler counts iterations (runtime/fp16/loss_scaler.py and fused_optimizer.py, 0.19.8). Stages 1 to 3
+pickle the scaler object; stage 0 writes its numbers beside the optimizer's state dict. Both forms are read and written
+here, so that a run keeps its loss scale, and its count of steps without overflow, when the stage changes.
 
 >>> config = RunConfig(raw={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "sub_group_size": 1e6}})
 >>> config.precision(()), config.sub_group_size
@@ -28,7 +28,7 @@ _FUSED_TYPES = ("adam", "adamw")
 
 
 class Precision(StrEnum):
-    """Type in which the model computes."""
+    """Dtype in which the model computes."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -43,7 +43,7 @@ class RunConfig:
     """The configuration; empty for a source without one."""
 
     def precision(self, model_dtypes: Iterable[DType | None]) -> Precision:
-        """Precision of the run; where the configuration does not say it, that of the parameters."""
+        """Precision that the configuration enables; if it enables none, that of the model's dtypes."""
         if self._section("bf16").get("enabled") is True or self._section("bfloat16").get("enabled") is True:
             return Precision.BF16
         if self._section("fp16").get("enabled") is True:
@@ -61,7 +61,7 @@ class RunConfig:
 
     @property
     def sub_group_size(self) -> int:
-        """Elements of a rank's chunks at which stage 3 closes a sub-group."""
+        """Elements per rank at which stage 3 closes a sub-group."""
         size = self._zero.get("sub_group_size")
         return int(size) if isinstance(size, int | float) and not isinstance(size, bool) else SUB_GROUP_SIZE
 
@@ -88,7 +88,7 @@ class RunConfig:
 
     @property
     def names_fused_adam(self) -> bool:
-        """Whether the configuration makes the engine build FusedAdam."""
+        """Whether the engine builds FusedAdam because of this configuration."""
         optimizer = self._section("optimizer")
         params = optimizer.get("params")
         torch_adam = isinstance(params, Mapping) and params.get("torch_adam") is True
@@ -100,12 +100,12 @@ class RunConfig:
         return bool(self._section("optimizer").get("type"))
 
     def uses_bf16_optimizer(self, precision: Precision) -> bool:
-        """Whether stage 1 is BF16_Optimizer (`_do_optimizer_sanity_check`), which neither reorders nor aligns."""
+        """Whether stage 1 uses BF16_Optimizer (`_do_optimizer_sanity_check`), which never reorders or aligns params."""
         dtype = str(self._section("data_types").get("grad_accum_dtype", "")).removeprefix("torch.")
         return precision is Precision.BF16 and dtype in ("fp32", "float32") and not self.offloaded
 
     def fp16(self, name: str, default: float) -> float:
-        """Number `name` of the `fp16` section."""
+        """Number `name` of the section `fp16`, or `default` if the section has no such number."""
         number = self._section("fp16").get(name)
         return number if isinstance(number, int | float) else default
 
@@ -115,7 +115,7 @@ class RunConfig:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the optimizer runs on the CPU or its states lie on NVMe."""
+        """Whether optimizer states are offloaded to the CPU or to NVMe."""
         offload = self._zero.get("offload_optimizer")
         device = offload.get("device") if isinstance(offload, Mapping) else None
         return device in ("cpu", "nvme") or self._zero.get("cpu_offload") is True
@@ -131,13 +131,13 @@ class RunConfig:
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _COUNTS = {"cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
-"""Number of a dynamic scaler to its value at the start."""
+"""Fields of a dynamic scaler, each with its initial value."""
 
 
 def read_loss_scale(saved: object, config: RunConfig) -> dict[str, object]:
-    """Numbers of the loss scaler by DeepSpeed's names, with `dynamic`.
+    """The state of the loss scaler, by DeepSpeed's field names: whether it is `dynamic`, and its numbers.
 
-    `saved` is a scaler object or the numbers of stage 0; otherwise they come from the configuration.
+    `saved`: a scaler object, or the numbers that stage 0 saves; for anything else, `config` gives the initial state.
     """
     state = saved.state if isinstance(saved, Stub) else saved
     if isinstance(state, Mapping) and (isinstance(saved, Stub) or "cur_scale" in state):
@@ -163,7 +163,7 @@ def scale_numbers(scale: Mapping[str, object]) -> dict[str, object]:
 
 
 def scaler_object(saved: object, config: RunConfig) -> Stub:
-    """The scaler object of an fp16 run (`CreateLossScaler`, 0.19.8): the source's, if it saved one."""
+    """The scaler object of an fp16 run (`CreateLossScaler`, 0.19.8): the one that the source saved, or a new one."""
     if isinstance(saved, Stub) and isinstance(saved.state, dict):
         return saved
     scale = read_loss_scale(saved, config)
@@ -190,7 +190,7 @@ def plain_scaler(scale: object = 1.0) -> Stub:
 
 
 def deepspeed_scale(index: Index) -> LossScale | None:
-    """A dynamic loss scale, as `torch.amp.GradScaler` counts it."""
+    """The dynamic loss scale of a DeepSpeed source in the fields of `torch.amp.GradScaler`; None if it has none."""
     for extra in index.extras:
         if extra.name == "loss_scaler" and extra.rank is None:
             state = extra.value.state if isinstance(extra.value, Stub) else extra.value
@@ -198,7 +198,7 @@ def deepspeed_scale(index: Index) -> LossScale | None:
                 current, last, window = (state.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window"))
                 steps = None
                 if isinstance(current, int) and isinstance(last, int) and isinstance(window, int):
-                    # without ZeRO its first growth is a step later
+                    # a scaler without ZeRO (saved as numbers) grows for the first time one step later
                     steps = max(current - last - 1 - (not isinstance(extra.value, Stub)), 0) % window
                 factor = state.get("scale_factor")
                 return LossScale(

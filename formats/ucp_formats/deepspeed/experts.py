@@ -1,11 +1,11 @@
-"""Native mixture of experts: which data-parallel ranks hold which experts, and their global numbers.
+"""Native mixture of experts: which data-parallel ranks hold which experts, and the global numbers of the experts.
 
-Optimizer files and `param_shapes` number the experts of each rank from 0, so one name means another expert on another
-expert-parallel rank. The files of experts use global numbers (`_save_moe_checkpoint`, runtime/engine.py, 0.19.8):
-expert-parallel rank `e` with `n` experts has the numbers `e * n` to `e * n + n - 1`.
+Optimizer files and `param_shapes` number the experts of each rank from 0, so the same name means a different expert on
+each expert-parallel rank. The files of experts use global numbers (`_save_moe_checkpoint`, runtime/engine.py, 0.19.8):
+with `n` experts per rank, expert-parallel rank `e` holds experts `e * n` to `e * n + n - 1`.
 
-Of `ranks` data-parallel ranks, `ranks / ep` hold the same experts, and ZeRO partitions their optimizer states over
-these: every `ep`-th rank, or adjacent ones under `use_data_before_expert_parallelism`
+Of `ranks` data-parallel ranks, `ranks / ep` hold the same experts, and ZeRO partitions the optimizer states of these
+experts over them: over every `ep`-th rank, or over adjacent ranks under `use_data_before_expert_parallelism`
 (`_create_expert_and_data_parallel`, utils/groups.py).
 
 >>> expert_holders(ranks=8, ep=2, contiguous=False), expert_holders(ranks=8, ep=2, contiguous=True)
@@ -39,7 +39,7 @@ def is_expert(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNumbers:
-    """The global numbers of the experts of each layer.
+    """How many experts each layer has, and so which rank holds an expert and under which name.
 
     >>> numbers = ExpertNumbers.of(f"moe.deepspeed_experts.{n}.w" for n in range(4))
     >>> numbers.owner("moe.deepspeed_experts.3.w", 2), numbers.local_name("moe.deepspeed_experts.3.w", 2)
@@ -47,9 +47,9 @@ class ExpertNumbers:
     """
 
     counts: Mapping[str, int]
-    """Name prefix of a layer's experts to how many there are, in the order of the model."""
+    """Name prefix of a layer's experts to the number of experts, in the order of the model."""
     missing: tuple[str, ...] = ()
-    """Experts without a parameter, though their layer has higher numbers; the first thousand of each layer."""
+    """Experts without any parameter in a layer that has experts of higher numbers; the first thousand of each layer."""
 
     @classmethod
     def of(cls, names: Iterable[str]) -> ExpertNumbers:
@@ -62,23 +62,23 @@ class ExpertNumbers:
         return cls(counts, tuple(missing))
 
     def owner(self, name: str, ep: int) -> int | None:
-        """Expert-parallel rank, of `ep`, that has the expert of a parameter; None for other parameters."""
+        """Which of `ep` expert-parallel ranks holds the expert of a parameter; None for a parameter of no expert."""
         match = _EXPERT.fullmatch(name)
         return None if match is None else int(match[2]) // (self.counts[match[1]] // ep)
 
     def owners(self, names: Iterable[str], ep: int) -> dict[str, int]:
-        """Parameters of experts to the rank of `ep` that has them, except in layers that `ep` does not divide."""
+        """Parameter of an expert to the expert-parallel rank that holds it, in layers whose experts `ep` divides."""
         even = {prefix for prefix, count in self.counts.items() if count % ep == 0}
         experts = [name for name in names if (match := _EXPERT.fullmatch(name)) and match[1] in even]
         return {name: owner for name in experts if (owner := self.owner(name, ep)) is not None}
 
     def local_name(self, name: str, ep: int) -> str:
-        """The name by the number on its own rank."""
+        """The name of a parameter with the number that its expert has on the rank that holds it."""
         match = _EXPERT.fullmatch(name)
         return name if match is None else f"{match[1]}{int(match[2]) % (self.counts[match[1]] // ep)}{match[3]}"
 
     def params_by_file(self, names: Iterable[str]) -> dict[tuple[int, int], list[str]]:
-        """MoE layer, as DeepSpeed counts them, and expert to its parameters."""
+        """(MoE layer, expert), numbered as in DeepSpeed's file names, to the parameters of that expert."""
         layers = {prefix: number for number, prefix in enumerate(self.counts)}
         files: dict[tuple[int, int], list[str]] = {}
         for match in filter(None, map(_EXPERT.fullmatch, names)):
@@ -87,7 +87,7 @@ class ExpertNumbers:
 
 
 def _find_gaps(numbers: set[int]) -> Iterable[int]:
-    """Numbers below the largest that are not among them: a thousand at most, as a damaged name may have any number."""
+    """Numbers missing below the largest one: a thousand at most, because a damaged name can have a huge number."""
     return islice((number for number in range(max(numbers)) if number not in numbers), 1000)
 
 
@@ -98,7 +98,7 @@ def global_name(name: str, *, rank: int, experts_per_rank: int) -> str:
 
 
 def expert_holders(*, ranks: int, ep: int, contiguous: bool) -> list[tuple[int, ...]]:
-    """For each expert-parallel rank the data-parallel ranks that hold its experts, in the order of their shares."""
+    """For each expert-parallel rank, the data-parallel ranks that hold its experts, in the order of their shares."""
     count = ranks // ep
     if contiguous:
         return [tuple(range(rank * count, rank * count + count)) for rank in range(ep)]
@@ -106,10 +106,10 @@ def expert_holders(*, ranks: int, ep: int, contiguous: bool) -> list[tuple[int, 
 
 
 def merge_names(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Parameters of an optimizer group by their global names, in the order of one rank with all experts.
+    """Global names of the parameters of an optimizer group, in the order of a run in which one rank has all experts.
 
-    `ranks`: those of each expert-parallel rank, in its order. The experts of a layer come together, whichever ranks
-    they lie on, so that any other number of ranks finds its experts in the order of the model.
+    `ranks`: the global names on each expert-parallel rank, in the order of its group. The experts of a layer become
+    adjacent, whichever ranks hold them, so that a run with another number of ranks has them in the order of the model.
 
     >>> ranks = [[f"{n}.deepspeed_experts.{e}.w" for n in "ab"] for e in range(2)]
     >>> [name.replace("deepspeed_experts.", "") for name in merge_names(ranks)]
@@ -122,27 +122,27 @@ def merge_names(ranks: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertGroups:
-    """How the optimizer groups of a run lie over its data-parallel ranks."""
+    """How the optimizer groups of a run are distributed over its data-parallel ranks."""
 
     ranks: int
     """Data-parallel ranks."""
     contiguous: bool
     """Whether ranks with the same experts are adjacent."""
     per_rank: Mapping[str, int]
-    """Name prefix of the experts of a layer to how many of them a rank holds."""
+    """Name prefix of a layer's experts to the number of experts that a rank holds."""
     degrees: tuple[int, ...]
     """Expert-parallel ranks of each optimizer group; 1 for a group of other parameters."""
 
     @classmethod
     def of(cls, run: SavedRun, groups: Sequence[Iterable[str]]) -> ExpertGroups:
-        """The groups of a run; `groups`: names of its parameters, with experts numbered on their ranks."""
+        """The groups of a run; `groups`: names of the parameters of each, in which every rank counts experts from 0."""
         per_rank = ExpertNumbers.of(name for group in groups for name in group).counts
         degrees = [_expert_degree(run, at) if any(map(is_expert, group)) else 1 for at, group in enumerate(groups)]
         return cls(ranks=run.ranks, contiguous=run.config.groups_experts, per_rank=per_rank, degrees=tuple(degrees))
 
     @property
     def ep(self) -> int:
-        """The largest degree."""
+        """Expert-parallel degree of the run: the largest of all groups."""
         return max(self.degrees, default=1)
 
     def global_name(self, name: str, rank: int) -> str:
@@ -167,8 +167,8 @@ class ExpertGroups:
 def _expert_degree(run: SavedRun, number: int) -> int:
     """Expert-parallel ranks of optimizer group `number`, which holds experts.
 
-    ZeRO partitions it over `partition_count` ranks; where that is not recorded, DeepSpeed's name of the group tells,
-    such as `ep_size_2`.
+    The degree follows from `partition_count`, the ranks that ZeRO partitions the group over; where that is not
+    recorded, from the name that DeepSpeed gives the group, for example `ep_size_2`.
     """
     file = next(iter(run.optimizers.values()))
     count = file.counts[number] if file.counts is not None and number < len(file.counts) else None
@@ -179,8 +179,8 @@ def _expert_degree(run: SavedRun, number: int) -> int:
     if count is None and sized and int(sized[1]) and run.ranks % int(sized[1]) == 0:
         return int(sized[1])
     raise MalformedError(
-        f"expected partition_count of group {number} in {file.file.path}, which holds experts, to divide the "
-        f"{run.ranks} data-parallel ranks; got {count!r}, and its name is {name!r}"
+        f"expected partition_count of group {number}, which holds experts, in {file.file.path} to divide the "
+        f"{run.ranks} data-parallel ranks; got {count!r}, and the group is named {name!r}"
     )
 
 
@@ -194,7 +194,7 @@ def read_experts(files: Sequence[SavedFile], problems: Problems) -> SavedModule:
         for key, value in file.root.items():
             name = text(key, f"a name in {file.path}")
             if name in tensors:
-                problems.wrong.append(f"extra: {file.name.name} has {name}, which another file of experts has too")
+                problems.wrong.append(f"extra: {file.name.name} holds {name}, which another expert file holds too")
             elif isinstance(value, TensorRef):
                 tensors[name] = value
             else:
@@ -209,11 +209,11 @@ def read_experts(files: Sequence[SavedFile], problems: Problems) -> SavedModule:
 
 
 def check_experts_saved(experts: SavedModule, trained: Iterable[str], where: str, problems: Problems) -> None:
-    """Note experts that the optimizer has and the files of experts do not."""
+    """Add a problem for experts that the optimizer has and the expert files do not; `trained`: its parameters."""
     missing = [match for match in map(_EXPERT.fullmatch, trained) if match and match[0] not in experts.tensors]
     if missing:
         numbers = sorted({int(match[2]) for match in missing})
         problems.missing.append(
-            f"files of experts {', '.join(map(str, numbers))}: the optimizer of {where} has {missing[0][0]}"
+            f"files of experts {', '.join(map(str, numbers))}: the optimizer of {where} trains {missing[0][0]}"
             f"{', ...' if len(missing) > 1 else ''}"
         )

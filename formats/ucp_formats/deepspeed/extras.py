@@ -1,8 +1,9 @@
-"""Reads and writes the extras of a DeepSpeed checkpoint: all values that are not tensors of parameters.
+"""The extras of a DeepSpeed checkpoint, read and written: all values that are not tensors of parameters.
 
-Readers also create extras that are not in the table: `optimizer_ds_config` and `optimizer_file` hold values of an
-optimizer file that the model states lack, `optimizer_state/GROUP/NAME` holds states that cannot be assigned to single
-parameters, and `universal_parameters` holds what a universal checkpoint records about a parameter besides its tensor.
+Readers also create extras that `EXTRAS` does not list: `optimizer_ds_config` and `optimizer_file` hold values of
+optimizer files that the model-states files lack, `optimizer_state/GROUP/NAME` holds states that cannot be assigned to
+single parameters, and `universal_parameters` holds what a universal checkpoint records of a parameter besides its
+tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ucp_formats.deepspeed.read.run import SavedRun
 ENGINE = "engine"
 """Steps, samples, world sizes, version, parallel dimensions."""
 UNSTEPPED = "param_groups"
-"""Groups of a torch optimizer without states, whose numbers cannot be matched with parameters."""
+"""Groups of a torch optimizer that never stepped: it is not known which parameters their numbers stand for."""
 
-_SPARSE = ("sparse_tensor_module_names", "csr_tensor_module_names")  # the second before 0.5.9
+_SPARSE = ("sparse_tensor_module_names", "csr_tensor_module_names")  # the second name is that of versions before 0.5.9
 AS_FOUND: ExtraTable = {
     "lr_scheduler": ExtraRow(keys=("lr_scheduler",), rank_stage=3),
     "data_sampler": ExtraRow(keys=("data_sampler",), rank_stage=3),
@@ -46,7 +47,7 @@ EXTRAS: ExtraTable = {
     # every key that DeepSpeed did not write itself
     "client_state": ExtraRow(rank_stage=3),
     "client_state/": ExtraRow(rank_stage=3),
-    # the scaler object, or without ZeRO its numbers
+    # the scaler object, or only its numbers if the run had no ZeRO
     "loss_scaler": ExtraRow(keys=("loss_scaler",), rank_stage=1),
     # other values of the optimizer file, with `class`, `zero_stage` and `file_prefix`
     "optimizer": ExtraRow(rank_stage=1),
@@ -56,14 +57,14 @@ EXTRAS: ExtraTable = {
     # versions of modules; entries of the module that are not tensors
     "module_metadata": ExtraRow(rank_stage=3),
     MODULE_STATE: ExtraRow(rank_stage=3),
-    # buffers of ranks that differ from rank 0's
+    # buffers of other ranks, if they differ from rank 0's
     "buffer/": ExtraRow(rank_stage=3),
     TAG: ExtraRow(rank_stage=3),
 }
 
 
 class CarriedExtras(ExtraValues):
-    """Extras of any source by their names in DeepSpeed's files. `ranks`, `stage`: of the target."""
+    """Extras of any source, by the names that DeepSpeed gives them. `ranks`, `stage`: of the target run."""
 
     def __init__(self, index: Index, *, ranks: int, stage: int) -> None:
         super().__init__(index, EXTRAS, same_ranks=ranks == index.topology.dp)
@@ -77,8 +78,8 @@ class CarriedExtras(ExtraValues):
         """Extras that are not written, one line per reason."""
         lines = []
         if names := self.without_rank(self._stage):
-            why = "one file holds them for all" if self._same_ranks else "the number of ranks changes"
-            lines.append(f"values of single ranks are left out, as {why} (rank 0's are kept): {', '.join(names)}")
+            why = "one file holds the value for all ranks" if self._same_ranks else "the number of ranks changes"
+            lines.append(f"only rank 0's value is kept, because {why}: {', '.join(names)}")
         if names := self.without_place():
             lines.append(f"DeepSpeed's files have no place for these extras: {', '.join(names)}")
         return tuple(lines)
@@ -91,7 +92,7 @@ _IN_ATOMS = (
 _OPTIMIZER_IN_ATOMS = (
     *("base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict"),
     *("fp32_flat_groups", "fp32_groups", "fp32_groups_flat"),
-    # derived from these
+    # derived from the tensors above
     *("group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings"),
     *("zero_stage", "ds_version", "universal_checkpoint_info"),
 )
@@ -157,7 +158,7 @@ def unsharded_extras(optimizer: UnshardedOptimizer) -> list[Extra]:
 
 
 def universal_extras(saved: Mapping[object, object], info: Mapping[str, Mapping[str, object]]) -> list[Extra]:
-    """Extras of `zero/optimizer_state.pt`, and `info`: what the files of parameters record beside the tensor."""
+    """Extras of `zero/optimizer_state.pt`, and of `info`: what the files of a parameter record besides its tensor."""
     scaler = saved.get("loss_scaler")
     extras = [Extra(name="loss_scaler", value=scaler)] if scaler is not None else []
     values = _other_values(saved, ("loss_scaler", "param_groups", "pipeline"))
@@ -173,7 +174,10 @@ def _other_values(saved: Mapping[object, object], keys: tuple[str, ...]) -> dict
 
 
 def join_extras(saved: Sequence[Extra], stated: Sequence[Extra]) -> tuple[Extra, ...]:
-    """Extras of the files, and those that follow from what the user stated, which overrule extras of the same name."""
+    """Both kinds of extras; a saved extra with the name of a stated one is renamed to NAME.overruled.
+
+    `stated`: extras that the reader made, among them what follows from a model family that the user chose.
+    """
     names = {extra.name for extra in stated}
     return (
         *(replace(extra, name=f"{extra.name}.overruled") if extra.name in names else extra for extra in saved),

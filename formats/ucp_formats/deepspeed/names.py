@@ -1,4 +1,4 @@
-"""File names of a checkpoint: the role of each file of a tag folder, and the folder of the checkpoint.
+"""File names of a checkpoint: what each file of a tag folder holds, and how the tag folder is found.
 
 The names are those of runtime/engine.py and pipe/module.py (0.19.8). `dp` is the rank in the group over which ZeRO
 partitions (the "pp" in a file name means partition-parallel), `mp` the model-parallel rank. Numbers have a minimum
@@ -13,12 +13,13 @@ width only, so they are parsed and never compared as text.
 | EXPERT | layer_0_expert_3_mp_rank_00_model_states.pt, expert_3_mp_rank_00_model_states.pt (old) |
 | EXPERT_OPTIMIZER | expp_rank_1_mp_rank_00_optim_states.pt |
 
-FastPersist splits any of them by bytes into `NAME-0.4` to `NAME-3.4` (runtime/model_checkpointing/writer_factory.py).
+FastPersist can split any of them by bytes into `NAME-0.4` to `NAME-3.4`
+(runtime/model_checkpointing/writer_factory.py).
 
 A user may pass the save folder (with its `latest`), a tag folder, or the `checkpoint-N/` of a Hugging Face Trainer,
 which is a save folder too. A tag folder is native when it has files with these names, and universal when it has a
-folder `zero/`. Other files of the save folder (`ucp.contract.sidecars`) belong to the tag that `latest` names, or to
-the only one.
+folder `zero/`. Other files of the save folder (`ucp.contract.sidecars`) are attributed to the tag that `latest` names,
+or to the only tag.
 
 >>> name = parse_name("bf16_zero_pp_rank_103_mp_rank_00_optim_states.pt-1.4")
 >>> name.role, name.dp, name.prefix
@@ -42,7 +43,7 @@ from ucp.io.folder import names_in, names_of_folder, path_of, to_absolute
 LATEST = "latest"
 """Text file beside the tag folders: the tag to load."""
 LATEST_UNIVERSAL = "latest_universal"
-"""The same for a universal checkpoint."""
+"""Text file beside the tag folders: the universal tag to load."""
 UNIVERSAL = "zero"
 """Folder in a tag folder that makes it a universal checkpoint: one folder per parameter."""
 OFFLOADED = "offloaded_tensors"
@@ -50,7 +51,7 @@ OFFLOADED = "offloaded_tensors"
 
 
 class Role(StrEnum):
-    """Contents of a file."""
+    """What a file holds."""
 
     MODEL = "model states"
     SHARDED_MODEL = "model states of one rank"
@@ -65,9 +66,9 @@ class FileName:
     """A parsed file name."""
 
     role: Role
-    """Contents of the file."""
+    """What the file holds."""
     name: str
-    """The name without the suffix of a part."""
+    """The name, without the suffix of a file that FastPersist split."""
     dp: int = 0
     """Rank in the partition group; 0 where the name has none."""
     mp: int = 0
@@ -79,7 +80,7 @@ class FileName:
     expert: int = 0
     """Global number of an expert; for optimizer states of experts, the expert-parallel rank."""
     axes: tuple[tuple[str, int], ...] = ()
-    """Axes that a pipeline layer is split over, with the rank on each."""
+    """Axes in the name of a pipeline layer's file, such as ("model", 1): each with the rank on it."""
 
     @property
     def tp(self) -> int:
@@ -88,7 +89,7 @@ class FileName:
 
     @property
     def label(self) -> str:
-        """Description of the file for messages, such as "optimizer states of rank 3"."""
+        """Description of the file for messages, for example "optimizer states of rank 3"."""
         ranked = self.role in (Role.SHARDED_MODEL, Role.OPTIMIZER)
         suffix = f", model-parallel rank {self.mp}" if self.mp else ""
         match self.role:
@@ -121,7 +122,7 @@ _FORMS = (
 
 
 def parse_name(name: str) -> FileName | None:
-    """The parsed name, that of the split file for a part; None for a name that DeepSpeed does not use."""
+    """The parsed name; None for a name that DeepSpeed does not use. The parts of a split file all have its name."""
     full_name = _PART.sub("", name)
     for role, form in _FORMS:
         match = form.fullmatch(full_name)
@@ -150,17 +151,18 @@ class TagFolder:
     path: Path
     """The folder, absolute."""
     files: tuple[FileName, ...]
-    """Files with known names; a split file once."""
+    """Files with known names; a split file is listed once."""
     entries: frozenset[str]
-    """Names of everything in it."""
+    """Names of all entries."""
     strays: tuple[str, ...]
     """Unknown names, sorted."""
 
 
 def locate_tag(path: Path, *, universal: bool) -> Located[bool] | None:
-    """The native or `universal` tag folder that `path` is or leads to; None if there is none, or one of the other kind.
+    """The tag folder that `path` is or leads to; None if there is none, or if it is not of the wanted kind.
 
-    Of two folders the one that a pointer names is used, and a native one before a universal one.
+    `universal`: the wanted kind, native or universal. A folder that a pointer such as `latest` names comes before one
+    that is merely the only candidate; among folders that pointers name, a native one comes before a universal one.
     """
     if not path.is_dir():
         return None
@@ -172,7 +174,7 @@ def locate_tag(path: Path, *, universal: bool) -> Located[bool] | None:
 
 
 def require_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
-    """The tag folder found. Raises UnknownFormatError when there is none, UsageError when there are several."""
+    """The located tag folder. Raises UnknownFormatError when there is none, UsageError when there are several."""
     example = (
         f"a folder with {LATEST!r}, or a tag folder such as global_step100 with files like mp_rank_00_model_states.pt"
     )
@@ -180,7 +182,7 @@ def require_folder(located: Located[bool] | None, path: Path) -> Located[bool]:
 
 
 def add_save_folder(index: Index, located: Located[bool]) -> Index:
-    """`index` of the tag folder, with its tag and other files of the save folder as extras."""
+    """`index`, with the tag and the other files of the save folder added as extras."""
     root = path_of(to_absolute(located.root))
     folder = root.parent if located.saved_in is None else path_of(to_absolute(located.saved_in.path))
     name = root.relative_to(folder)
@@ -216,7 +218,7 @@ def _look_native(path: Path) -> Located[bool] | None:
 
 
 def _look_universal(path: Path) -> Located[bool] | None:
-    """A folder `zero/` with a folder of `fp32.pt` in it."""
+    """A tag folder whose `zero/` has `optimizer_state.pt`, or the folder of a parameter with `fp32.pt`."""
     zero = path / UNIVERSAL
     if not zero.is_dir():
         return None

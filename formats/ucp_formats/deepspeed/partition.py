@@ -1,13 +1,14 @@
-"""How DeepSpeed flattens and partitions parameters, for reading and for writing.
+"""How DeepSpeed flattens and partitions parameters; readers and writers use the same arithmetic.
 
 Stages 1 and 2 (and BF16_Optimizer): the parameters of an optimizer group follow one another in a flat buffer, padded at
 its end to a multiple of 2 * ranks elements, and each rank holds an equal `share` of it. Stage 3: each parameter is
-split alone, and the chunks of a rank follow one another in a flat tensor per sub-group. Patterns compute what a rank
-has of a parameter: see `ucp.contract.layouts`.
+split into one chunk per rank, and the chunks of a rank follow one another in a flat tensor per sub-group. Patterns
+compute which elements of a parameter a rank holds: see `ucp.contract.layouts`.
 
 `param_shapes` is always in the order of the buffer. The optimizer's order differs from it under
 `round_robin_gradients`, which assigns parameters to the ranks in turn. `param_slice_mappings` follows the optimizer's
-order, and up to 0.19.8 has wrong offsets when the two differ: it is compared, never used.
+order. Up to 0.19.8 its offsets are wrong when the two orders differ, so no element is located by them: they are only
+compared with the computed layout.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PARAMETER_ALIGNMENT = 16
 
 
 def share(used: int, *, ranks: int) -> int:
-    """Elements of a flat buffer that each rank holds, with padding; `used`: up to the end of the last parameter.
+    """Elements of a flat buffer that each rank holds, with padding; `used`: elements up to the last parameter's end.
 
     >>> share(7, ranks=2)
     4
@@ -38,10 +39,10 @@ def share(used: int, *, ranks: int) -> int:
 def shared_buffers(
     numels: Mapping[str, int], *, ranks: int, paddings: Sequence[int] | None, first: int, known_from: str
 ) -> tuple[FlatBuffer, ...]:
-    """Layouts that a buffer of these parameters can have, the usual one first.
+    """Possible layouts of the flat buffer of these parameters, the usual one first.
 
-    In versions that round differently a share has `first` elements, as on rank 0. `paddings`: elements after each
-    parameter.
+    `first`: elements in rank 0's file; versions that pad differently have shares of this length. `paddings`: elements
+    of padding after each parameter.
     """
     *starts, used = accumulate(map(add, numels.values(), paddings or repeat(0)), initial=0)
     return tuple(
@@ -52,9 +53,9 @@ def shared_buffers(
 
 
 def alignment_paddings(numels: Sequence[int], *, itemsize: int) -> tuple[int, ...]:
-    """Padding after each parameter under `parameter_alignment`: each starts at a multiple of 16 bytes.
+    """Elements of padding after each parameter under `parameter_alignment`: each starts at a multiple of 16 bytes.
 
-    `itemsize`: bytes of an element of the model's own dtype. None follows the last parameter.
+    `itemsize`: bytes per element of the model's parameters. The last parameter has no padding after it.
 
     >>> alignment_paddings([5, 8, 3], itemsize=2)
     (3, 0, 0)
@@ -64,7 +65,7 @@ def alignment_paddings(numels: Sequence[int], *, itemsize: int) -> tuple[int, ..
 
 
 def round_robin(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
-    """Order of the buffer under `round_robin_gradients`: assigned to the ranks in turn, then rank after rank.
+    """Order of the buffer under `round_robin_gradients`: parameters are dealt to the ranks in turn, then concatenated.
 
     >>> round_robin("abcde", ranks=2)
     ('a', 'c', 'e', 'b', 'd')
@@ -78,7 +79,7 @@ def chunk(numel: int, *, ranks: int) -> int:
 
 
 def sub_groups(sizes: Sequence[tuple[str, int]], *, ranks: int, limit: int) -> tuple[tuple[str, ...], ...]:
-    """Stage-3 sub-groups of an optimizer group: closed as soon as a rank's chunks reach `limit` elements.
+    """Stage-3 sub-groups of an optimizer group: one is closed as soon as a rank's chunks in it reach `limit` elements.
 
     >>> sub_groups([("a", 4), ("b", 4), ("c", 4)], ranks=2, limit=4)
     (('a', 'b'), ('c',))
@@ -100,10 +101,10 @@ def sub_groups(sizes: Sequence[tuple[str, int]], *, ranks: int, limit: int) -> t
 def optimizer_order(
     names: Sequence[str], *, ranks: int, is_round_robin: bool, mappings: Iterable[Iterable[str]]
 ) -> tuple[tuple[str, ...], bool]:
-    """Names of a group in the order of its optimizer, and whether that differs by round robin.
+    """Parameters of a group in the order of its optimizer, and whether round robin gave the buffer another order.
 
-    `names`: in the order of the buffer. `is_round_robin`: what the configuration states. `mappings`: of each rank the
-    names in `param_slice_mappings`, in the optimizer's order.
+    `names`: in the order of the buffer. `is_round_robin`: what the configuration states; it is overruled if only the
+    opposite fits `mappings`, the names in `param_slice_mappings` of each rank, which follow the optimizer's order.
     """
     orders = {False: tuple(names), True: undo_round_robin(names, ranks=ranks)}
     recorded = [list(rank) for rank in mappings]
@@ -117,7 +118,7 @@ def optimizer_order(
 
 
 def undo_round_robin(names: Sequence[str], *, ranks: int) -> tuple[str, ...]:
-    """Order before `round_robin`.
+    """The order that `round_robin` turned into `names`.
 
     >>> undo_round_robin(("a", "c", "e", "b", "d"), ranks=2)
     ('a', 'b', 'c', 'd', 'e')

@@ -1,8 +1,8 @@
-"""`config.json` for the target, and the files that are published with the model (tokenizer, generation).
+"""The `config.json` that the target writes, and the files that are published with the model (tokenizer, generation).
 
-It is the one in the folder that `--set config=DIR` names (`none`: weights alone), else the one that came with the
-checkpoint, else one made from the arguments of the run by `[[config.huggingface]]` of its family. The tensors must
-have the sizes that it records.
+It comes from the folder that `--set config=DIR` names (`none`: weights alone), else from beside the checkpoint, else it
+is made from the arguments of the run, by the tables `[[config.huggingface]]` of its family. The tensors must have the
+sizes that it records.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _PUBLISHED = re.compile(
     r"processor_config|vocab|merges|spiece)[\w.-]*|.+\.(?:model|tiktoken|jinja)|"
     r"(?:configuration|modeling|modular|tokenization|processing|image_processing)_\w+\.py"
 )
-"""Names of files that are part of a model; others beside a checkpoint are of its training."""
+"""Names of files that are part of a model; other files beside a checkpoint belong to its training."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h)\.(\d+)\.")
 _STYLES = ("huggingface", "transformers")
 """Naming styles of transformers: on disk, and in memory."""
 _PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
-"""Prefixes of names in a model with a head, which the model without lacks."""
+"""Prefixes that names have in a model with a head, and lack in the same model without one."""
 _MOST_CONFIG = 16 << 20
 """Bytes of a config.json, at most."""
 _ROUTER, _DENSE = "decoder.layers.{layer}.mlp.router.weight", "decoder.layers.{layer}.mlp.linear_fc2.weight"
 _EVEN = ("llama", "deepseek_v2")
-"""Models whose hidden size must be a multiple of their heads (transformers 5.23, `validate_architecture`)."""
+"""Types of models whose hidden size must be a multiple of num_attention_heads (transformers 5.23,
+`validate_architecture`)."""
 _PADDED, _TRUE, _TOKENIZER = "padded_vocab_size", "vocab_size", "tokenizer_type"
 _WITHOUT_END = "NullTokenizer"
 """The tokenizer whose `vocab_size` does not count the end-of-text token (megatron/training/tokenizer)."""
@@ -62,16 +63,16 @@ class ModelConfig:
     text: bytes = b""
     """Its bytes; empty if it was derived."""
     files: tuple[Extra, ...] = ()
-    """Files that are published with it, as extras, if they are not the checkpoint's own."""
+    """Files that are published with it, as extras; empty if it came with the checkpoint."""
 
     def get(self, *keys: str) -> object:
-        """Value of the first of `keys` that it has, also for the language model of several models; or None."""
+        """Value of the first of `keys` that is set, in the document or in its `text_config`; None if none is."""
         inner = self.values.get("text_config")
         tables = (self.values, inner) if isinstance(inner, dict) else (self.values,)
         return next((table[key] for table in tables for key in keys if table.get(key) is not None), None)
 
     def render(self, dtype: DType | None) -> bytes:
-        """The file, with the type of the written weights; unchanged if it has that type, or none."""
+        """The file, with `dtype` as the type of the weights; unchanged if it records that type, or none."""
         key = "dtype" if "dtype" in self.values or not self.text else "torch_dtype"
         if self.text and (dtype is None or self.values.get(key) in (None, dtype.value)):
             return self.text
@@ -89,13 +90,13 @@ def is_published(name: str) -> bool:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config.json at or in a path that the user names, with files published beside it. Raises UsageError."""
+    """The config.json at or in the path that the user gives, and files published with it. Raises UsageError."""
     folder = folder.parent if folder.name == CONFIG and folder.is_file() else folder
     path = folder / CONFIG
     if not path.is_file():
         raise UsageError(
-            f"expected --set config= a folder with a config.json, or {NONE}; got {folder}, which has "
-            f"{'none' if folder.is_dir() else 'no files: it is no folder'}"
+            f"expected --set config=DIR, a folder with a config.json, or config={NONE}; got {folder}, which "
+            f"{'has no config.json' if folder.is_dir() else 'is no folder'}"
         )
     files = sorted(file for file in folder.iterdir() if file.is_file() and is_published(file.name))
     return _parse_config(_file_extra(path), str(path), [_file_extra(file) for file in files])
@@ -138,21 +139,21 @@ def check_config(
 ) -> None:
     """Raise MisfitError naming all that `config_conflicts` finds, or if the model of `config` is quantised.
 
-    `is_carried`: whether it came with the checkpoint. It is then of a model that transformers has: if no family is
-    known, it may have sizes of tensors that such a model lacks (`vocab_size` of a speech encoder without a head).
+    `is_carried`: whether it came with the checkpoint. If so, and no family is known, its sizes are not compared: it may
+    record sizes that no tensor of the model has (`vocab_size` of a speech encoder without a head).
     """
     if config.get("quantization_config") is not None:
         raise MisfitError(
-            f"{config.where} is of a quantised model (quantization_config), and the target is not quantised: "
-            "name a folder with a config.json without it (--set config=DIR)"
+            f"{config.where} is of a quantised model (quantization_config), but the weights are written unquantised: "
+            "name a folder whose config.json has no quantization_config (--set config=DIR)"
         )
     general = () if is_carried else _general_conflicts(config, shapes)
     lines = [*general, *config_conflicts(config, shapes, family)]
     if lines:
         raise MisfitError(
             f"expected the tensors that {config.where} describes; got\n{format_list(dict.fromkeys(lines))}\nIt is of "
-            "another model, or the source names its tensors otherwise (--names SOURCE:huggingface): name the folder of "
-            f"this model with --set config=DIR, or write the weights alone (config={NONE})"
+            "another model, or the tensors of the source have other names (convert them: --names SOURCE:huggingface). "
+            f"Name the folder of this model with --set config=DIR, or write the weights alone (config={NONE})"
         )
 
 
@@ -161,8 +162,8 @@ def config_conflicts(
 ) -> Iterator[str]:
     """A line for every size, name and shape that keeps transformers from loading a model of `config`.
 
-    `shapes`: of all tensors, by their names in transformers. `family`: the one that has all of the names; None for the
-    family of `model_type`, if it is known, and the names that it has.
+    `shapes`: of all tensors, by their names in transformers. `family`: the one that has all of the names; if None, the
+    family of `model_type`, if there is one, is used for the names that it has.
     """
     family = family or family_of_type(config.get("model_type"))
     if family is None:
@@ -188,12 +189,12 @@ def _general_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]
         size = config.get(*keys)
         if isinstance(size, int) and size not in lengths:
             largest = max(shapes, key=lambda name: shapes[name], default="")
-            yield f"{keys[0]} = {size}: no tensor has a dim of it; {largest} is {list(shapes.get(largest, ()))}"
+            yield f"{keys[0]} = {size}: no tensor has a dim of that size; {largest} is {list(shapes.get(largest, ()))}"
     layers, predicting = config.get("num_hidden_layers", "n_layer"), config.get("num_nextn_predict_layers")
     count = 1 + max((int(match[1]) for name in shapes if (match := _LAYER.search(name))), default=-1)
     most = layers + (predicting if isinstance(predicting, int) else 0) if isinstance(layers, int) else 0
     if count and isinstance(layers, int) and not layers <= count <= most:
-        yield f"num_hidden_layers = {layers}: the tensors are of {count}"
+        yield f"num_hidden_layers = {layers}: there are tensors of {format_count(count, 'layer')}"
 
 
 def _family_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], family: Family) -> Iterator[str]:
@@ -204,7 +205,7 @@ def _family_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
         size, key = rows.get(name.removesuffix(".weight").rpartition(".")[2], ("", ""))
         has_sizes = size in sizes and "head_dim" in sizes and not sizes.get("mla")
         if has_sizes and shape[0] != sizes[size] * sizes["head_dim"]:
-            yield f"{key} = {sizes[size]}, of {sizes['head_dim']} rows each: {name} is {list(shape)}"
+            yield f"{key} = {sizes[size]}, with {sizes['head_dim']} rows each: {name} is {list(shape)}"
             break
     key = "moe_intermediate_size" if "moe_intermediate_size" in config.values else "intermediate_size"
     width, recorded = family.bind(shapes=shapes).values.get("expert_ffn"), config.get(key)
@@ -220,10 +221,10 @@ def _family_conflicts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 def derive_config(
     family: Family, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object], where: str
 ) -> ModelConfig:
-    """The configuration of a model of `family`, bound to it, from the arguments that a run recorded.
+    """The configuration of a model, from the arguments that a run recorded.
 
-    `shapes`: of the written tensors, by name in any style. `where`: the checkpoint, for messages. Raises MisfitError
-    naming all arguments that are not recorded or have no counterpart.
+    `family`: bound to the model. `shapes`: of the written tensors, by name in any style. `where`: the checkpoint, for
+    messages. Raises MisfitError naming all arguments that are not recorded or have no counterpart.
     """
     parts = family.configs.get(_STYLES[0], ())
     if not any(part.family == family.name and "model_type" in part.fixed for part in parts):
@@ -234,21 +235,21 @@ def derive_config(
     values, lines = build_config(parts, {**arguments, **family.values, **_sizes(family, shapes)})
     if lines:
         raise MisfitError(
-            f"expected arguments of a run that transformers has the model of ({values.get('model_type')}); of those in "
-            f"{where}\n{format_list(lines)}\nName a folder with the config.json of the model (--set config=DIR), or "
-            f"write the weights alone (--set config={NONE})"
+            f"expected the arguments of a model that transformers has ({values.get('model_type')}); those in {where} "
+            f"do not fit:\n{format_list(lines)}\nName a folder with the config.json of the model (--set config=DIR), "
+            f"or write the weights alone (--set config={NONE})"
         )
     return ModelConfig(values=values, where=f"the arguments that {where} records")
 
 
 def refusal_note(config: ModelConfig) -> str | None:
-    """Why transformers will not load a model by `config`, if it will not."""
+    """Why transformers will refuse to load `config`; None if it will not refuse."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if config.get("model_type") in _EVEN and isinstance(hidden, int) and isinstance(heads, int) and hidden % heads:
         return (
-            f"transformers 5 loads no {config.get('model_type')} whose hidden_size is no multiple of "
-            f"num_attention_heads, and by {config.where} these are {hidden} and {heads}: from_pretrained refuses the "
-            "config.json that is written, and the weights alone can be read"
+            "from_pretrained of transformers 5 will refuse this model: it requires the hidden_size of a "
+            f"{config.get('model_type')} to be a multiple of num_attention_heads; these are {hidden} and {heads} in "
+            f"{config.where}. The weights are complete, for programs that read safetensors themselves"
         )
     return None
 
@@ -271,9 +272,9 @@ def _sizes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, o
 
 
 def without_padding(index: Index, family: Family | None, config: ModelConfig | None) -> Index:
-    """`index` with embeddings cut to the true vocabulary if the run padded it, and a note.
+    """`index` with a note, and with embeddings cut to the true vocabulary, if the run padded the vocabulary.
 
-    The true size is that of `config` if there is one, else the run's own; if neither records it, all rows stay.
+    The true size is the one in `config` if there is one, else the one that the run recorded; without it, all rows stay.
     """
     arguments = run_arguments(index)
     if family is None or _PADDED not in arguments:
@@ -283,7 +284,7 @@ def without_padding(index: Index, family: Family | None, config: ModelConfig | N
         rows += 1
     padded = [name for name in index.atoms if any(rule.padded == 0 for rule in family.rules_of(name))]
     if not isinstance(rows, int):
-        note = f"how many tokens there are is not recorded: {', '.join(padded)} may have rows of padding at the end"
+        note = f"the true size of the vocabulary is not recorded: {', '.join(padded)} may end with rows of padding"
         return replace(index, notes=(*index.notes, note))
     shortened: dict[str, AtomIndex] = {}
     for name, atom in ((name, index.atoms[name]) for name in padded):

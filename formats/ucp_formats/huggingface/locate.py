@@ -110,11 +110,11 @@ class ModelFiles:
     files: tuple[str, ...] = ()
     """Names of the files with weights; of the index alone, if there is one."""
     others: tuple[str, ...] = ()
-    """Files with weights that are left alone: the model in another form."""
+    """Files with weights that are not read: the model in another form."""
 
     @property
     def is_single(self) -> bool:
-        """Whether the user passed one file: the other files of the folder may be of something else."""
+        """Whether the user passed one file: the other files of its folder may belong to something else."""
         return not self.stem
 
 
@@ -163,7 +163,7 @@ def _models(names: Iterable[str]) -> list[ModelFiles]:
     for name in sorted(names):
         parts = parse_weights(name)
         if parts is None or (_form(parts) is Form.NUMBERED and (parts.stem, parts.suffix) in indexes.values()):
-            continue  # none, or of an index
+            continue  # no weights, or weights that an index lists
         groups.setdefault((parts.stem, parts.suffix, _form(parts)), []).append(name)
     for (stem, suffix, form), files in groups.items():
         models.append(ModelFiles(stem=stem, suffix=suffix, form=form, files=tuple(files)))
@@ -186,7 +186,7 @@ def is_weights(name: str) -> bool:
 
 
 def check_model(located: Located[ModelFiles] | None, path: Path) -> Located[ModelFiles]:
-    """`located`, just one. Raises UnknownFormatError if there is no model, UsageError if there are several."""
+    """`located`, if it is one model. Raises UnknownFormatError if there is none, UsageError if there are several."""
     if located is not None and located.choices and located.content.is_single:
         raise UsageError(f"{path} is one of several files of a model; pass its folder, {located.root}")
     if located is not None and located.choices:

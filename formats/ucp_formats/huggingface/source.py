@@ -1,10 +1,10 @@
-"""Format `huggingface`: models as save_pretrained of transformers writes them, and as torch writes them for it.
+"""Format `huggingface`: models as save_pretrained of transformers, or HuggingFaceStorageWriter of torch, writes them.
 
 1. Find the files (`locate`); read their indexes and headers (`weights`).
 2. Find tied weights, buffers, and the order of the model.
 3. config.json is the extra `config`; tokenizer and generation files are carried along.
 
-There are weights only: no optimizer states, and no groups.
+These models have weights only: no optimizer states, and no groups.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _ModelIndexer:
         )
 
     def _config_doubts(self, shapes: Mapping[str, tuple[int, ...]], family: Family | None) -> Iterator[Doubt]:
-        """The doubt that config.json is of another model, if it contradicts the tensors."""
+        """The doubt that config.json belongs to another model, if it contradicts the tensors."""
         from ucp_formats.huggingface.config import ModelConfig, config_conflicts  # families take long to import
 
         where = os.path.join(to_absolute(self.located.root), CONFIG)
@@ -132,12 +132,12 @@ class _ModelIndexer:
             yield Doubt(
                 kind=DoubtKind.CONFIG,
                 text=f"expected the tensors that {where} describes; got\n{format_list(dict.fromkeys(lines))}\nFiles "
-                "are lost or of another model, or were written under wrong names or shapes: transformers does not load "
-                "them",
+                "are missing or belong to another model, or tensors have wrong names or shapes: transformers does not "
+                "load them",
             )
 
     def _without_ties(self) -> dict[str, StateIndex]:
-        """The tensors without second ones of tied weights; a copy on disk is compared with the first."""
+        """The tensors, with tied weights once; if both are on disk, the second is compared with the first."""
         tensors = dict(self.weights.tensors)
         self.aliases = second_names(tensors)
         for second in self.aliases:
@@ -146,18 +146,18 @@ class _ModelIndexer:
         if tied is None or tied[0] in self.aliases:
             return tensors
         output, embedding = tied
-        self.tie = f"{output} is tied to {embedding}, which holds it"
+        self.tie = f"{output} is tied to {embedding}"
         copy = tensors.pop(output, None)
         if copy is not None:
             first = tensors[embedding]
             if (copy.global_shape, copy.dtype) != (first.global_shape, first.dtype):
                 raise MalformedError(
-                    f"{CONFIG} in {self.located.root} ties {output} to {embedding}, which have the shapes "
-                    f"{list(copy.global_shape)} and {list(first.global_shape)} or other types: one of these files is "
+                    f"{CONFIG} in {self.located.root} ties {output} to {embedding}, but their shapes "
+                    f"({list(copy.global_shape)}, {list(first.global_shape)}) or types differ: one of these files is "
                     "of another model"
                 )
             tensors[embedding] = replace(first, fragments=add_copies(first.fragments, copy.fragments))
-            self.tie += "; its copy on disk is compared with that"
+            self.tie += "; its own copy on disk is compared with it"
         self.aliases[output] = embedding
         return tensors
 
@@ -183,8 +183,8 @@ class _ModelIndexer:
     def _notes(self, *, is_ordered: bool) -> Iterator[str]:
         files = self.located.content
         yield (
-            "weights only, no optimizer states; every floating-point tensor counts as trained, except buffers that a "
-            "model family knows: the files do not mark them"
+            "weights only, no optimizer states. The files do not mark buffers: every floating-point tensor counts as "
+            "trained, except those that the model family lists as buffers"
         )
         if self.tie:
             yield self.tie
@@ -194,11 +194,11 @@ class _ModelIndexer:
             reason = f"{CONFIG} does not name the kind of model" if self.config else f"no {CONFIG}"
             yield f"{reason}: whether lm_head.weight is tied to the embedding is not known"
         if files.form is Form.NUMBERED:
-            yield f"without an index: taken as complete: all {len(self.weights.files):,} numbered files are there"
+            yield f"no index file: taken as complete, because all {len(self.weights.files):,} numbered files are there"
         if files.form is Form.OF_RANKS and "model_type" not in self.config:
             yield (
-                "global shapes follow from the shards that are there, by the offsets that ranks recorded: lost files "
-                "of the last ranks cannot be detected"
+                "global shapes are inferred from the offsets of the shards that are there: missing files of the last "
+                "ranks cannot be detected"
             )
         if files.others:
             others = ", ".join(files.others)
@@ -206,7 +206,7 @@ class _ModelIndexer:
 
 
 def find_buffers(tensors: Mapping[str, StateIndex], family: Family | None) -> set[str]:
-    """Names of tensors that are never trained: of whole numbers, or buffers by the rules of the model's family."""
+    """Names of tensors that are never trained: integer tensors, and buffers by the rules of the model's family."""
     integers = {name for name, tensor in tensors.items() if not tensor.dtype.is_floating}
     if family is None:
         return integers
@@ -215,7 +215,7 @@ def find_buffers(tensors: Mapping[str, StateIndex], family: Family | None) -> se
 
 
 def find_family(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Family | None:
-    """The family that has all names of a model; None if none has."""
+    """The family that has all names of a model; None if there is none."""
     try:
         return choose_family(names=shapes, shapes=shapes, arguments=config, explain=False)[0]
     except FamilyError:

@@ -6,9 +6,9 @@
     DST/model.safetensors.index.json         which tensor lies in which file
     DST/tokenizer.json ...                   files that are published with the model, if known
 
-Weights alone: the format has no place for the rest. They are of the type in which the model computes, if the source has
-masters of another. Tensors fill the files in the order of the model (huggingface_hub 2.4, `serialization/_base.py`),
-and each file has the bytes that safetensors' own writer gives it.
+Only weights are written: the format has no place for anything else. If the source has master weights of another type,
+they are written in the type in which the model computes. Tensors fill the files in the order of the model
+(huggingface_hub 2.4, `serialization/_base.py`), and each file has the bytes that safetensors' own writer gives it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ucp_formats.huggingface.source import find_buffers, find_family
 MAX_SHARD_SIZE = "5GB"
 """Default of huggingface_hub; transformers 5 has 50GB."""
 EXTRAS: ExtraTable = {CONFIG_EXTRA: ExtraRow(keys=(CONFIG,))}
-"""Extras with a place in the format: config.json."""
+"""Extras that the format keeps: config.json."""
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]B)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -80,15 +80,15 @@ class HuggingFaceTarget(Target):
     settings = _SETTINGS
 
     def takes_names_of(self, index: Index, settings: Mapping[str, str]) -> bool:
-        """Whether they are those of transformers: of a model of transformers, or beside its config.json."""
+        """Whether the source has names of transformers: its style says so, or a config.json comes with it."""
         return naming_style_of(index) == self.names or _find_config(index, settings.get("config")) is not None
 
     def model_arguments(self, index: Index, settings: Mapping[str, str]) -> Mapping[str, object]:
-        """What is known of the model, with the configuration that the user names."""
+        """What is known of the model, together with the configuration in the folder that the user gives."""
         option = settings.get("config")
         config = _find_config(index, option)
         if config is None and option is None and not run_arguments(index):
-            raise _no_config(index)  # before sizes are asked for, which a configuration may tell
+            raise _no_config(index)  # before the user is asked for sizes, which a config.json may have
         return {**recorded_arguments(index), **(config.values if config else {}), **parse_values(settings)}
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
@@ -105,19 +105,20 @@ class HuggingFaceTarget(Target):
         index = without_padding(index, family, config)
         if config is None and option is None:
             config = _derive_config(index, family)
+        refusal = refusal_note(config) if config is not None else None
+        index = replace(index, notes=(*filter(None, [refusal]), *index.notes))
         written = _written_index(index, config)
         if config is not None:
             check_config(config, written.shapes, family, is_carried=option is None)
         slices = _slices(index, written, options.dtypes.get(WEIGHT))
         check_text(tensor.param for tensor in slices)
         files = split_into_files(slices, limit=limit)
-        refusal = refusal_note(config) if config is not None else None
         notes = _notes(index, written, slices, limit, is_cast=WEIGHT in options.dtypes)
         plan = TargetPlan(
             files=tuple(file.output for file in files),
             placements=tuple(placement for file in files for placement in file.placements),
             casts=describe_casts(written, slices),
-            notes=(*notes, *filter(None, [refusal])),
+            notes=tuple(notes),
             dropped=tuple(_dropped(index)),
         )
         texts = tuple(_text_files(index, config, files))
@@ -138,14 +139,14 @@ def _check_options(topology: Topology | None, options: TargetOptions) -> None:
 
 
 def _find_config(index: Index, option: str | None) -> ModelConfig | None:
-    """The configuration that the user names, or that came with the checkpoint."""
+    """The configuration in the folder that the user gives, or that came with the checkpoint."""
     if option == NONE:
         return None
     return carried_config(index) if option is None else read_config(Path(option))
 
 
 def _derive_config(index: Index, family: Family | None) -> ModelConfig:
-    """The configuration of a model that none came with. Raises UsageError if none can be made."""
+    """The configuration for a model that came without one. Raises UsageError if none can be made."""
     arguments = run_arguments(index)
     if family is not None and arguments:
         return derive_config(family, index.shapes, arguments, index.path)
@@ -161,7 +162,7 @@ def _no_config(index: Index) -> UsageError:
 
 
 def _written_index(index: Index, config: ModelConfig | None) -> Index:
-    """`index` as the target reads back: weights, under all of their names except those that transformers ties.
+    """`index` as a reader of the target sees it: weights, under all of their names except those that transformers ties.
 
     If the source holds a tied weight twice, both are compared and one is written.
     """
@@ -182,21 +183,21 @@ def _written_index(index: Index, config: ModelConfig | None) -> Index:
 
 
 def _with_copy(atom: AtomIndex, second: AtomIndex) -> AtomIndex:
-    """A weight with the one that it is tied to as a copy. Raises MisfitError if they cannot be equal."""
+    """A weight, with the weight that is tied to it as a copy. Raises MisfitError if they cannot be equal."""
     weight, copy = atom.states[WEIGHT], second.states[WEIGHT]
     if (weight.dtype, weight.global_shape) != (copy.dtype, copy.global_shape):
         raise MisfitError(
-            f"config.json ties {second.name} to {atom.name}, which have the shapes {list(copy.global_shape)} and "
-            f"{list(weight.global_shape)} or other types: set {_TIES}: false in it"
+            f"config.json ties {second.name} to {atom.name}, but their shapes ({list(copy.global_shape)}, "
+            f"{list(weight.global_shape)}) or types differ: set {_TIES}: false in it"
         )
     return replace(atom, states={WEIGHT: replace(weight, fragments=add_copies(weight.fragments, copy.fragments))})
 
 
 def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
-    """Every tensor, in its type. Raises UnsupportedError for types that safetensors lack."""
+    """Every tensor, in the type that is written. Raises UnsupportedError for types that safetensors lacks."""
     unsupported = [name for name, atom in written.atoms.items() if atom.states[WEIGHT].dtype is DType.COMPLEX128]
     if unsupported:
-        raise UnsupportedError(f"safetensors have no type complex128, which these are of:\n{format_list(unsupported)}")
+        raise UnsupportedError(f"safetensors has no type complex128; got it in\n{format_list(unsupported)}")
     slices = []
     for name, atom in written.atoms.items():
         source = index.atoms.get(name) or index.atoms[index.aliases[name]]
@@ -205,7 +206,7 @@ def _slices(index: Index, written: Index, dtype: str | None) -> list[Slice]:
 
 
 def _dtype_of(atom: AtomIndex, option: str | None) -> DType:
-    """The user's type, or else that in which the model computes; buffers, integers and 8-bit floats keep theirs."""
+    """The user's type, else the type in which the model computes; buffers, integers and 8-bit floats keep theirs."""
     stored = atom.states[WEIGHT].dtype
     if atom.kind is Kind.BUFFER or not stored.is_floating or stored.itemsize == 1:
         return stored
@@ -243,22 +244,22 @@ def _notes(index: Index, written: Index, slices: Sequence[Slice], limit: int, *,
     changes = Counter((dtype, stored) for dtype, stored in dtypes if dtype is not stored)
     for (dtype, stored), count in () if is_cast else changes.items():
         yield (
-            f"{format_count(count, 'weight')} of {stored} written in {dtype}, which the model used: --dtype "
-            f"weight={stored} keeps them as they are"
+            f"{format_count(count, 'weight')} of {stored} written in {dtype}, the type in which the model computes; "
+            f"--dtype weight={stored} keeps the type"
         )
     large = [tensor.param for tensor in slices if tensor.nbytes > limit]
     if large:
-        yield f"larger than max_shard_size, each in its own file, as huggingface_hub does it: {', '.join(large[:8])}"
+        yield f"larger than max_shard_size, so each in its own file, as huggingface_hub does it: {', '.join(large[:8])}"
     if written.aliases:
         pairs = (f"{alias} = {name}" for alias, name in written.aliases.items())
-        yield f"left out, as transformers ties them ({_TIES}): {', '.join(pairs)}"
+        yield f"not written, because transformers ties them ({_TIES}): {', '.join(pairs)}"
     twice = [name for name in index.aliases if name in written.atoms]
     if twice:
         yield f"tied in the source but not in config.json, so written twice: {', '.join(twice)}"
 
 
 def _dropped(index: Index) -> Iterator[str]:
-    """What the format has no place for."""
+    """A line on what the format has no place for."""
     states = dict.fromkeys(name for _, name, _ in index.states() if name != WEIGHT)
     kinds = [f"the states {', '.join(states)}"] if states else []
     kinds += [format_count(len(index.groups), "parameter group", "parameter groups")] if index.groups else []
@@ -284,7 +285,7 @@ def _with_published(plan: TargetPlan, written: Index, config: ModelConfig | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
-    """A file of tensors, laid out."""
+    """A file of tensors, with the offsets of its tensors."""
 
     output: OutputFile
     """Its name, size and header."""

@@ -114,11 +114,11 @@ def _file_names(folder: Path, model: ModelFiles, places: Mapping[str, str] | Non
 
 
 def _missing_files(files: Sequence[str]) -> Iterable[str]:
-    """Names of numbered files, or of ranks, that are not among those there."""
+    """Names of numbered files, or of files of ranks, that are missing."""
     names = [parts for name in files if (parts := parse_weights(name)) is not None]
     counts = sorted({parts.count for parts in names if parts.count is not None})
     if len(counts) > 1:
-        yield f"an index: there are files of {' and of '.join(map(str, counts))}, of several saves"
+        yield f"an index: the files are numbered of {' and of '.join(map(str, counts))}, so they are of several saves"
         return
     first = names[0]
     if first.rank is None:
@@ -131,7 +131,7 @@ def _missing_files(files: Sequence[str]) -> Iterable[str]:
 
 
 def _try_read(path: str, problems: Problems) -> _WeightsFile | None:
-    """The tensors of a file, or None and a problem."""
+    """The tensors of a file; None if it cannot be read, which is added to `problems`."""
     try:
         if path.endswith(BIN):
             return _read_bin(path)
@@ -186,7 +186,7 @@ def _collect_tensors(files: Mapping[str, _WeightsFile], problems: Problems) -> d
 
 
 def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[str, StateIndex]:
-    """Tensors of the shards that ranks wrote. Of ranks with the same shard, DCP has one write it."""
+    """Tensors from the shards that ranks wrote. If several ranks hold the same shard, one of them wrote it."""
     shards: dict[str, dict[Box, TensorRef]] = {}
     copies: Counter[tuple[str, str]] = Counter()
     for file, weights in files.items():
@@ -203,7 +203,7 @@ def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[
     for (file, other), count in copies.items():
         problems.wrong.append(
             f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard "
-            "once, so one file is a copy of the other, or of another save"
+            "once, so one file is a copy of the other, or is of another save"
         )
     tensors = {}
     for name, boxes in shards.items():

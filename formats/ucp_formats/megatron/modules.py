@@ -54,7 +54,10 @@ class ModuleChoice:
         if self.known_from:
             return f"{keys}, as {self.known_from}"
         if same_keys:
-            return f"the source does not say from which modules its layers were built ({_ARGUMENT}): the keys fit both"
+            return (
+                f"the source does not record whether its layers were built from megatron-core's own modules or from "
+                f"Transformer Engine's ({_ARGUMENT}): runs with either find the written keys"
+            )
         return (
             f"{keys}, Megatron's default, because the source does not say from which modules its layers were built. A "
             "run with megatron-core's own modules does not find all of these keys: to write for such a run, add --set "

@@ -1,1 +1,1 @@
-"""PyTorch's own checkpoints: torch.distributed.checkpoint, as FSDP, tensor parallelism and DDP save them."""
+"""PyTorch's checkpoints: those of torch.distributed.checkpoint (DCP), and files of plain `torch.save` (`files`)."""

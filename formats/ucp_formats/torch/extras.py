@@ -1,7 +1,7 @@
-"""Everything in a torch checkpoint that is neither model nor optimizer: the table of extras, and where a run's step is.
+"""Extras of a torch checkpoint, which are everything but model and optimizer, and where scripts save the run's step.
 
-Scripts name their values as they like: a target writes all extras of another torch checkpoint under their own names,
-and of other frameworks those in the table.
+Scripts name these values as they like. A target therefore writes all extras of a torch checkpoint under the names that
+they have there; of another framework's extras it writes only those in `EXTRAS`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ucp.contract.run_extras import LR_SCHEDULER, MODULE_STATE, ExtraRow, ExtraT
 from ucp.core.index import Extra, Index
 
 EXTRAS: ExtraTable = {
-    # plain values only: a scheduler's own state dict
+    # the state_dict() of a torch scheduler
     LR_SCHEDULER: ExtraRow(keys=(LR_SCHEDULER,)),
-    # written in the model's own dict
+    # written into the model's dict, beside its tensors
     MODULE_STATE: ExtraRow(),
 }
 
@@ -29,10 +29,10 @@ _Path = tuple[object, ...]
 def extra_paths(
     index: Index, origins: Container[str], model: _Path, *, has_room: bool = True
 ) -> Iterator[tuple[Extra, _Path | None]]:
-    """Every extra but companion files, with the keys under which it is written; None for one without a place.
+    """Every extra except sidecar files, with the keys under which it is written; None for one that is not written.
 
-    `origins`: formats whose extras have a place. `model`: keys to the model. `has_room`: whether values beside model
-    and optimizer have a place.
+    `origins`: source formats whose extras are all written. `model`: keys to the model's dict. `has_room`: whether the
+    target writes values beside model and optimizer.
     """
     is_torch = (index.origin or index.format) in origins
     for extra in index.extras:
@@ -46,7 +46,10 @@ def extra_paths(
 
 
 def find_step(get: Callable[[_Path], object], above: _Path) -> int | None:
-    """Step of the run, as scripts save it: in the root, or in a dict above the model. `get`: the value at a path."""
+    """Step of the run, as scripts save it: at the root, or in a dict that contains the model's.
+
+    `get`: returns the value at a path. `above`: keys to the dict that contains the model's.
+    """
     for place in ((TRAIN_STATE,), *(above[:depth] for depth in range(len(above) + 1))):
         for key in STEP_KEYS:
             step = get((*place, key))

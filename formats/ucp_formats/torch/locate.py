@@ -1,7 +1,7 @@
 """Which folder holds a checkpoint of torch.distributed.checkpoint, from names alone.
 
-A user may pass the folder itself, the folder of all steps, or one that accelerate or the Trainer of transformers
-wrote: model and optimizer in folders of their own beside plain files.
+A user may pass the folder itself, the folder of all steps, or a folder of accelerate or of the Trainer of transformers,
+which keep model and optimizer in separate folders beside plain files.
 
     step-10/.metadata                                        torchtitan, and most scripts
     checkpoint-10/pytorch_model_fsdp_0/.metadata             accelerate, Trainer
@@ -51,7 +51,7 @@ def _look(path: Path) -> Located[tuple[str, ...]] | None:
 
 
 def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Located[tuple[str, ...]]:
-    """`located`, complete. Raises UnknownFormatError, MissingFileError if it was not finished, UsageError."""
+    """`located`, if it is complete. Raises UnknownFormatError, UsageError, MissingFileError for an unfinished save."""
     example = f"a folder with {METADATA} and files such as __0_0.distcp"
     located = require_checkpoint(located, path, "a checkpoint of torch.distributed.checkpoint", example)
     if (
@@ -60,8 +60,8 @@ def check_folder(located: Located[tuple[str, ...]] | None, path: Path) -> Locate
         and not find_local_files(names_in(located.root))
     ):
         raise MissingFileError(
-            f"expected a file at {located.root / METADATA}; there are only the items. torch writes it last: the "
-            "checkpoint was not finished. Take an earlier one, or copy it again"
+            f"expected a file at {located.root / METADATA}; got only the files of items. torch writes it last: "
+            "the checkpoint was not finished. Take an earlier one, or copy it again"
         )
     return located
 

@@ -1,9 +1,9 @@
 """How the ranks of a PyTorch run sharded its tensors, inferred from the boxes that `.metadata` records.
 
 FSDP shards dim 0 of every parameter as `torch.chunk` does, after tensor parallelism has sharded any dim in the same
-way; a pipeline stage holds parameters of its own. A whole run has few degrees: those are taken that place most tensors
-just in the recorded boxes. A tensor that they do not place (experts sharded by a script, for example) keeps its boxes
-and has no layout.
+way; each pipeline stage holds its own parameters. One set of degrees applies to the whole run: `mesh_of` takes the
+degrees that place the most tensors exactly in the recorded boxes. A tensor that these do not place (experts sharded by
+a script, for example) keeps its boxes and has no layout.
 
 >>> box = lambda row, rows: Box((row, 0), (rows, 4))
 >>> mesh = mesh_of({"w": ((9, 4), [box(0, 5), box(5, 4)])}, {"w": {0, 1}}, ranks=2)
@@ -37,7 +37,7 @@ class MeshLayouts:
     topology: Topology
     """The degrees."""
     layouts: Mapping[str, Layout]
-    """Tensor to its layout, without tensors that the degrees do not place."""
+    """Layouts by tensor; none for tensors that the degrees do not place."""
 
 
 class _Degrees(NamedTuple):
@@ -52,8 +52,9 @@ class _Degrees(NamedTuple):
 def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ranks: int) -> MeshLayouts:
     """The mesh of a run of `ranks` ranks.
 
-    `tensors`: name to the boxes of the weight. `holders`: name to the ranks whose files have the weight or a state; an
-    item of replicas (HSDP) is in the file of any of them, so that only a stage keeps a whole parameter together.
+    `tensors`: name to the boxes of the weight. `holders`: name to the ranks whose files have the weight or a state.
+    If there are replicas (HSDP), DCP writes each chunk in the file of any one of them: the files with a parameter show
+    its pipeline stage, but not how the stage is divided.
     """
     sharded = {name: boxes for name, boxes in tensors.items() if len(boxes[1]) > 1}
     stages = _stages(holders[name] for name in sharded)
@@ -61,7 +62,7 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
         axes = (AxisLayout("dp_replicate", ranks, pattern("replicate"), KNOWN_FROM),) if ranks > 1 else ()
         names = (name for name, (_, boxes) in tensors.items() if len(boxes) == 1)
         return MeshLayouts(topology=Topology(dp=ranks), layouts=dict.fromkeys(names, Layout(axes)))
-    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), len(sharded) // 2  # fewer can be by chance
+    best, most = _Degrees(len(stages), ranks // len(stages), 1, 1), len(sharded) // 2  # fewer may fit by chance
     for degrees in _degrees(ranks, len(stages)):
         placed = sum(_find_layout(boxes, degrees, 0) is not None for boxes in sharded.values())
         if placed > most:
@@ -89,7 +90,7 @@ def _degrees(ranks: int, stages: int) -> Iterator[_Degrees]:
 
 
 def _stages(holders: Iterable[set[int]]) -> list[set[int]]:
-    """Sets of ranks of one size, so that a tensor is held in one set alone; all ranks if sizes differ."""
+    """Pipeline stages: sets of ranks so that each tensor is in one set alone; a single set if their sizes differ."""
     groups: list[set[int]] = []
     for ranks in holders:
         overlapping = [group for group in groups if group & ranks]
@@ -99,7 +100,7 @@ def _stages(holders: Iterable[set[int]]) -> list[set[int]]:
 
 
 def _find_layout(boxes: Boxes, degrees: _Degrees, stage: int) -> Layout | None:
-    """The layout that places just the recorded boxes; None if these degrees have none."""
+    """The layout that places exactly the recorded boxes; None if no layout of these degrees does."""
     shape, recorded = boxes
     dims = [None, *range(len(shape))] if degrees.tp > 1 else [None]
     for dim, is_sharded in product(dims, (True, False) if degrees.shard > 1 and shape else (False,)):
@@ -123,6 +124,6 @@ def _layout_of(degrees: _Degrees, stage: int, dim: int | None, is_sharded: bool)
 
 @lru_cache(maxsize=4096)
 def _boxes_of(layout: Layout, shape: tuple[int, ...]) -> frozenset[Box]:
-    """Boxes with elements that the ranks of a layout hold."""
+    """The boxes that the ranks of a layout hold, without empty ones."""
     placed = (piece for coords in layout.ranks() for piece in place(layout, shape, coords=coords))
     return frozenset(piece.box for piece in placed if piece.box.numel)

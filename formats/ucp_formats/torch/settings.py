@@ -1,7 +1,7 @@
 """Settings of torch's own optimizers, for parameter groups of any framework.
 
-torch asks for every setting that its optimizer has: those that another framework lacks get torch's defaults (torch
-2.13, `torch/optim/adamw.py`).
+A torch optimizer needs all of its settings: those that the source lacks get torch's defaults (torch 2.13,
+`torch/optim/adamw.py`).
 
 >>> dict(settings_of(ParamGroup(params=("w",), hyper={"lr": 0.1}), is_decoupled=True))
 {'initial_lr': 0.1, 'lr': 0.1}
@@ -60,7 +60,7 @@ def decoupled_option(index: Index, options: TargetOptions) -> str | None:
 def count_tensor(index: Index, optimizer: OptimizerPlan, param: str, state: str) -> tuple[DType, bytes]:
     """Type and bytes of a count as torch's optimizers keep it: 0-d, and `step` in float32.
 
-    Raises UnsupportedError for one with dims, or a `step` that float32 cannot represent.
+    Raises UnsupportedError for a count with dims, or a `step` that float32 cannot represent.
     """
     source = index.atoms[param].states[state]
     count = optimizer.count(param, state)
@@ -98,9 +98,12 @@ def settings_of(group: ParamGroup, *, is_decoupled: bool) -> dict[str, object]:
 def setting_notes(index: Index, decoupled: str | None) -> Iterator[str]:
     """Values that were assumed for settings that the source lacks. `decoupled`: the user's choice."""
     if any("initial_lr" not in group.hyper for group in index.groups):
-        yield "no initial_lr in the source: the current lr is written, which schedulers do not read again"
+        yield (
+            "the source does not record initial_lr, the learning rate that a scheduler starts from: the current lr is "
+            "written in its place. A scheduler that loads its own state does not read it"
+        )
     if decoupled is None and any(is_adam(group) and DECOUPLED not in group.hyper for group in index.groups):
         yield (
-            f"the source does not say whether weight decay is decoupled: written as AdamW has it. For Adam pass "
-            f"--set {DECOUPLED}=false"
+            "the source does not record whether weight decay is decoupled: written as decoupled, as in AdamW. For Adam "
+            f"pass --set {DECOUPLED}=false"
         )

@@ -1,8 +1,8 @@
-"""Which boxes of a tensor the ranks of the target run hold, and in whose file each of them lies.
+"""Which boxes of a tensor the ranks of the target run hold, and in which rank's file each box is written.
 
 Ranks are numbered as in torch's meshes: pipeline stages outermost, then replicas, shards and tensor-parallel ranks.
 Tensor parallelism shards a dim first, then FSDP shards dim 0 of what that leaves: `_StridedShard` if both shard dim 0.
-A box that several ranks hold lies in the file of one of them.
+A box that several ranks hold is written in the file of one of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TargetSharding:
         return {name: find_cut_dim(family, name) for name in index.atoms}
 
     def axes(self, param: str) -> tuple[AxisLayout, ...]:
-        """The axes of the run, by the stage of a parameter; what `layout` does not shard, the ranks of a stage copy."""
+        """The axes of the run for a parameter; ranks of its stage hold copies of what `layout` does not shard."""
         copies = (holder_axes(axis, parts, "FSDP") for axis, parts in self._axes.items() if axis != "tp")
         tp = holder_axes("tp", self._axes["tp"], self._known_from)
         return (
@@ -78,7 +78,7 @@ class TargetSharding:
         )
 
     def layout(self, atom: AtomIndex, shape: tuple[int, ...]) -> Layout:
-        """How a state of `shape` lies over the ranks of a stage."""
+        """How the ranks of a stage shard a state of `shape`."""
         if not shape or atom.kind is Kind.BUFFER:  # FSDP shards parameters alone
             return Layout()
         dim = self._tp_dim.get(atom.name) if shape == atom.global_shape else None
@@ -134,4 +134,4 @@ def _stages(index: Index, pp: int) -> tuple[dict[str, int], str]:
     layer_of = {name: match[1] if (match := _LAYER.match(name)) else name for name in index.atoms}
     numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layer_of.values()))}
     stages = {name: numbers[layer] * pp // len(numbers) for name, layer in layer_of.items()}
-    return stages, "layers in the order of the model, as many on each stage"
+    return stages, "layers in the order of the model, divided evenly over the stages"

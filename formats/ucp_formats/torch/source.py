@@ -1,7 +1,7 @@
 """Format `dcp`: checkpoints of torch.distributed.checkpoint, written by scripts, torchtitan, accelerate or Lightning.
 
 1. Find the folder (`locate`); read `.metadata` and where every item lies (`ucp.io.dcp`).
-2. Tell model, optimizer and the rest by their saved paths (`state_dict`).
+2. Tell model, optimizer and the rest apart by their saved paths (`state_dict`).
 3. Find how ranks sharded the tensors (`mesh`); make atoms of the chunks.
 """
 
@@ -122,7 +122,7 @@ class _DcpFolder:
                     yield key
 
     def unreferenced_files(self) -> dict[str, int]:
-        """Files of items that are not referred to, with their bytes: 0 for a rank that had nothing to save."""
+        """Files of items that `.metadata` does not refer to, with their bytes: 0 for a rank with nothing to save."""
         folder = path_of(self.dcp.folder)
         names = (name for name in names_in(folder) if parse_rank(name) is not None and name not in self.dcp.files)
         return {name: (folder / name).stat().st_size for name in sorted(names)}
@@ -236,7 +236,7 @@ class _DcpIndexer:
             yield f"sharded tensors beside model and optimizer:\n{format_list(sharded)}"
         keys = sorted({key for folder in self._folders for key in folder.differing_keys()})
         if keys:
-            yield f"values of other ranks, which differ from those of the first rank, of:\n{format_list(keys)}"
+            yield f"values that other ranks saved, where they differ from those of the first rank:\n{format_list(keys)}"
         lost = self._saved.lost
         for why in dict.fromkeys(loss.reason for loss in lost.values()):
             yield f"{why}:\n{format_list(name for name, loss in lost.items() if loss.reason == why)}"
@@ -255,11 +255,11 @@ class _DcpIndexer:
             yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
             pairs = format_list(f"{alias} = {name}" for alias, name in self._saved.tied.items())
-            yield f"taken for tied, as all elements are equal:\n{pairs}"
+            yield f"taken for tied, because all elements are equal:\n{pairs}"
         files = [name for folder in self._folders for name, nbytes in folder.unreferenced_files().items() if nbytes]
         if files:
             names = format_list(files)
-            yield f"not referred to by {METADATA}, left alone (of an earlier save into this folder?):\n{names}"
+            yield f"files that {METADATA} does not refer to, not read (of an earlier save into this folder?):\n{names}"
 
 
 def _tensor_of(entry: StateEntry) -> StoredTensor:
@@ -281,13 +281,13 @@ def _state_of(entry: StateEntry) -> StateIndex:
 
 
 def _check_not_flat(names: Iterable[str], where: str) -> None:
-    """Raise UnsupportedError for flat parameters: of the parts that ranks save beside them DCP keeps rank 0's."""
+    """Raise UnsupportedError for flat parameters: DCP keeps only rank 0's parts of the parameters in them."""
     flat = [name for name in names if name.rpartition(".")[2] == FLAT]
     if flat:
         raise UnsupportedError(
             f"{where} was saved as FSDP1's LOCAL_STATE_DICT, whose flat parameters have neither names nor shapes:\n"
-            f"{format_list(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or a file per rank by "
-            "torch.save"
+            f"{format_list(flat)}\nSave it as SHARDED_STATE_DICT (or with get_state_dict), or save a file per rank "
+            "with torch.save"
         )
 
 
@@ -304,7 +304,7 @@ def _extra_value(value: object, where: str, sharded: list[str]) -> object:
     """The value with tensors as references, and lists put together; adds names of tensors in chunks to `sharded`.
 
     torch saves the items of a list one by one if they have entries of their own, under the numbers of their positions;
-    keys of dicts are strings. Paths of a state dict are a few keys long.
+    keys of dicts are strings. The recursion is as deep as a path of the state dict: a few keys.
     """
     if isinstance(value, StoredTensor):
         if len(value.chunks) == 1:

@@ -1,7 +1,7 @@
 """Target `dcp`: a folder that `torch.distributed.checkpoint.load` reads into a model of any parallelism.
 
     DST/__0_0.distcp ...     items of rank 0: a chunk of every tensor, as FSDP shards it over the ranks of --topology
-    DST/.metadata            where they lie
+    DST/.metadata            which item is in which file
 
 Keys are those of `get_state_dict`: `model.<name>`, `optimizer.state.<name>.exp_avg`, and the settings of groups by
 number (`--set style=nested`, the default) or by parameter (`flattened`, for pipelines). `torchtitan` is `flattened`
@@ -68,7 +68,7 @@ _ROOTS: Mapping[str, tuple[tuple[object, ...], str]] = {
 _META = "meta.pt"
 """What Lightning saves beside model and optimizers (2.6, `pytorch/strategies/model_parallel.py`)."""
 _LIGHTNING_SCHEDULERS = "lr_schedulers"
-"""Key of Lightning's list of schedulers; the only one in a list is the run's scheduler."""
+"""Key of Lightning's list of schedulers; the run's scheduler is written as a list of one."""
 _LIGHTNING = "pytorch-lightning_version"
 """Key that every checkpoint of Lightning has."""
 
@@ -91,7 +91,7 @@ class DcpTarget(Target):
     takes_replicas = True
 
     def takes_family(self, topology: Topology | None) -> bool:
-        """Whether tensor parallelism needs one."""
+        """Whether a family is needed: only for tensor parallelism."""
         return topology is not None and topology.tp > 1
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
@@ -113,7 +113,7 @@ class DcpTarget(Target):
 
 
 def _target_topology(index: Index, topology: Topology | None) -> Topology:
-    """Ranks that tensors are sharded over. Raises UsageError for axes that mean nothing here."""
+    """Ranks that tensors are sharded over. Raises UsageError for axes that do not matter to DCP."""
     if topology is None:
         saved = index.topology
         split = {"dp_replicate": saved.replicas, "dp_shard": saved.shards * saved.cp} if saved.is_split else {}
@@ -151,7 +151,7 @@ class _DcpTargetDraft:
         return [*files, *self._lightning_meta()] if self._style == "lightning" else files
 
     def _lightning_meta(self) -> list[FinishedFile]:
-        """`meta.pt` from the extras of Lightning's other checkpoints; none if the source has the file itself.
+        """`meta.pt`, made from what Lightning's other checkpoints hold; nothing if the source has the file itself.
 
         Raises MisfitError if Lightning did not save the source.
         """
@@ -160,7 +160,7 @@ class _DcpTargetDraft:
         values = _lightning_values(self._index)
         if _LIGHTNING not in values:
             raise MisfitError(
-                f"Lightning loads no distributed checkpoint without {_META}, which holds its epochs, loops and "
+                f"Lightning cannot load a distributed checkpoint without {_META}, which holds its epochs, loops and "
                 f"schedulers; {self._index.path} has neither that file nor these values ({_LIGHTNING}): Lightning did "
                 "not save it, or they were left out (--companions none, drop=). Write another style, and load it in a "
                 "callback of Lightning (docs/how-to/resume-in-a-client.md)"
@@ -169,7 +169,7 @@ class _DcpTargetDraft:
         return [draft.finish({name: draft.copy_extra(value) for name, value in values.items()})]
 
     def _draft_of(self, path: tuple[object, ...]) -> DcpDraft:
-        """The checkpoint that an entry belongs to: accelerate has the optimizer in one of its own."""
+        """The checkpoint that an entry belongs to: accelerate saves the optimizer as a separate one."""
         return self._drafts[-1 if path[0] == _OPTIMIZER else 0]
 
     def add_model(self) -> None:
@@ -209,9 +209,9 @@ class _DcpTargetDraft:
                 self._add_value((*keys.root, f"param_groups.{name}.{key}"), value)
 
     def add_extras(self) -> None:
-        """Add extras that have a place, and the step of the run."""
+        """Add the extras that the style has keys for, and the step of the run."""
         index = self._index
-        has_room = self._style not in ("accelerate", "lightning")  # which keep all of them in files of their own
+        has_room = self._style not in ("accelerate", "lightning")  # which keep extras in files of their own
         in_meta = [extra.name for extra in _client_extras(index)] if self._style == "lightning" else []
         dropped: set[str] = set()
         names: set[object] = set()
@@ -225,14 +225,20 @@ class _DcpTargetDraft:
         if index.step is not None and has_room and names.isdisjoint((TRAIN_STATE, *STEP_KEYS)):
             self._add_value((STEP,), index.step)
         if dropped:
-            self.dropped.append(f"extras that the style {self._style} has no keys for: {', '.join(sorted(dropped))}")
+            names_of_dropped = ", ".join(sorted(dropped))
+            self.dropped.append(
+                "extras (what the run saved beside model and optimizer) that --set "
+                f"style={self._style} has no keys for: {names_of_dropped}"
+            )
         clients = {file.name for file in list_sidecars(index)} & _OF_CLIENTS
         if clients and self._style != "accelerate":
             files = ", ".join(sorted(clients))
-            self.notes.append(f"{files} beside: the Trainer and accelerate load what --set style=accelerate writes")
+            self.notes.append(
+                f"{files} in the source: to resume with the Trainer or accelerate, pass --set style=accelerate"
+            )
         if self._style == "torchtitan" and TRAIN_STATE not in {extra.name for extra in index.extras}:
             self.notes.append(
-                "no train_state and dataloader in the source: a run of torchtitan asks for them; name them in "
+                "the source has no train_state and no dataloader, which torchtitan loads by default: name both in its "
                 "--checkpoint.exclude_from_loading"
             )
 
@@ -340,7 +346,7 @@ def _missing_state_notes(index: Index) -> Iterator[str]:
     bare = list(find_missing_states({atom.name: atom.states for atom in trained}, of_adam))
     if bare:
         yield (
-            f"{format_count(len(bare), 'trained parameter', 'trained parameters')} without all optimizer states, such "
-            f"as {bare[0]}: torch.distributed.checkpoint.load stops at a state that it asks for and does not find; "
+            f"{format_count(len(bare), 'trained parameter lacks', 'trained parameters lack')} optimizer states, such "
+            f"as {bare[0]}: torch.distributed.checkpoint.load fails if the optimizer expects states that are missing; "
             "load with DefaultLoadPlanner(allow_partial_load=True)"
         )

@@ -139,9 +139,9 @@ def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
         ucp("convert", mixed, dst, "--part", "2/2")
         for option in ("--finalize", "--resume", "--overwrite"):
             said = ucp("convert", mixed, dst, option, code=1).stderr
-            assert "1 part is running of the conversion" in said
+            assert "1 part of the conversion" in said
             assert f"process {part.pid}" in said
-        assert "1 part is running of the conversion" in ucp("convert", mixed, dst, code=1).stderr
+        assert "1 part of the conversion" in ucp("convert", mixed, dst, code=1).stderr
     ucp("convert", mixed, dst, "--part", "1/2")
     said = ucp("convert", mixed, dst, "--finalize").stdout
     assert "already there: " in said

@@ -100,7 +100,7 @@ def test_check_explains_every_parameter(ucp: Run, llama: Path) -> None:
 def test_a_name_of_several_rules_is_told_with_what_would_decide(ucp: Run, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "norms", {"backbone.layers.0.norm.weight": (4,), "backbone.norm_f.weight": (4,)})
     page = ucp("patterns", "check", source, "--family", "mcore-hybrid", code=3).stdout
-    assert "Of several rules\n  - in the family 'mcore-hybrid', backbone.layers.0.norm.weight can be " in page
+    assert "With several rules\n  - in the family 'mcore-hybrid', backbone.layers.0.norm.weight can be " in page
     assert "(beside decoder.layers.0.mixer.in_proj.weight)" in page
     assert "Without a rule" not in page
 
@@ -144,7 +144,7 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unrecorded")
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
-    assert "no model family fits the names of this checkpoint; none has a rule for a single name\n" in message
+    assert "no model family fits the names of this checkpoint; none has a rule for any of them\n" in message
     assert "write rules in a file for --patterns my.toml" in message
     assert len(message.splitlines()) == 2
 

@@ -55,7 +55,7 @@ def test_it_says_how_tensors_lie_before_and_after(ucp: Run, zero3: Path) -> None
 def test_the_layout_of_a_store_is_that_of_the_run_that_was_saved(ucp: Run, zero3: Path, tmp_path: Path) -> None:
     ucp("convert", zero3, tmp_path / "store", "-q")
     page = ucp("plan", tmp_path / "store", "--to", "dcp").stdout
-    assert "dp=4: flat chunk(dim=0)" in page.split("Layout of the run that was saved (deepspeed)\n")[1]
+    assert "dp=4: flat chunk(dim=0)" in page.split("Layout of the run that saved it (deepspeed)\n")[1]
 
 
 def test_json_has_the_keys_of_its_schema(ucp: Run, zero3: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_moment_of_some_parameters_alone_is_warned_of(ucp: Run, zero3: Path, w
     found = json.loads(ucp("plan", zero3, *words, "--zero-moments", "keep", "--json").stdout)
     (warning,) = found["warnings"]
     assert warning.startswith(
-        "exp_avg is left out of 1 parameter and kept of 11: the optimizer starts afresh for l1.weight, or continues"
+        "exp_avg is left out for 1 parameter and kept for 11: the optimizer starts afresh for l1.weight (or continues"
         " from zeros"
     )
     assert found["dropped"] == ["1 state of parameters: left out by --include/--exclude"]
@@ -112,7 +112,7 @@ def test_all_states_of_one_parameter_left_out_are_not_taken_for_zeros(
     ucp: Run, zero3: Path, tmp_path: Path, words: list[str]
 ) -> None:
     """Whether they are left out here or were when the store was made, and then selected of once more."""
-    said = "of these parameters, left out by --include/--exclude and kept of others: take them along:\n  l1.bias\n"
+    said = "of these parameters, left out by --include/--exclude but kept for others: include them, too:\n  l1.bias\n"
     left = ["--exclude", "l1.bias/exp_avg*", "--exclude", "l1.bias/step"]
     assert said in ucp("plan", zero3, *words, *left, code=1).stderr
     ucp("convert", zero3, tmp_path / "store", *left)

@@ -85,7 +85,7 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
     assert (tmp_path / "out" / "trainer_state.json").read_text() == "{}"
     assert ucp.diff(source, tmp_path / "out").equal
     told = [ucp.plan(source, to="dcp", settings=own).notes for own in ({}, {"style": "accelerate"})]
-    assert [any("load what --set style=accelerate writes" in note for note in own) for own in told] == [True, False]
+    assert [any("pass --set style=accelerate" in note for note in own) for own in told] == [True, False]
 
 
 def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
 def test_what_torch_asks_for_and_is_not_there_is_said() -> None:
     source = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
     plan = ucp.plan(source, to="dcp", exclude=["*/exp_avg"], settings={"style": "torchtitan"})
-    assert any("12 trained parameters without all optimizer states" in note for note in plan.notes)
+    assert any("12 trained parameters lack optimizer states" in note for note in plan.notes)
     assert any("no train_state" in note for note in plan.notes)
 
 
@@ -132,7 +132,7 @@ def test_torch_does_not_ask_for_states_of_frozen_parameters(tmp_path: Path) -> N
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "source.pt")
     report = ucp.convert(tmp_path / "source.pt", tmp_path / "out", to="dcp")
-    assert not any("without all optimizer states" in note for note in report.notes)
+    assert not any("optimizer states, such as" in note for note in report.notes)
     later, stepped = new_run()
     weights, states = get_state_dict(later, stepped)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -160,7 +160,7 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
     source = ROOT / "deepspeed" / "z3-dp4-fp32" / "checkpoint"
     ucp.convert(source, tmp_path / "out", to="dcp", topology="dp_replicate=2,dp_shard=2")
     assert str(ucp.inspect(tmp_path / "out").topology) == "dp_replicate=2,dp_shard=2"
-    with pytest.raises(UsageError, match="--to deepspeed does not know them"):
+    with pytest.raises(UsageError, match="--to deepspeed does not have"):
         ucp.convert(tmp_path / "out", tmp_path / "z", to="deepspeed", topology="dp_replicate=2,dp_shard=2,zero=1")
 
 
@@ -217,7 +217,7 @@ def test_lightning_finds_them_in_the_client_state_of_deepspeed(tmp_path: Path) -
     """`DeepSpeedStrategy` hands them to the engine, which puts them into the files of the model."""
     source = shutil.copytree(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "source")
     settings = {"style": "lightning"}
-    with pytest.raises(MisfitError, match=r"no distributed checkpoint without meta\.pt"):
+    with pytest.raises(MisfitError, match=r"a distributed checkpoint without meta\.pt"):
         ucp.plan(source, to="dcp", settings=settings)
     (file,) = source.rglob("mp_rank_00_model_states.pt")
     torch.save({**torch.load(file, weights_only=False), **lightning_values()}, file)

@@ -140,7 +140,7 @@ def reports(notes: Mapping[str, Sequence[str]]) -> Mapping[str, dict[str, Any]]:
 def test_without_any_state_the_optimizer_starts_anew(
     load: Load, notes: Mapping[str, Sequence[str]], reports: Mapping[str, dict[str, Any]]
 ) -> None:
-    assert any("starts them anew" in note for note in notes[load.destination])
+    assert any("initializes them" in note for note in notes[load.destination])
     report = reports[load.name]
     expected = {"load": "", "step": "", "wrong": [], "masters": "", "states": [], "decays": [0.1, 0.0], "named": False}
     assert report == expected

@@ -101,7 +101,7 @@ WEIGHTS = (
 REFUSED = (
     (Job(source="z1-dp4-fp32", ranks=1, case={"stage": 1}, passed="module"), "Pass the engine as the model"),
     (Job(source="z1-dp4-fp32", ranks=1, case={"stage": 3}, passed="apart"), "Pass the engine as the model"),
-    (Job(source="z1-tp2-dp2", ranks=2), "expected a topology with tp=2, as the engine has it"),
+    (Job(source="z1-tp2-dp2", ranks=2), "expected a topology with the engine's tp=2"),
     (Job(source="z1-tp2-dp2", ranks=2, topology="dp=2"), "got one with tp=1"),
 )
 """Loads that are refused, with what is said."""

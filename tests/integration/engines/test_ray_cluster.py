@@ -304,7 +304,7 @@ class TestRefusals:
         monkeypatch.setattr(cluster_module, "_JOINS", 8.0)
         with socket.create_server(("127.0.0.1", 0)) as other:
             address = f"127.0.0.1:{other.getsockname()[1]}"
-            with pytest.raises(EngineError, match="does not answer as one"):
+            with pytest.raises(EngineError, match="no answer of a cluster"):
                 ucp.convert(
                     handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings={"address": address}
                 )

@@ -68,6 +68,6 @@ def test_when_a_rank_dies_the_others_are_told(checkpoint, tmp_path):
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("bereft*.json"))]
     assert told, done.stderr
     for own in told:
-        assert own["text"].startswith("LoadError: expected an answer of ranks ")
+        assert own["text"].startswith("LoadError: expected an answer from ranks ")
         assert "init_process_group(timeout=...)" in own["text"]
         assert own["seconds"] < 60

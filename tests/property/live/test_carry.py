@@ -243,7 +243,7 @@ def test_what_differs_when_it_is_read_again_is_named_by_all(data, exchange, memo
     assert {type(result) for result in found} == {CorruptError}
     (text,) = {str(result) for result in found}
     own = world.items[rank][at]
-    assert "1 tensor in memory differs" in text
+    assert "1 tensor differs" in text
     assert f"{own.name}/{own.state}" in text
 
 

@@ -124,9 +124,9 @@ def test_links_are_not_followed_and_folders_not_entered(saved, tmp_path):
     assert beside(tmp_path / "out") == wanted(saved, without={"link.json", "inside.json", "two\nlines"})
     assert [line for line in report.dropped if "beside the checkpoint" in line] == [
         "inside.json, link.json, beside the checkpoint: links are not followed",
-        "pipe, beside the checkpoint: no regular files",
+        "pipe, beside the checkpoint: not regular files",
         "runs, beside the checkpoint: folders are not carried along",
-        "two\\nlines, beside the checkpoint: names that are no plain text",
+        "two\\nlines, beside the checkpoint: their names are not printable text",
     ]
 
 
@@ -136,7 +136,7 @@ def test_what_lies_beside_belongs_to_the_checkpoint_saved_last(saved, tmp_path):
     assert beside(tmp_path / "out") == {}
     (line,) = report.dropped
     assert "scheduler.pt" in line
-    assert line.endswith("beside the checkpoint: of global_step3, which was saved last")
+    assert line.endswith("beside the checkpoint: saved with global_step3, the newest checkpoint")
 
 
 def test_destinations_beside_the_checkpoint_are_no_part_of_it(saved):
@@ -163,7 +163,7 @@ def test_a_file_of_a_name_that_the_target_writes_itself_is_left(saved):
     placed = add_sidecars(index, plan, reserved=("scheduler.pt",))
     assert {"config.json", "scheduler.pt"}.isdisjoint(file.path for file in placed.files)
     assert placed.dropped == (
-        "config.json, scheduler.pt, beside the checkpoint: the target writes what has that name itself",
+        "config.json, scheduler.pt, beside the checkpoint: the target writes a file of that name itself",
     )
 
 
@@ -242,18 +242,18 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("tag", "why"),
     [
-        ("../outside", "names no folder of its own"),
-        ("/absolute", "names no folder of its own"),
-        ("a//b", "names no folder of its own"),
-        (".", "names no folder of its own"),
+        ("../outside", "cannot be the name of a folder"),
+        ("/absolute", "cannot be the name of a folder"),
+        ("a//b", "cannot be the name of a folder"),
+        (".", "cannot be the name of a folder"),
         ("a\0b", "NUL"),
         ("two\nlines", "unprintable"),
-        (" blank", "blanks at its ends"),
+        (" blank", "blanks at either end"),
         ("x" * 300, "a file system allows 255"),
         ("latest", "a file of the checkpoint itself"),
         ("latest_universal/x", "a file of the checkpoint itself"),
         ("ucp-conversion.json", "a file of the checkpoint itself"),
-        ("mp_rank_00_model_states.pt", "files of a checkpoint are named so"),
+        ("mp_rank_00_model_states.pt", "the name of a file of a checkpoint"),
     ],
 )
 def test_a_tag_that_is_no_folder_of_the_destination_is_refused(saved, tag, why):

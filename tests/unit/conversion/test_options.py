@@ -49,7 +49,7 @@ def test_choices(name):
 
 @pytest.mark.parametrize("accept", [True, None, 3, [3], "equal"])
 def test_doubts_that_are_none(accept):
-    with pytest.raises(UsageError, match="expected accept as a list of equal-ranks"):
+    with pytest.raises(UsageError, match="expected accept to be a list of names among equal-ranks"):
         make_options(accept=accept)
 
 

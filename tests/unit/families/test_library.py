@@ -116,9 +116,9 @@ class TestLibrary:
 
     def test_a_part_of_families_cannot_be_chosen(self):
         assert library().family("mcore-mla").abstract
-        with pytest.raises(UsageError, match="'mcore-mla' is only a part of some"):
+        with pytest.raises(UsageError, match="'mcore-mla' is only a part that families extend"):
             library().get_concrete("mcore-mla")
-        with pytest.raises(UsageError, match="is only a part of some"):
+        with pytest.raises(UsageError, match="is only a part that families extend"):
             choose_family(names=["a"], options=SourceOptions(family="mcore-mla"))
 
     def test_what_is_extended_must_be_there(self):
@@ -137,7 +137,7 @@ class TestLibrary:
             (tmp_path / package / "x.toml").write_text(f'name = "x"\n{RULE}')
         monkeypatch.syspath_prepend(tmp_path)
         assert Library.from_packages(["first"], lambda name: Replicate).names() == ("x",)
-        with pytest.raises(UsageError, match=r"the family 'x' stands in first/x.toml and in second/x.toml"):
+        with pytest.raises(UsageError, match=r"the family 'x' is defined twice, in first/x.toml and in second/x.toml"):
             Library.from_packages(["first", "second"], lambda name: Replicate)
 
 

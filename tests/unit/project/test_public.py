@@ -91,8 +91,9 @@ def test_what_is_planned_is_what_is_prepared(source):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"to": None}, "expected to as text; got None"),
-        ({"layout": None}, "expected layout as text; got None"),
+        ({"to": None}, "expected the argument 'to' to be text; got None"),
+        ({"layout": None}, "expected the argument 'layout' to be text; got None"),
+        ({"optimizer": "adam"}, "expected optimizer to be zero; got 'adam'"),
         ({"dtypes": "weight=bfloat16"}, r"expected dtypes by state, as in \{'weight': 'bfloat16'\}; got 'weight=bf"),
         ({"dtypes": {"weight": float}}, "expected STATE=DTYPE with a dtype of float64, "),
         ({"settings": ["a=b"]}, r"expected settings by name, .* each a text or a number; got \['a=b'\]"),
@@ -128,7 +129,7 @@ class TestCheckpoint:
     def test_regions_that_are_none(self, source, region):
         checkpoint = ucp.open(source)
         name = next(name for name, atom in checkpoint.atoms.items() if len(atom.global_shape) == 2)
-        with pytest.raises(ValueError, match=r"does not lie in|slices with steps of 1"):
+        with pytest.raises(ValueError, match=r"is not inside|slices with steps of 1"):
             checkpoint.read(name, "weight", region)
 
     def test_it_shows_what_it_is(self, source):

@@ -49,7 +49,7 @@ def spike(at: int) -> np.ndarray:
 def test_all_zero_is_refused_with_the_way_on(made):
     index = made(exp_avg=ZEROS, exp_avg_sq=ZEROS)
     with pytest.raises(
-        MalformedError, match="every element of exp_avg, exp_avg_sq of all 2 trained parameters"
+        MalformedError, match="every element of exp_avg, exp_avg_sq is zero for all 2 trained parameters"
     ) as caught:
         check_moments(index, ZeroMoments.ERROR)
     assert "--exclude '*/exp_avg' --exclude '*/exp_avg_sq'" in str(caught.value)

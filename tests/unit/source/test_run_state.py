@@ -98,7 +98,8 @@ def test_a_scheduler_of_a_file_is_loaded_from_dcp_as_lr_scheduler(tmp_path, kind
 def test_a_step_that_is_written_is_not_said_to_be_left_out(tmp_path):
     source = Run().save_file(tmp_path / "all.pt", step=7, note="mine")
     report = ucp.convert(source, tmp_path / "dcp", to="dcp")
-    assert report.dropped == ("extras that the style nested has no keys for: note",)
+    (dropped,) = report.dropped
+    assert dropped.endswith("--set style=nested has no keys for: note")
     assert ucp.inspect(tmp_path / "dcp").step == 7
 
 
@@ -152,7 +153,7 @@ def test_counts_that_differ_are_no_step(tmp_path):
     run = Run()
     run.optimizer.state[run.model.bias]["step"] += 1
     report = ucp.plan(run.save_file(tmp_path / "all.pt"), to="deepspeed", topology="dp=1,zero=0")
-    assert "the optimizer counts from 3 to 4 for its parameters" in "\n".join(report.dropped)
+    assert "range from 3 to 4" in "\n".join(report.dropped)
 
 
 def test_scripts_of_dcp_find_their_scheduler_where_it_was_too(tmp_path):

@@ -1,1 +1,1 @@
-"""Where a conversion puts its files, so that nothing half-written looks whole: a folder of a disk, or a bucket."""
+"""Where a conversion puts its files, so that nothing half-written looks complete: a folder on disk, or a bucket."""

@@ -1,6 +1,6 @@
 """A destination in a bucket, where nothing can be renamed or written in place.
 
-Files grow in a scratch folder, a few at a time (`ucp.transfer.plan.rounds`), and are uploaded when they are complete.
+A few files at a time are written to a scratch folder (`ucp.transfer.plan.rounds`), and uploaded when they are complete.
 A journal in the bucket records each upload, so that any machine can resume. The metadata files, by which frameworks and
 `ucp` recognise a finished checkpoint, are uploaded last.
 """
@@ -77,7 +77,7 @@ class BucketDestination:
         self._metadata: tuple[OutputFile, ...] = ()
 
     def check(self, src: Path, job: Job | None = None) -> int:
-        """Bytes that files take of the scratch folder at most.
+        """Most bytes that files take in the scratch folder at once.
 
         Raises OverlapError where writing could change the source; DestinationError where keys are too long, or a file
         does not fit the scratch folder; UsageError for a part.
@@ -130,7 +130,7 @@ class BucketDestination:
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
         """The tasks of each round, once the scratch folder has room for its files."""
-        del todo  # those of the rounds
+        del todo  # the same tasks as in the rounds
         for group in self._rounds:
             while self._pending_nbytes() + group.nbytes > self._room.nbytes and self._collect():
                 pass
@@ -198,7 +198,7 @@ class BucketDestination:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Keep what was uploaded for --resume, unless it is wrong and still ours."""
+        """Keep what was uploaded for --resume; remove it if it is wrong and no other process has taken over."""
         self._stop_uploads()
         if self._is_owner and isinstance(error, WRONG_SOURCE):
             with suppress(UcpError):
@@ -211,12 +211,12 @@ class BucketDestination:
             self._scratch.close()
         if isinstance(error, OSError):
             raise DestinationError(
-                f"cannot write {error.filename or self.root}, where files grow before they are uploaded (--scratch "
-                f"names another folder): {explain_write_failure(error)}"
+                f"cannot write {error.filename or self.root}, where files are put before their upload (--scratch names "
+                f"another folder): {explain_write_failure(error)}"
             ) from error
 
     def _take_over(self, conversion: ConversionId) -> None:
-        """Record this conversion in the journal, in place of an earlier one or to resume it; remove what it replaces.
+        """Record this conversion in the journal, as a new one or as one to resume, and remove the objects it replaces.
 
         Raises DestinationError when something else is there.
         """
@@ -249,7 +249,7 @@ class BucketDestination:
         self._remove(obsolete)
 
     def _obsolete(self, head: dict[str, Any], objects: set[str]) -> list[str]:
-        """Objects that are replaced, first the file that made them a checkpoint. `head`: of the journal that is there.
+        """Objects to remove, first the file that makes them a checkpoint. `head`: head of the journal that is there.
 
         Raises DestinationError for objects that no conversion wrote.
         """
@@ -266,7 +266,7 @@ class BucketDestination:
         return obsolete
 
     def _remove(self, names: Sequence[str]) -> None:
-        """Remove objects, the first of them first, unless this conversion uploaded them."""
+        """Remove objects, except those that this conversion uploaded; the first one before all others."""
         objects = find_objects(self.dst) if names else {}
         uploaded = {str(line.get("file")) for line in self._journal.lines()} if names else set()
         urls = [f"{self.dst}/{name}" for name in dict.fromkeys(names) if name in objects and name not in uploaded]
@@ -274,7 +274,7 @@ class BucketDestination:
         remove(urls[1:])
 
     def _names(self) -> list[str]:
-        """Names of the files that this conversion writes, as far as they are known."""
+        """Names of the files that this conversion writes, as far as they are known yet."""
         planned = [file.path for file in self._job.target.files]
         return list(dict.fromkeys([*(file.path for file in self._metadata), MARK, *planned]))
 
@@ -352,10 +352,10 @@ class _PendingFile:
         self.missing = missing
         """Tasks that have not written to it yet."""
         self.done = Done(task=number, sums=(), spans=(), drift=())
-        """Reports of the tasks that have, as one."""
+        """Reports of the tasks that have written to it, merged into one."""
 
     def add(self, done: Done, sums: Iterable[Sum]) -> None:
-        """Add the report of a task; `sums`: those of this file, as the task may write several."""
+        """Add the report of a task. `sums`: its sums for this file, as a task may write to several."""
         self.missing.discard(done.task)
         self.done = Done(
             task=self.number,

@@ -87,7 +87,7 @@ class BucketJournal:
         return list(self._document(_LAST).get("files", ()))
 
     def clear(self) -> None:
-        """Remove the journal; the file that marks the conversion as unfinished at the very end."""
+        """Remove the journal: at the very end, the file that marks the conversion as unfinished."""
         remove(f"{self.url}/{name}" for name in find_objects(self.url) if name != BUCKET_JOURNAL)
         remove([f"{self.url}/{BUCKET_JOURNAL}"])
 

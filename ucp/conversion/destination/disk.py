@@ -1,4 +1,4 @@
-"""A destination on disk: files grow in `DST.ucp-partial`, and one rename puts them in place (`staging`)."""
+"""A destination on disk: files are written to `DST.ucp-partial`, and one rename puts them in place (`staging`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WRONG_SOURCE = (ChangedError, CorruptError, ReplicaError)
 def open_destination(dst: Path, options: ConvertOptions) -> Destination:
     """The destination at a path or a URL. Raises UsageError."""
     if is_url(str(dst)):
-        from ucp.conversion.destination.bucket import BucketDestination  # with fsspec
+        from ucp.conversion.destination.bucket import BucketDestination  # imports fsspec
 
         return BucketDestination(str(dst), options)
     if options.scratch is not None:
@@ -149,7 +149,7 @@ class DiskDestination:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Unlock; keep what was written for --resume, unless nothing was finished or it is wrong."""
+        """Unlock; keep what was written for --resume, unless no task is finished or the bytes are wrong."""
         if self._is_locked and isinstance(error, WRONG_SOURCE):
             self.staging.discard()
         elif self._is_locked:
@@ -191,7 +191,7 @@ def resume(
 
 
 def _without(tasks: Sequence[Task], numbers: Collection[int]) -> Sequence[Task]:
-    """Tasks without those of some numbers. Without numbers the same list: no task is created here."""
+    """Tasks except those with the given numbers. Without numbers the same list, so that no task is created here."""
     if not numbers:
         return tasks
     return pick_tasks(tasks, (position for position, task in enumerate(tasks) if task.number not in numbers))

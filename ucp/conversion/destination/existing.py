@@ -15,7 +15,7 @@ from ucp.io.provenance import read_mark
 
 @dataclass(frozen=True, slots=True)
 class ConversionId:
-    """Which conversion it is."""
+    """What tells one conversion from another."""
 
     fingerprint: str
     """Equal for conversions that write the same bytes."""
@@ -25,7 +25,7 @@ class ConversionId:
     def differences(self, recorded: object) -> str:
         """How the conversion with the `recorded` facts differs, a line for each fact; a full stop if nothing is known.
 
-        Stands in a message between what differs and the advice.
+        The text goes into a message, before the advice.
         """
         if not isinstance(recorded, dict) or not recorded:
             return ". "
@@ -37,7 +37,7 @@ class ConversionId:
         ]
         if not lines:
             lines = [
-                f"files of the source: not those that were read then, or changed since; or those of {options_of_files}"
+                f"files of the source: others than then, or changed since; or a file of {options_of_files} was changed"
             ]
         return f":\n{format_list(lines)}\n"
 
@@ -64,14 +64,14 @@ def check_destination(src: Path, dst: Path) -> None:
     scheme = url_scheme(dst)
     if scheme:
         raise DestinationError(
-            f"expected a folder, or the URL of a bucket such as s3://bucket/run; got {dst} of {scheme}://"
+            f"expected a folder, or the URL of a bucket such as s3://bucket/run; got {dst}, a {scheme}:// URL"
         )
     if not resolved.parent.is_dir():
         raise DestinationError(f"parent directory {resolved.parent} does not exist; create it first")
 
 
 def check_distinct(src: Path, dst: Path) -> None:
-    """Raise OverlapError where `dst` is the source `src`, or one lies in the other."""
+    """Raise OverlapError if `dst` is the source `src`, or one is inside the other."""
     resolved_src, resolved_dst = src.resolve(), dst.resolve()
     if resolved_dst == resolved_src or resolved_src in resolved_dst.parents:
         raise OverlapError(f"the destination {dst} is the source {src} or lies inside it; choose another folder")
@@ -83,13 +83,13 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
     """Raise OverlapError where `dst` lies inside the checkpoint at `root`, or holds one of its files `paths`.
 
     `root`: what the source was resolved to (the tag folder that `latest` names, the folder of a manifest). Readers take
-    everything inside it for a part of the checkpoint; `dst` may lie beside it, in the folder that a run saves to.
+    everything inside it for a part of the checkpoint; `dst` may be beside it, in the folder that a run saves to.
     """
     resolved_dst, checkpoint = dst.resolve(), path_of(root).resolve()
     if checkpoint.is_dir() and checkpoint in resolved_dst.parents:
         raise OverlapError(
-            f"the destination {dst} lies inside the source {checkpoint}, whose readers would take it for a part of it; "
-            "choose a folder beside it"
+            f"the destination {dst} lies inside the source {checkpoint}, whose readers would take it for a part of the "
+            "checkpoint; choose a folder beside it"
         )
     inside = [path for path in paths if resolved_dst in path_of(path).resolve().parents]
     if inside:
@@ -100,7 +100,7 @@ def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
 
 
 def check_replaceable(dst: Path, conversion: ConversionId, *, resume: bool, overwrite: bool) -> None:
-    """Raise DestinationError where what lies at `dst` may not be replaced, or not by this conversion."""
+    """Raise DestinationError if what is at `dst` may not be replaced, or not by this conversion."""
     if not dst.exists() or not any(dst.iterdir()):
         return
     if not (dst / MARK).exists():

@@ -3,7 +3,8 @@
     check()  ->  begin()  ->  tasks of each of rounds(), note() after each  ->  finish()  ->  commit()
 
 Tasks write files below `root`, a folder on this machine's disk. At any moment the destination is either as it was or
-refused as unfinished. `with` holds it: after a failure what was written stays and can be resumed, unless it is wrong.
+refused as unfinished. Leaving the `with` block unlocks it; after a failure, what was written stays for --resume, unless
+it is wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ResumePoint:
     """What an earlier run did, and what is left to do."""
 
     job: Job
-    """The work; its tasks may be ordered anew for this destination."""
+    """The work; its tasks may be in another order, which suits this destination."""
     done: tuple[Done, ...]
     """Reports of the tasks whose output is complete."""
     todo: Sequence[Task]
@@ -89,7 +90,7 @@ class Destination(WorkFolder, Protocol):
 
 @contextmanager
 def show_waiting(observer: Observer, holder: str) -> Iterator[None]:
-    """Show that this process waits for `holder`, another one."""
+    """Show that this process waits for another one, described by `holder`."""
     observer.begin(title=f"{WAITING} {holder}", nbytes=0)
     try:
         yield

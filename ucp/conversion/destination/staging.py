@@ -1,4 +1,4 @@
-"""The folder in which a destination on disk grows; a rename puts it in place, so nothing half-written looks whole.
+"""The working folder of a conversion to disk; a rename puts its result in place: nothing half-written looks complete.
 
 DST.ucp-partial/
     lock            held while a conversion runs, and names its process; parts of one conversion share it
@@ -35,11 +35,11 @@ _MOMENT = 1.0
 """The same without --resume and --overwrite, where the conversion is refused in any case."""
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Entered, with its name, while this run waits for another process."""
+"""Called with the name of another process; its result is entered while this run waits for that process."""
 
 
 class Staging:
-    """The folder beside `dst` in which it grows."""
+    """The working folder beside `dst`."""
 
     def __init__(self, dst: Path) -> None:
         self.dst = dst
@@ -152,7 +152,7 @@ class Staging:
         return lines[1:]
 
     def _check_links(self) -> None:
-        """Raise DestinationError for links, which would have files outside the folder written or removed."""
+        """Raise DestinationError for links: through them, files outside the folder would be written or removed."""
         places = [self.folder]
         if self.folder.is_dir() and not self.folder.is_symlink():
             places += self.folder.iterdir()
@@ -196,7 +196,7 @@ class Staging:
         """Put the destination in place. Its files must be complete.
 
         `fsync`: wait first until they are on the disk, so that they survive a loss of power. Without it a process
-        killed at any moment still does no harm: the system has what was written.
+        that is killed at any moment still does no harm, as the system has the bytes.
         """
         self._has_progress = True  # between the renames the folder holds the destination that is replaced
         if fsync:

@@ -1,11 +1,12 @@
-"""Files on their way to a bucket: the scratch folder in which they grow, and the process that uploads them.
+"""Files on their way to a bucket: the scratch folder where they are written, and the process that uploads them.
 
-The scratch folder is of one run; its name has a digest of the destination and cannot be guessed. Its lock is free once
-the run was killed: the next run to the same destination removes it, and is refused while the lock is held.
+Every run has its own scratch folder, with a lock. Its name consists of a digest of the destination and a random part.
+While the lock is held, other runs to the same destination are refused; if the run was killed, its lock is free, and the
+next run removes the folder.
 
-Uploads need threads and connections, which must not exist in a process that is forked, and engines fork workers for
-every round. So one process, forked before them, uploads files and records them in the journal. Uploads to memory://
-(tests) happen in this process.
+Uploads need threads and connections. A process that has these must not fork, but engines fork workers for every round.
+So a separate process, forked at the start, uploads files and records them in the journal. Uploads to memory:// (tests)
+happen in this process.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ SCRATCH_VARIABLE = "UCP_SCRATCH"
 
 
 def scratch_parent(path: Path | None) -> Path:
-    """The folder for scratch folders: `path`, that of the environment, or the system's. Raises DestinationError."""
+    """The folder for scratch folders: `path`, `$UCP_SCRATCH`, or the system's. Raises DestinationError."""
     folder = path or Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.gettempdir())
     if not folder.is_dir():
-        raise DestinationError(f"expected a folder for files that are to be uploaded at {folder}; create it first")
+        raise DestinationError(f"expected a folder at {folder}, for files before their upload; create it first")
     return folder.resolve()
 
 
@@ -84,8 +85,8 @@ def _remove_abandoned(folder: Path, dst: str) -> None:
     except BlockingIOError:
         holder = describe_process(os.pread(descriptor, _LOCK_NBYTES, 0))
         raise DestinationError(
-            f"another conversion to {dst} is running on this machine: {holder} writes it now, by way of {folder}. Wait "
-            "until it has ended, or end it"
+            f"another conversion to {dst} is running on this machine: {holder} writes it now, with scratch folder "
+            f"{folder}. Wait until it has ended, or end it"
         ) from None
     finally:
         os.close(descriptor)
@@ -130,7 +131,7 @@ def _carry_out(journal: BucketJournal, upload: Upload) -> Uploaded:
 
 
 class Uploads:
-    """Concurrent uploads, in a process of their own."""
+    """Concurrent uploads, in a separate process."""
 
     def __init__(self, journal: BucketJournal) -> None:
         import multiprocess
@@ -200,7 +201,7 @@ def _died() -> WorkerDiedError:
 
 
 def _serve(journal: BucketJournal, orders: Any, reports: Any, parent: int) -> None:
-    """Body of the process."""
+    """Body of the process that uploads."""
     as_worker(parent)
     lock = Lock()
 

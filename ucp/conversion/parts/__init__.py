@@ -1,1 +1,1 @@
-"""One conversion in parts, each by a process of its own, on as many machines as there are."""
+"""One conversion in parts: every part is a separate run of `ucp convert`, on the same or on different machines."""

@@ -5,7 +5,7 @@ rename. A part that synced its files and then ended is as reliable. So a task is
 reading its bytes, if
 
 1. the journal is sealed: its last line has the digest of all lines above;
-2. the folder is the one that the part wrote to, and only parts worked there since (`Staging.identity`);
+2. the folder is the one that the part wrote to, and only parts have worked there since (`Staging.identity`);
 3. every other run that may have written the same bytes is sealed, or had ended before this part began;
 4. the files have their full length, and no run reported a file as lost, made again, or not synced;
 5. all trusted reports of the task agree.
@@ -30,7 +30,7 @@ from ucp.transfer.plan.tasks import Share, Task
 from ucp.transfer.worker import Done
 
 _MOST_NAMED = 20
-"""Parts that a command line names."""
+"""Most parts that the suggested command names."""
 
 
 def check_started(job: Job, staging: Staging) -> None:
@@ -43,18 +43,18 @@ def check_started(job: Job, staging: Staging) -> None:
 
 
 def describe_busy(error: BusyError, staging: Staging) -> str:
-    """Who is at work there: the parts that are running, if any are."""
+    """The message of `error`, with the parts that are running, if any are."""
     running = [f"part {run.share} on {run.where}" for run in list_runs(staging) if is_running(run)]
     if not running:
         return str(error)
     return (
-        f"{format_count(len(running), 'part is', 'parts are')} running of the conversion to {staging.dst}:\n"
-        f"{format_list(running)}\nwait for them, or end them, and try again"
+        f"{format_count(len(running), 'part')} of the conversion to {staging.dst} still "
+        f"{'runs' if len(running) == 1 else 'run'}:\n{format_list(running)}\nwait for them, or end them, and try again"
     )
 
 
 def make_unfinished_error(job: Job, staging: Staging, todo: Sequence[Task]) -> UnfinishedError:
-    """The error that says what is missing: tasks, bytes, the parts that they are of, and what to run."""
+    """The error that says what is missing (tasks, bytes, and their parts), and what to run."""
     runs = list(list_runs(staging))
     head = (
         f"{len(todo):,} of {format_count(len(job.tasks), 'task')} ({sum(task.nbytes for task in todo):,} of "
@@ -86,7 +86,7 @@ def _explain_missing(share: Share, runs: Sequence[PartRun]) -> str:
     if not part_runs:
         return "it was never run"
     if any(run.has_ended for run in part_runs):
-        return "it was run to its end, and bytes are not there as it noted"
+        return "it ran to its end, but its files no longer hold what it wrote"
     return f"it was cut off on {', '.join(run.where for run in part_runs)}"
 
 
@@ -111,7 +111,7 @@ def find_trusted(job: Job, staging: Staging) -> dict[int, Done]:
 
 
 def _read_notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Done]:
-    """What sealed runs note, but for tasks that a run which is not may have written since they looked."""
+    """Reports of sealed runs, without tasks that an unsealed run may have written after the sealed run began."""
     numbers = cache(lambda parts: {task.number: number for task, number in _number_tasks(job, parts)})
     others = [run for run in runs if not run.is_trusted_in(identity)]
     for run in (run for run in runs if run.is_trusted_in(identity)):
@@ -127,13 +127,13 @@ def _read_notes(job: Job, runs: Sequence[PartRun], identity: str) -> Iterator[Do
 
 
 def _has_planned_length(root: Path, task: Task, done: Done) -> bool:
-    """Whether a pack of encoded blocks, which is a file, ends where the last of them does."""
+    """Whether a file of encoded blocks ends where its last block ends; True for other files."""
     ends = [sum(section_sum.block) for section_sum in done.sums if section_sum.block]
     return not ends or (root / task.fills[0].path).stat().st_size == max(ends)
 
 
 def _number_tasks(job: Job, parts: int) -> Iterator[tuple[Task, int]]:
-    """Every task of a job of all tasks, with the number of the part of so many that it is of."""
+    """Every task of a job with all tasks, and the number of its part, if there are `parts` parts."""
     start, total = 0, job.nbytes
     for task in job.tasks:
         yield task, Share.find_part(start, start + task.nbytes, total=total, parts=parts)

@@ -1,14 +1,14 @@
 """Journals of parts: every run of a part writes its own file.
 
 DST.ucp-partial/parts/K-of-N-<token>.jsonl
-    head    which part, on which machine, which process; what the folder was when it began; which runs were over then
-    lost    files that were gone which another run had found there, before they are made again; or could not be synced
-    files   what it writes to: all there, in full length; before it writes to them
+    head    part, machine and process; identity of the folder at the start; runs that had ended before
+    lost    files that another run had noted and that are gone (before they are created again), or failed to sync
+    files   files that the run writes to, once all of them exist at full length, before it writes to them
     task    one line per finished task
-    end     that all is done, whether it was synced before, and the digest of all lines above: the seal
-    It is locked while the run goes on, by its worker processes too.
+    end     that all is done, whether it was synced, and the digest of all lines above: the seal
+    The run and its worker processes hold a lock on it.
 
-Parts that run twice, at the same time even, write the same bytes to the same places, each with its own journal.
+If a part is run twice, even at the same time, both runs write the same bytes to the same places, with two journals.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _TASK = b'{"task":'
 
 
 class PartJournal:
-    """The journal of this run of a part, beside the bytes that it speaks of."""
+    """The journal of this run of a part."""
 
     def __init__(self, staging: Staging, share: Share, *, over: Iterable[str] = ()) -> None:
-        """Begin it. `over`: journals of runs that are over, and left what is read back before it is relied on.
+        """Begin it. `over`: journals of unsealed runs that have ended: this run reads back what they wrote.
 
         Raises OSError.
         """
@@ -54,22 +54,22 @@ class PartJournal:
         self._digest = xxhash.xxh3_64()
         self._path = staging.parts / f"{share.number}-of-{share.parts}-{secrets.token_hex(8)}{_SUFFIX}"
         self._file = self._path.open("xb", buffering=0)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # somebody may be looking whether it is locked
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # waits while another process tests the lock
         head = {"part": share.number, "parts": share.parts, "host": socket.gethostname(), "process": os.getpid()}
         self._add({**head, "identity": staging.identity(), "over": list(over)})
 
     def lose(self, paths: Sequence[str]) -> None:
-        """Say that what others wrote to these files may be gone."""
+        """Record that what other runs wrote to these files may be lost."""
         self._add({"lost": list(paths)})
         self._sync()
 
     def begin(self, paths: Sequence[str]) -> None:
-        """Say which files are there, before anything is written to them."""
+        """Record that these files exist, before anything is written to them."""
         self._add({"files": list(paths)})
         self._sync()
 
     def rounds(self, todo: Sequence[Task]) -> Iterator[Sequence[Task]]:
-        """All at once."""
+        """All tasks at once."""
         yield todo
 
     def note(self, done: Done) -> None:
@@ -77,7 +77,7 @@ class PartJournal:
         self._add(to_line(done))
 
     def end(self, *, fsync: bool) -> None:
-        """Say that all is done. `fsync`: and that it is on the disk."""
+        """Record that all is done. `fsync`: and that it is on the disk."""
         self._add(_make_seal(self._digest.hexdigest(), synced=fsync))
         if fsync:
             self._sync()
@@ -90,8 +90,8 @@ class PartJournal:
             is_there = False
         if not is_there:
             raise DestinationError(
-                f"the folder in which {self._dst} grows was removed, or begun anew, while this part was running; run "
-                "it again if it is still wanted"
+                f"the working folder of {self._dst} was removed, or begun anew, while this part was running; run the "
+                "part again if it is still needed"
             )
         self._digest.update(text)
         rest = memoryview(text)
@@ -99,7 +99,7 @@ class PartJournal:
             rest = rest[self._file.write(rest) :]
 
     def _sync(self) -> None:
-        """Wait until it is on the disk, where it is found by name."""
+        """Wait until the journal and its directory entry are on the disk."""
         os.fsync(self._file.fileno())
         sync(self._path.parent)
 
@@ -110,7 +110,7 @@ class PartJournal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRun:
-    """A run of a part, as its journal has it."""
+    """A run of a part, read from its journal."""
 
     share: Share
     """Which part."""
@@ -121,22 +121,22 @@ class PartRun:
     identity: str = ""
     """What `Staging.identity` was when it began."""
     finished_before: frozenset[str] = frozenset()
-    """Names of journals of runs that were over before it began."""
+    """Names of journals of unsealed runs that had ended before it began."""
     lost: tuple[str, ...] = ()
-    """Files that were gone, and that it made again; or that it could not sync."""
+    """Files that were gone and that it created again, or that it could not sync."""
     files: tuple[str, ...] = ()
-    """Files that were all there when it began to write; none where it did not come so far."""
+    """Files that it writes to, all of which existed then; empty if it did not get that far."""
     has_ended: bool = False
-    """Whether it came to its end."""
+    """Whether it ran to its end."""
     is_sealed: bool = False
-    """Whether all that it did was on the disk at its end, and its journal is as it wrote it."""
+    """Whether all that it wrote was synced before its end, and its journal is unchanged since."""
 
     def is_trusted_in(self, identity: str) -> bool:
-        """Whether it vouches for what it notes, in a folder of this identity."""
+        """Whether its reports are trusted in a folder with this identity."""
         return self.is_sealed and self.identity == identity
 
     def read_lines(self) -> Iterator[Line]:
-        """Its tasks, among other lines, as far as they can be read."""
+        """Lines of its journal, up to the first that cannot be read."""
         yield from lines_of(_read_lines(self.path))
 
 
@@ -149,7 +149,7 @@ def list_runs(staging: Staging) -> Iterator[PartRun]:
 
 
 def _parse_run(path: Path, share: Share) -> PartRun:
-    """A run by its journal, of which lines of tasks, which may be many, are not looked into."""
+    """A run, read from its journal; lines of tasks are not parsed, as there may be many."""
     text = _read_lines(path)
     *above, last = text or [b""]
     values: dict[str, object] = {}
@@ -172,7 +172,7 @@ def _parse_run(path: Path, share: Share) -> PartRun:
 
 
 def _make_seal(digest: str, *, synced: bool) -> Line:
-    """The last line: no line above can change, go or come without it."""
+    """The last line; it does not fit if a line above was changed, removed or added."""
     return {"end": True, "synced": synced, "digest": digest}
 
 
@@ -189,7 +189,7 @@ def _read_lines(path: Path) -> list[bytes]:
 
 
 def is_running(run: PartRun) -> bool:
-    """Whether a run goes on."""
+    """Whether a run is still running."""
     try:
         with run.path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

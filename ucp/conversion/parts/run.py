@@ -1,7 +1,7 @@
-"""One part: its share of the tasks, beside whoever does the others.
+"""Carries out one part of a conversion: its share of the tasks, while other runs do the other parts.
 
-The files that it writes to are made at their full length, by whichever part comes first; what stands in them beside
-tensors is written by whoever finalizes. So parts may begin at the same time, and never undo what another did.
+The first part that writes to a file creates it at its full length; what a file holds besides tensors is written by
+`--finalize`. So parts may start at the same time, and never undo each other's work.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ucp.transfer.plan.tasks import Share
 
 
 def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer) -> Written | None:
-    """Carry out the tasks of a part that are not done; None where the destination is complete.
+    """Carry out the tasks of a part that are not done; None if the destination is already complete.
 
-    Raises DestinationError where something is in the way, CorruptError and ReplicaError where the source is not what it
-    should be.
+    Raises DestinationError if something else is there, CorruptError or ReplicaError if the source is not what it should
+    be.
     """
     before = _join_conversion(prepared, staging, options, observer)
     if before is None:
@@ -44,19 +44,19 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
         return None
     share, identity = options.part or Share(), staging.identity()
     unsealed = [run for run in list_runs(staging) if run.share.overlaps(share) and not run.is_trusted_in(identity)]
-    over = [run.path.name for run in unsealed if not is_running(run)]  # this run looks at what they did
+    over = [run.path.name for run in unsealed if not is_running(run)]  # this run checks what they wrote
     with closing(PartJournal(staging, share, over=over)) as journal:
         filled = _make_files(prepared, staging, journal)
         threads = prepared.workers * prepared.threads
         numbers = {task.number for task in prepared.job.tasks}
-        noted = (  # by any run, however the work was shared out then
+        noted = (  # by any run, whatever its number of parts
             line
             for lines in chain([before], (run.read_lines() for run in list_runs(staging)))
             for line in lines
             if isinstance(number := line.get("task"), int) and number in numbers
         )
         resume_point = resume(prepared.job, staging.data, noted, observer=observer, threads=threads)
-        for done in resume_point.done:  # of another run, and read back
+        for done in resume_point.done:  # by another run, and read back here
             journal.note(done)
         written = carry_out_tasks(prepared, journal, resume_point, observer)
         check_read(prepared.job.index, written)
@@ -69,11 +69,11 @@ def write_part(prepared: Prepared, staging: Staging, options: ConvertOptions, ob
 def _join_conversion(
     prepared: Prepared, staging: Staging, options: ConvertOptions, observer: Observer
 ) -> Iterable[Line] | None:
-    """What was noted outside of parts, once the place is taken; None where the destination is complete."""
+    """Lock the destination. Returns the journal of runs without --part; None if the destination is complete."""
     if is_complete(staging.dst, prepared.fingerprint, overwrite=options.overwrite):
         return None
     if not staging.data.exists():
-        check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts, by whoever comes first
+        check_space(prepared.nbytes_out, staging.dst.parent)  # for all parts; only the first one checks
     try:
         conversion, waiting = ConversionId(prepared.fingerprint, prepared.facts), partial(show_waiting, observer)
         before = staging.join(conversion, overwrite=options.overwrite, waiting=waiting)
@@ -87,9 +87,9 @@ def _join_conversion(
 
 
 def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> list[str]:
-    """Make what is missing of the files that the tasks write to; all of these.
+    """Create the missing files among those that the tasks write to. Returns the paths of all of them.
 
-    Another run's note that files were there is read before it is seen that they are not: so they were lost since.
+    Notes of other runs are read before the files are looked at: so a noted file that is missing was lost meanwhile.
     """
     filled = {fill.path for task in prepared.job.tasks for fill in task.fills}
     files = [file for file in prepared.job.target.files if file.path in filled]
@@ -104,12 +104,12 @@ def _make_files(prepared: Prepared, staging: Staging, journal: PartJournal) -> l
 
 
 def _sync(root: Path, paths: Sequence[str], journal: PartJournal) -> None:
-    """Wait until files are on the disk, by their names: on the machine that wrote them, as no other can."""
+    """Wait until files are on the disk. Only the machine that wrote them can do this."""
     for path in paths:
         try:
             sync(root / path)
         except OSError:
-            journal.lose([path])  # the system says so once, and to one: bytes of another part may be gone, too
+            journal.lose([path])  # the system reports it only once: bytes of another part may be lost, too
             raise
     folders = {folder for path in paths for folder in (root / path).parents if folder.is_relative_to(root)}
     for folder in sorted(folders, reverse=True):

@@ -1,4 +1,4 @@
-"""A checkpoint on a page: what it is, where it comes from, what is missing, its states, its notes; sums over it."""
+"""The overview page of a checkpoint (what it is, what is missing, its states, its notes), and the counts on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def describe_missing(index: Index) -> list[str]:
 
 
 def source_facts(index: Index) -> Iterator[tuple[str, str]]:
-    """What it is, where it comes from."""
+    """What the checkpoint is, and where it comes from."""
     yield "checkpoint", index.path
     yield "format", f"{index.format} ({', '.join(index.evidence)})" if index.evidence else index.format
     yield "producer", index.producer
@@ -83,30 +83,30 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTally:
-    """Tensors of a model of one kind."""
+    """Number of a model's tensors that are of one kind."""
 
     kind: Kind
     """Trained, frozen or buffer."""
     tensors: int
-    """How many."""
+    """Number of tensors."""
     numel: int
-    """Elements of them all."""
+    """Elements of all these tensors together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTally:
-    """Tensors of one state and dtype."""
+    """Number of tensors of one state and dtype."""
 
     state: str
     """Name of the state."""
     dtype: DType
     """Type of its elements."""
     tensors: int
-    """How many."""
+    """Number of tensors."""
     numel: int
-    """Elements of them all."""
+    """Elements of all these tensors together."""
     nbytes: int
-    """Bytes of them all."""
+    """Bytes of all these tensors together."""
 
 
 def count_kinds(index: Index) -> tuple[KindTally, ...]:
@@ -135,13 +135,13 @@ def count_patterns(index: Index) -> dict[str, int]:
 
 
 def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
-    """Each way in which tensors lie over an axis, with how many there are. `layouts`: of parameters and their states.
+    """A line per pattern over an axis, with the number of its parameters. `layouts`: (parameter, state, layout).
 
     >>> from ucp.core.layout import AxisLayout
     >>> from ucp_patterns.chunk import Chunk
     >>> cut = Layout((AxisLayout("dp", 2, Chunk(0), "ZeRO-3"),))
     >>> layout_lines([("w", "weight", cut), ("b", "weight", cut), ("w", "exp_avg", Layout())])
-    ('dp=2: chunk(dim=0), known from ZeRO-3: 2 parameters, their weight',)
+    ('dp=2: chunk(dim=0), known from ZeRO-3: 2 parameters (weight only)',)
     """
     known_from: dict[str, dict[str, None]] = {}
     params: dict[str, dict[str, None]] = {}
@@ -158,6 +158,6 @@ def layout_lines(layouts: Iterable[tuple[str, str, Layout]]) -> tuple[str, ...]:
         places.pop("", None)
         sources = [*places] if len(places) < 3 else [next(iter(places)), f"{len(places) - 1} others"]
         known = f", known from {' and '.join(sources)}" if sources else ""
-        whose = f", their {', '.join(states[what])}" if len(states[what]) < len(all_states) else ""
+        whose = f" ({', '.join(states[what])} only)" if len(states[what]) < len(all_states) else ""
         lines.append(f"{what}{known}: {format_count(len(params[what]), 'parameter')}{whose}")
     return tuple(lines)

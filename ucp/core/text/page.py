@@ -1,4 +1,4 @@
-"""Pages: what a report says, as rows and lists, printed as text, as HTML in notebooks, and by the command line.
+"""Pages: the contents of a report as rows and lists, which are printed as text, as HTML (in notebooks), or by the CLI.
 
 >>> page = [facts([("wrote", "atoms/"), ("resumed", "")]), lines("Notes", ["no optimizer"])]
 >>> print(render_text(page))
@@ -30,9 +30,9 @@ class Section:
     columns: tuple[str, ...] = ()
     """Headings of a table; one that starts with ">" is right-aligned."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells of each row; a single one is the item of a list."""
+    """Cells of each row; a row with a single cell is the item of a list."""
     more: str = ""
-    """Line below the table that counts the rows which are not in it."""
+    """Line below the table that counts the rows left out of it."""
 
     @property
     def is_list(self) -> bool:
@@ -58,8 +58,8 @@ def lines(title: str, items: Iterable[str]) -> Section:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, most: int, all_in: str) -> Section:
-    """A table of the first `most` rows. `all_in`: where the reader finds the others."""
-    more = f"and {len(rows) - most:,} more row{'s' * (len(rows) - most > 1)} ({all_in})" if len(rows) > most else ""
+    """A table of the first `most` rows. `all_in`: clause that tells the reader where all rows are."""
+    more = f"and {len(rows) - most:,} more row{'s' * (len(rows) - most > 1)}: {all_in}" if len(rows) > most else ""
     return Section(title=title, columns=tuple(columns), rows=tuple(map(tuple, rows[:most])), more=more)
 
 
@@ -81,7 +81,7 @@ class Report(ABC):
 
 
 def render_text(page: Page) -> str:
-    """A page as the command line prints it to a file."""
+    """A page as plain text, as the command line prints it to a file."""
     printed = (line for part in page for line in ([part] if isinstance(part, str) else _section_lines(part)))
     return "\n".join(printable(line).rstrip() for line in printed).strip("\n")
 

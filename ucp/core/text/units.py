@@ -63,7 +63,7 @@ def count_text(count: int) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Increasing whole numbers, runs joined.
+    """Increasing whole numbers; consecutive ones are written as a range.
 
     >>> ranges_text([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'

@@ -1,1 +1,1 @@
-"""Model families: rules that say of every parameter name how its tensor lies over an axis, read from TOML."""
+"""Reads TOML files: model families, the configurations in them, and rules of the user that rename tensors."""

@@ -1,15 +1,15 @@
-"""The configuration that another framework loads a model by, derived from what a run recorded: data of a family.
+"""Makes the configuration with which another framework loads a model from what a run recorded, by tables of a family.
 
     [[config.huggingface]]
-    when = "use_rope_scaling"                         # the part holds; left out: always
-    needs = ["not rotary_interleaved"]                # conditions without which the model is another
-    equals = { norm_epsilon = 1e-6 }                  # the same of one argument
-    absent = { rotary_interleaved = false }           # arguments that older versions lack, and what these did
+    when = "use_rope_scaling"                         # condition for this part; if left out, it always applies
+    needs = ["not rotary_interleaved"]                # unless these hold, the framework has no such model
+    equals = { norm_epsilon = 1e-6 }                  # unless arguments have these values, it has none either
+    absent = { rotary_interleaved = false }           # values for arguments that older versions lack
     fixed = { model_type = "llama" }
-    keys = { num_attention_heads = "heads" }          # whole numbers, texts and lists, as they are; "None": null
+    keys = { num_attention_heads = "heads" }          # whole numbers, texts and lists, unchanged; "None" gives null
     floats = { "rope_parameters.rope_theta" = "rotary_base" }
     flags = { tie_word_embeddings = "tied" }
-    must = ["activation_function"]                    # keys that one of the parts with a condition has to give
+    must = ["activation_function"]                    # keys for which some part with a condition must give a value
 
 Values are sizes of the model and recorded arguments, or expressions over them; of several, the first that can be
 computed is used. A key with a dot names an entry of a nested object. Later parts override earlier ones. Nothing is
@@ -38,7 +38,7 @@ class ConfigPart:
     equals: Mapping[str, object] = field(default_factory=dict)
     """Argument to the only value for which the other framework has such a model."""
     absent: Mapping[str, object] = field(default_factory=dict)
-    """Argument to what runs did of versions that do not know it."""
+    """Argument to the value that it has in runs of versions without it."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Key to value."""
     keys: Mapping[str, tuple[str, tuple[Expression, ...]]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class ConfigPart:
     must: tuple[str, ...] = ()
     """Keys that some part must give."""
     family: str = ""
-    """Family that it stands in."""
+    """Family that defines it."""
 
 
 def make_part(table: ConfigTable, family: str) -> ConfigPart:
@@ -69,14 +69,14 @@ def make_part(table: ConfigTable, family: str) -> ConfigPart:
 
 
 def _condition(text: str) -> Expression:
-    """An expression that is 1 or 0, also of what is no number, such as an argument that is None."""
+    """An expression whose value is 1 or 0, even if that of `text` is no number (an argument that is None)."""
     return make_expression(f"not not ({text})")
 
 
 def merge_parts(
     first: Mapping[str, tuple[ConfigPart, ...]], then: Mapping[str, tuple[ConfigPart, ...]]
 ) -> dict[str, tuple[ConfigPart, ...]]:
-    """Parts of configurations, those that several families have from one kept once."""
+    """Parts of both configurations; a part that several families inherit from the same one is kept once."""
     parts = {style: [*first.get(style, ()), *then.get(style, ())] for style in (*first, *then)}
     return {
         style: tuple(part for number, part in enumerate(parts_of_style) if part not in parts_of_style[:number])
@@ -87,7 +87,7 @@ def merge_parts(
 def build_config(
     parts: Sequence[ConfigPart], values: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """The configuration, and a line for everything that keeps it from being one.
+    """The configuration, and a line for each reason why it cannot be made.
 
     `values`: sizes and recorded arguments by name.
 
@@ -132,7 +132,7 @@ def _filled(part: ConfigPart, known: Mapping[str, object], flat: dict[str, objec
 
 
 def _value(kind: str, expressions: Iterable[Expression], known: Mapping[str, object]) -> object:
-    """The first value that there is. Raises ExpressionError."""
+    """The value of the first expression that has one. Raises ExpressionError if none has."""
     for expression in expressions:
         plain = known.get(expression.text)
         if expression.text == _NULL:

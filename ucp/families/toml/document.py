@@ -1,7 +1,7 @@
-"""What a rules file may hold, as structures that msgspec decodes; a mistake is a UsageError with the file and its path.
+"""What a rules file may hold, as structures that msgspec decodes; a mistake is a UsageError with its place in the file.
 
-docs/reference/families.md says what each key means. Formulas are text, numbers and flags here, and become expressions
-where a rule is made of them.
+docs/reference/families.md says what each key means. Formulas are text, numbers and flags here; they become expressions
+when rules are made of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ AliasWays = str | AliasTable | list[str | AliasTable]
 
 
 class RuleTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule, in the order of its axes the dict that it is decoded from."""
+    """A rule. The order of its axes is that in the dict from which it is decoded."""
 
     name: str
     when: Formula | None = None
@@ -106,7 +106,7 @@ class ConfigTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class FamilyDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model family. `rule`: tables that `RuleTable` is for, in which the order of the keys means something."""
+    """A model family. `rule`: tables for `RuleTable`, kept as dicts because the order of their keys matters."""
 
     name: str
     title: str = ""
@@ -130,7 +130,7 @@ class FamilyDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RenameTable(Joining, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule of the user's that gives tensors other names; either side may be several."""
+    """A rule of the user that renames tensors; one of the two sides may be several names."""
 
     old: str | list[str] = msgspec.field(name="from")
     new: str | list[str] = msgspec.field(name="to")
@@ -158,7 +158,7 @@ def read_document(text: str, source: str, kind: type[T]) -> T:
 
 @contextmanager
 def error_context(place: str) -> Iterator[None]:
-    """Names the place of what is wrong inside: ValueErrors and UsageErrors become UsageErrors."""
+    """Adds `place` to errors raised inside: ValueErrors and UsageErrors become UsageErrors."""
     try:
         yield
     except (ValueError, UsageError) as error:
@@ -166,12 +166,12 @@ def error_context(place: str) -> Iterator[None]:
 
 
 def make_expression(formula: Formula) -> Expression:
-    """The expression that a formula is; true and false are 1 and 0. Raises ExpressionError, a ValueError."""
+    """A formula as an expression; true and false are 1 and 0. Raises ExpressionError, a ValueError."""
     return Expression(formula if isinstance(formula, str) else str(int(formula)))
 
 
 def make_expressions(formulas: Formulas) -> tuple[Expression, ...]:
-    """Ways to find a value, in order."""
+    """Alternative formulas for a value as expressions, in order."""
     return tuple(map(make_expression, formulas if isinstance(formulas, list) else [formulas]))
 
 
@@ -181,7 +181,7 @@ def make_option(value: PatternOption) -> OptionValue:
 
 
 def make_lengths(values: Sequence[Formula]) -> tuple[int | Expression, ...]:
-    """Numbers and expressions."""
+    """Lengths as numbers and expressions."""
     return tuple(Expression(value) if isinstance(value, str) else int(value) for value in values)
 
 

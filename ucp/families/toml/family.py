@@ -38,14 +38,14 @@ _AXES = ("pp", "ep", "etp", "tp", "cp", "dp")
 
 def read_header(text: str, source: str) -> FamilyDocument:
     """What a rules file says, before rules are made of it. Raises UsageError."""
-    document: FamilyDocument = read_document(text, source, FamilyDocument)  # a cache does not say its type
+    document: FamilyDocument = read_document(text, source, FamilyDocument)  # lru_cache loses the type
     return document
 
 
 def read_family(
     text: str, source: str, *, pattern: Callable[[str], PatternFactory], extended: Sequence[Family] = ()
 ) -> Family:
-    """The family that `text` describes. `source`: where it stands; `extended`: what it extends, in order.
+    """The family that `text` describes. `source`: its file; `extended`: families that it extends, in order.
 
     `pattern`: gives the pattern registered under a name. Raises UsageError with the place of the mistake.
     """
@@ -101,7 +101,7 @@ def read_family(
 
 
 def _join_families(families: Sequence[Family]) -> Family:
-    """What several families say, taken together; a later one wins."""
+    """The entries of several families together; those of a later family win."""
     joined = Family(name="")
     for family in families:
         joined = replace(
@@ -123,13 +123,13 @@ def _join_families(families: Sequence[Family]) -> Family:
 def _more_ways(
     first: Mapping[str, tuple[Expression, ...]], then: Mapping[str, tuple[Expression, ...]]
 ) -> dict[str, tuple[Expression, ...]]:
-    """Ways to find each size: those of `first`, then those of `then`. Sizes that others need keep their place."""
+    """Formulas for each size: those of `first`, then those of `then`. Sizes that others need stay before them."""
     names = dict.fromkeys((*then, *first))
     return {name: tuple(dict.fromkeys((*first.get(name, ()), *then.get(name, ())))) for name in names}
 
 
 def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str]) -> tuple[Rule, ...]:
-    """Rules of both; those of `new` stand in the place of old ones with the same template."""
+    """Rules of both; those of `new` replace old ones with the same template."""
     _check_known("drop: templates of rules that are extended", drop, {rule.name.text for rule in old})
     changed: dict[Template, list[Rule]] = {}
     for rule in new:
@@ -142,7 +142,7 @@ def _merged(old: Sequence[Rule], new: Sequence[Rule], drop: Sequence[str]) -> tu
 
 
 def _check_known(what: str, names: Iterable[str], known: Container[str]) -> None:
-    """Raise ValueError with all names that are not known. `what`: where they stand, and what they have to be."""
+    """Raise ValueError with all names that are not known. `what`: the place of the names, and what is expected."""
     unknown = sorted(name for name in names if name not in known)
     if unknown:
         place, _, expected = what.rpartition(": ")
@@ -185,7 +185,7 @@ def _axis(axis: str, table: str | dict[str, PatternOption], pattern: Callable[[s
 
 
 def _with_aliases(family: Family, document: FamilyDocument) -> Family:
-    """The family with what `[alias.STYLE]` says of rules by their templates."""
+    """The family with the aliases that `[alias.STYLE]` gives to rules, by their templates."""
     aliases: dict[str, dict[str, tuple[Alias, ...]]] = {}
     for style, names in document.alias.items():
         for template, tables in names.items():
@@ -199,7 +199,7 @@ def _with_aliases(family: Family, document: FamilyDocument) -> Family:
 def _repeated(family: Family, table: Mapping[str, str | dict[str, str]]) -> Family:
     """The family and a copy of the rules whose names start with `rules`, under names that start with `as` instead.
 
-    Aliases follow where they start in the same way, or as `[repeat.STYLE]` says (old start = new start).
+    Aliases are copied if they start in the same way, or as the entry of their style says (old start = new start).
     """
     old, new = table.get("rules"), table.get("as")
     if not isinstance(old, str) or not isinstance(new, str):
@@ -231,7 +231,7 @@ def _repeated(family: Family, table: Mapping[str, str | dict[str, str]]) -> Fami
 
 
 def _move_names(alias: Alias, starts: Mapping[str, str]) -> Alias | None:
-    """The alias with other starts of its names; None when they start in none of these ways."""
+    """The alias with other starts of its names; None if a name starts in none of these ways."""
     names = []
     for name in alias.names:
         start = next((known_start for known_start in starts if name.startswith(known_start)), None)
@@ -242,7 +242,7 @@ def _move_names(alias: Alias, starts: Mapping[str, str]) -> Alias | None:
 
 
 def _checked(family: Family) -> Family:
-    """The family, when all that it mentions is there; one that is only extended may lean on what others bring."""
+    """The family. Raises ValueError if it mentions what it does not have; an abstract family may rely on others."""
     if family.abstract:
         return family
     for style in family.styles.values():
@@ -264,14 +264,16 @@ def _checked(family: Family) -> Family:
 
 
 def _check_style(style: Style, styles: Mapping[str, Style]) -> None:
-    """Refuse a style that is like one which is not described, or like itself at some remove."""
+    """Raise ValueError for a style that is `like` an undescribed one, or like itself through others."""
     alike = [style.name]
     like = style.like
     while like not in (None, CANONICAL):
         alike.append(like)
         _check_known(f"style: {style.name}: like: a style that is described", [like], styles)
         if like in alike[:-1]:
-            raise ValueError(f"style: {style.name}: like: expected styles one like another in no circle; got {alike}")
+            raise ValueError(
+                f"style: {style.name}: like: expected styles that are not like one another in a circle; got {alike}"
+            )
         like = styles[like].like
 
 

@@ -1,4 +1,4 @@
-"""Rules of the user's own that give tensors other names, out of a TOML file (--rename).
+"""Rules of the user that rename tensors, from a TOML file (--rename).
 
     [[rename]]
     from = "model.layers.{layer}.attn.wq.weight"
@@ -8,8 +8,8 @@
     from = ["layers.{layer}.gate.weight", "layers.{layer}.up.weight"]
     to = "layers.{layer}.gate_up.weight"
 
-A list on the other side splits. `dim`, `groups`, `blocks`, `lengths` say how tensors join, `view` and `order` how one
-that is alone is looked at, as in the aliases of a family. Either is done by reference, by `ucp.families.translate`.
+A list in `to` splits a tensor. `dim`, `groups`, `blocks` and `lengths` say how tensors join, `view` and `order` how a
+single tensor is viewed, as in the aliases of a family. `ucp.families.translate` does both by reference: no data moves.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def read_renames(
     unchanged = [name for name, parsed in read.items() if parsed is None]
     twice = [name for name in unchanged if name in recipes]
     if twice:
-        raise UsageError(f"{path}: two tensors under one name, of which no rule is for the one:\n{format_list(twice)}")
+        raise UsageError(f"{path}: rules give names that tensors without a rule have already:\n{format_list(twice)}")
     all_recipes = {**recipes, **{name: TensorRecipe.identity(name, shapes[name]) for name in unchanged}}
     order = {name: number for number, name in enumerate(shapes)}
     return dict(sorted(all_recipes.items(), key=lambda item: order[item[1].sources[0]])), unchanged
 
 
 def _family(text: str, path: str) -> Family:
-    """The rules as those of a family of its own, whose canonical names nobody sees."""
+    """The rules as a family, whose canonical names no user sees."""
     document = read_document(text, path, RenameDocument)
     rules = []
     for number, table in enumerate(document.rename):
@@ -86,7 +86,7 @@ def _rule(number: int, table: RenameTable) -> Rule:
     longest = max(fields, key=len)
     if any(set(names) - set(longest) for names in fields):
         raise ValueError(
-            "expected the same fields on both sides; one may lack some, where it holds several in one; got "
+            "expected the same fields on both sides; a side may lack a field whose numbers a tensor stacks; got "
             f"{[table.old, table.new]}"
         )
     name = Template(".".join((f"rule{number}", *(f"{{{field}}}" for field in longest))))

@@ -3,7 +3,7 @@
     .metadata            names the tensors and objects, with the file and bytes of each item
     __<rank>_<n>.distcp  items, one after another; each is a complete file of torch.save
     __<rank>.metadata    in place of `.metadata`, if each rank wrote its part (`use_collectives=False`); replicated
-                         entries stand in several
+                         entries are in several of them
 
 Only files that `.metadata` refers to are opened: a folder may contain stale files of an earlier, larger run.
 
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
     """A tensor and its chunks."""
 
     saved: SavedTensor
-    """What the metadata says."""
+    """The tensor as the metadata describes it."""
     chunks: tuple[StoredChunk, ...]
     """Its chunks, in the order of the metadata."""
     records: tuple[Record, ...]
@@ -84,7 +84,7 @@ class Dcp:
         Raises
         ------
         MalformedError
-            An item is damaged, or is not the tensor that the metadata announces; all are named.
+            An item is damaged, or is not the tensor that the metadata describes; all are named.
         """
         saved = [self.metadata.tensors[key] for key in keys]
         places = [chunk.place for tensor in saved for chunk in tensor.chunks]
@@ -98,7 +98,7 @@ class Dcp:
             raise mixed_saves_error(
                 self.folder,
                 {
-                    file: f"{format_count(len(messages), 'item')} not as announced, such as {messages[0]}"
+                    file: f"{format_count(len(messages), 'item')} other than .metadata describes, such as {messages[0]}"
                     for file, messages in wrong.items()
                 },
             )

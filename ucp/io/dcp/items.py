@@ -97,7 +97,7 @@ def mixed_saves_error(folder: str, files: Mapping[str, str]) -> MalformedError:
     lines = (f"{file}: {what}" for file, what in sorted(files.items()))
     return MalformedError(
         f"{folder}: .metadata and {format_count(len(files), 'file is', 'files are')} of different saves, or files have "
-        f"one another's names:\n{format_list(lines, most=8)}\nEach is whole in itself: copy .metadata and all files of "
+        f"one another's names:\n{format_list(lines, most=8)}\nEach file is intact: copy .metadata and all files of "
         "one save"
     )
 
@@ -105,12 +105,12 @@ def mixed_saves_error(folder: str, files: Mapping[str, str]) -> MalformedError:
 def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[object] = ()) -> list[Item]:
     """Read the items at `places`, in that order. Raises MalformedError naming all that cannot be read.
 
-    `announced`: dtype and shape of each, so that only templates of the same kind are tried.
+    `announced`: dtype and shape of each in the metadata, so that only templates of the same kind are tried.
     """
     items: list[Item | None] = [None] * len(places)
     wrong: list[str] = []
     foreign: dict[str, str] = {}
-    templates: dict[tuple[int, object], list[Template]] = {}  # by bytes, and what is announced
+    templates: dict[tuple[int, object], list[Template]] = {}  # by bytes and `announced`
     by_file: dict[str, list[int]] = {}
     for i, place in enumerate(places):
         by_file.setdefault(place[0], []).append(i)
@@ -133,7 +133,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                         ) from error
                     wrong.append(str(error))
                     failed.append(offset)
-            # neither the head of an item, nor what damage leaves (zeros)
+            # bytes that are neither the head of an item nor zeros, which damage leaves
             are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
             if are_inside and _is_whole(file.path):
                 foreign[name] = f"{len(failed)} of {format_count(len(numbers), 'item')} not where .metadata says"

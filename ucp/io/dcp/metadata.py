@@ -1,8 +1,8 @@
 """Reads the `.metadata` of a distributed checkpoint: tensors, their chunks, and the places of items.
 
 `.metadata` is a pickle of torch.distributed.checkpoint.metadata.Metadata (torch 2.1 to 2.14). `ucp.io.pickle.unpickle`
-reads it as data and recognises classes by their names alone, in whatever module a framework or a version of torch has
-them. The plans of the writer (`all_local_plans`) are not read.
+reads it as data. Classes are recognised by their names alone, because their modules differ between frameworks and
+versions of torch. The plans of the writer (`all_local_plans`) are not read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DcpMetadata:
     """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded: joined with dots, a
     path is its key."""
     facts: Mapping[str, object]
-    """Every other attribute of the metadata but the plans, as found (`version`, `storage_meta`, `mcore_data`, ...)."""
+    """Every other attribute of the metadata except the plans (`version`, `storage_meta`, `mcore_data`, ...)."""
 
     def places(self) -> Iterator[ItemPlace]:
         """Places of all items, chunks first."""
@@ -134,7 +134,7 @@ def _read_root(path: str) -> object:
     at = data.rfind(b"\x8c\x0fall_local_plans")
     if at > 0 and data.endswith(b"."):
         with suppress(MalformedError):
-            parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # as long: frames count
+            parsed = parse_pickle(data[:at] + b"ub." + data[at + 3 :], where=path)  # length kept for frames
             is_object = parsed.end == at + 3 and type(parsed.value) is Stub
             if is_object and {"state_dict_metadata", "storage_data"} <= _read_state(parsed.value).keys():
                 return parsed.value
@@ -160,7 +160,7 @@ class _Reader:
         self.tensors: dict[str, SavedTensor] = {}
         self.objects: dict[str, ItemPlace] = {}
         undescribed = dict.fromkeys(key for key, _ in storage if key not in saved)
-        self._wrong = [f"{key}: a place is recorded for it, and not what it is" for key in undescribed]
+        self._wrong = [f"{key}: its place is recorded, but not what it is" for key in undescribed]
 
     def read_paths(self, attributes: Mapping[object, object]) -> dict[str, tuple[str | int, ...]]:
         """Read the path of each key. torch makes a key by joining its path with dots.
@@ -169,7 +169,7 @@ class _Reader:
         None.
         """
         if "planner_data" not in attributes:
-            self._wrong.append("planner_data, the paths of the keys: there is no such attribute")
+            self._wrong.append("the attribute planner_data (the paths of the keys) is missing")
         planner = attributes.get("planner_data")
         if type(planner) is not dict or not any(type(path) is tuple for path in planner.values()):
             return {}
@@ -187,7 +187,7 @@ class _Reader:
     def take(self, key: object, entry: object) -> None:
         """Read one entry."""
         if type(key) is not str or type(entry) is not Stub:
-            self._wrong.append(f"an entry {describe_value(key)} that is {describe_value(entry)}")
+            self._wrong.append(f"the entry {describe_value(key)} is {describe_value(entry)}")
             return
         kind = entry.made_by.qualname
         if kind == "BytesStorageMetadata":
@@ -221,7 +221,7 @@ class _Reader:
             offsets, sizes = _parse_shape(chunk_state.get("offsets")), _parse_shape(chunk_state.get("sizes"))
             if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
                 self._wrong.append(
-                    f"{key}: a chunk at {describe_value(chunk_state.get('offsets'))}, "
+                    f"{key}: a chunk has the offsets {describe_value(chunk_state.get('offsets'))} and the sizes "
                     f"{describe_value(chunk_state.get('sizes'))}"
                 )
                 return
@@ -256,7 +256,7 @@ def _read_storage(saved: object, path: str) -> _Places:
     places: _Places = {}
     files: dict[str, str] = {}
     transformed = []
-    for index in tuple(saved):  # each is let go when it is read
+    for index in tuple(saved):  # each is dropped when it is read
         info = saved.pop(index)
         where, stored = _read_state(index), _read_state(info)
         key, at = where.get("fqn"), where.get("offset")

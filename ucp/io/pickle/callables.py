@@ -55,7 +55,7 @@ _USUAL = frozenset(
 
 
 def list_callables(value: object) -> Iterator[GlobalName]:
-    """Functions and classes that unpickling `value` calls or passes as arguments; some may come twice.
+    """Functions and classes that unpickling `value` calls or passes as arguments; some may occur twice.
 
     >>> made = Stub(GlobalName("builtins", "map"), args=(GlobalName("os", "system"), ["true"]), new=False)
     >>> [str(name) for name in list_callables({"key": [made]})]
@@ -84,5 +84,5 @@ def find_unusual_calls(values: Iterable[tuple[str, object]], usual: Collection[s
         hint = f"; --set drop={','.join(places)} leaves it out of what is written" if places else ""
         yield (
             f"{CALLS} {', '.join(descriptions[:_SHOWN])}{more}, which no framework needs. ucp calls nothing and "
-            f"carries it as it is{hint}"
+            f"copies it unchanged{hint}"
         )

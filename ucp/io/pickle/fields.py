@@ -44,7 +44,7 @@ def format_short(value: object, most: int = _LONGEST) -> str:
     >>> format_short(0.1), format_short("text", 4), format_short([])
     ('0.1', '', '')
     """
-    if isinstance(value, int) and value.bit_length() > 4 * most:  # of thousands of digits Python writes none
+    if isinstance(value, int) and value.bit_length() > 4 * most:  # Python does not print thousands of digits
         return ""
     cut = value[: most + 1] if isinstance(value, str) else value
     text = repr(cut) if cut is None or isinstance(cut, bool | int | float | str) else ""
@@ -109,7 +109,7 @@ def require_sequence(value: object, where: str) -> Sequence[object]:
 
 
 def require_integer(value: object, where: str) -> int:
-    """`value` as an int; a bool is none. Raises MalformedError."""
+    """`value` as an int; a bool does not count as one. Raises MalformedError."""
     if not isinstance(value, int) or isinstance(value, bool):
         _refuse("a whole number", where, value)
     return value

@@ -127,7 +127,7 @@ def _check_nodes(key: object) -> None:
         count += 1
         if isinstance(node, tuple | frozenset):
             if count + len(rest) + len(node) > _MOST_NODES:
-                raise ValueError(f"expected a key of at most {_MOST_NODES} members, those of its members counted")
+                raise ValueError(f"expected a key of at most {_MOST_NODES} members, nested ones included")
             rest.extend(node)
         elif isinstance(node, str | bytes):
             text += len(node)

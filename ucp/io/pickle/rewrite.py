@@ -146,7 +146,7 @@ class Rewriter:
         return int.from_bytes(self.take(nbytes), "little")
 
     def line(self) -> bytes:
-        """The bytes up to the next newline, which is passed over."""
+        """The bytes up to the next newline, which is skipped."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise EndOfPickleError

@@ -215,7 +215,7 @@ class _Machine(pickle.Unpickler):
 
 
 def _append(known: Sequence[_Item], more: Iterable[_Item]) -> list[_Item]:
-    """Append `more` to `known`, made a list first if it is none."""
+    """Append `more` to `known`, which is made a list first if it is not one."""
     items = known if isinstance(known, list) else [*known]
     items.extend(more)
     return items

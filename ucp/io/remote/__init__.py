@@ -1,1 +1,1 @@
-"""Objects in a bucket, read as files of a folder are; nothing of fsspec is imported before a URL is used."""
+"""Objects in a bucket, read like files in a folder; fsspec is not imported before a URL is used."""

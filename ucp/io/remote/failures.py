@@ -1,4 +1,4 @@
-"""Exceptions of the stores' libraries become errors of ours, which say what failed, where, and what to do.
+"""Turns exceptions of the stores' libraries into UcpErrors, which say what failed, where, and what to do.
 
 They are not chained: a traceback could show signed requests.
 """

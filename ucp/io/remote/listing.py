@@ -1,9 +1,9 @@
 """A cache of folder listings of stores.
 
-One request lists a thousand entries with size, time and version, so single objects are not asked for. When several
-subfolders of a folder are listed, the next ones are listed with them, more and more of them; after hundreds, everything
-below the folder. Above the folder that the user named there may be many other runs: there, single objects are asked for
-(where `latest` is).
+One request lists a thousand entries with size, time and version, so there are no requests for single objects. When
+several subfolders of a folder are listed, the next ones are listed with them, more and more of them; after hundreds,
+everything below the folder. Above the folder that the user named there may be many other runs: there, objects such as
+`latest` are requested one by one.
 
 Listings are cached until `forget`: one run sees one state of a checkpoint, and compares with it what it reads later
 (`ucp.io.remote.file`).
@@ -221,7 +221,7 @@ def _to_entry(details: Mapping[str, Any]) -> Entry:
 
 
 def time_of(details: Mapping[str, Any], *, exact: bool = True) -> int:
-    """Modification time in ns; rounded to seconds, as a store's answers differ below that, unless `exact`."""
+    """Modification time in ns; unless `exact`, rounded to seconds, because a store's answers differ below that."""
     time = next((details[key] for key in ("LastModified", "mtime", "updated", "created") if details.get(key)), None)
     if isinstance(time, str):
         time = datetime.fromisoformat(time)

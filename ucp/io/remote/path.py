@@ -1,4 +1,4 @@
-"""A `pathlib.Path` for URLs: a relative path whose first part is the scheme, and which asks the store.
+"""A `pathlib.Path` for URLs: a relative path whose first part is the scheme; its methods query the store.
 
 >>> root = RemotePath("s3://bucket/run")
 >>> str(root / "step1"), str(root.parent), root.name

@@ -133,7 +133,7 @@ class Store:
         return data
 
     def put(self, key: str, data: bytes, *, new: bool = False) -> None:
-        """Write a small object; `new`: unless it exists. Raises FileExistsError, and what the library raises."""
+        """Write a small object; `new`: only if there is none. Raises FileExistsError, and what the library raises."""
         self.fs.pipe_file(key, data, **({"mode": "create"} if new else {}))
 
     def put_file(self, key: str, path: str) -> None:
@@ -175,11 +175,11 @@ class Store:
         return cast("type[AbstractFileSystem]", get_filesystem_class(scheme))
 
     def _options(self) -> dict[str, object]:
-        """Arguments for it."""
+        """Arguments for the file system class."""
         return {}
 
     def _key(self, url: str) -> str:
-        """Key that the library wants."""
+        """Key of a URL, as the library takes it."""
         return key_of(url)
 
     def _open(self, url: str, listed: ObjectVersion) -> Fetch:
@@ -225,7 +225,7 @@ class _S3(Store):
         self.fs.put_file(path, key, chunksize=chunk, max_concurrency=PARTS)
 
     def abort_uploads(self, url: str) -> None:
-        """They are invisible, but stored. Without the permission to list them, the bucket's life cycle rule applies."""
+        """They are invisible, but stored. Without permission to list them, they stay until the bucket's rules act."""
         bucket, prefix = bucket_of(url), key_of(url).partition("/")[2]
         with suppress(AccessError), translate_errors(url, doing="write"):
             for upload in self.fs.list_multipart_uploads(bucket):
@@ -297,7 +297,7 @@ class _Google(Store):
 
 
 class _Hub(Store):
-    """Repositories of the Hugging Face Hub, read at the commit that a revision was when it was first used."""
+    """Repositories of the Hugging Face Hub, read at the commit that a revision had when it was first used."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -317,7 +317,7 @@ class _Hub(Store):
             return self._pins[root] + key[len(root) :]
 
     def _pin(self, key: str) -> tuple[str, str]:
-        """Example: `owner/model@main` and `owner/model@<commit>`."""
+        """The root of a key, and the root at its commit: `owner/model@main` and `owner/model@<commit>`."""
         from huggingface_hub import HfApi
 
         resolved = self.fs.resolve_path(key)

@@ -57,7 +57,7 @@ def is_writable(url: str) -> bool:
 
 
 def put_file(url: str, path: str) -> StoredObject:
-    """Upload a file. Raises UcpError, and OSError where the file cannot be read."""
+    """Upload a file. Raises UcpError, and OSError if the file cannot be read."""
     size = os.stat(path).st_size
     with translate_errors(url, doing="write"):
         connect(url).put_file(key_of(url), path)
@@ -77,9 +77,9 @@ def write(url: str, data: bytes) -> None:
 
 
 def write_new(url: str, data: bytes) -> bool:
-    """Write a small object unless it exists; whether it was written. Raises UcpError.
+    """Write a small object unless it exists. Returns whether it was written. Raises UcpError.
 
-    A store without conditional writes overwrites it: two processes may then both believe to be first.
+    A store without conditional writes overwrites it: two processes may then both believe that they were first.
     """
     with translate_errors(url, doing="write"):
         try:

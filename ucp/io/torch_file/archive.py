@@ -37,7 +37,7 @@ _SIGNATURES = {
     b"PK\x05\x06": "an empty zip archive",
     b"": "other bytes",
 }
-"""What else a file may be, by its first bytes."""
+"""What a file that is not of torch.save may be, by its first bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def _check_name(archive: Archive) -> None:
             window = Window(file, 0, file.nbytes)
             named = _prefix(window, read_directory(window))
             if named != archive.saved_as:
-                why = f"what has that name as {named}{suffix}: files were exchanged"
+                why = f"the file of that name as {named}{suffix}: files were exchanged"
     elif re.sub("[0-9]+", "#", archive.saved_as) == re.sub("[0-9]+", "#", stem):  # only ranks or layers differ
         why = "there is none of that name: it was renamed"
     if why:
@@ -127,7 +127,7 @@ def read_embedded(file: SourceFile, *, start: int, nbytes: int) -> Archive:
     kind = next(what for magic, what in _SIGNATURES.items() if head.startswith(magic))
     raise MalformedError(
         f"{window.where}: expected a file of torch.save, which begins with b'PK\\x03\\x04' or a pickle; got {kind} "
-        f"({head[:16]!r}, {window.nbytes} bytes). Check that the right file was copied, and wholly"
+        f"({head[:16]!r}, {window.nbytes} bytes). Check that the right file was copied, and completely"
     )
 
 

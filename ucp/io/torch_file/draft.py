@@ -77,9 +77,8 @@ def make_target_plan(
     layouts: dict[tuple[str, str], Layout] = {}
     for file_draft in drafted:
         for key, layout in file_draft.layouts.items():
-            if key not in layouts or len(layout.all_axes) > len(
-                layouts[key].all_axes
-            ):  # a master, not the model's weight
+            # a master has more axes than the model's weight
+            if key not in layouts or len(layout.all_axes) > len(layouts[key].all_axes):
                 layouts[key] = layout
     for param, state in dict.fromkeys((place.slice.param, place.slice.state) for place in placements):
         atom = index.atoms[param]

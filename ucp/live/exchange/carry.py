@@ -1,13 +1,13 @@
-"""Bring items from a checkpoint into the tensors of all ranks; each byte that several ranks hold is read once.
+"""Load items from a checkpoint into the tensors of all ranks; each byte that several ranks hold is read once.
 
-1. `plan_stages` finds out, with the other ranks, who holds the same;
-2. every window is read, a part by each holder, while the one before it is gathered and stored;
+1. `plan_stages` finds, with the other ranks, the sets of ranks that hold the same slices: one stage per set;
+2. a stage is read window by window, a part by each rank of the set, while the window before is gathered and stored;
 3. checksums are compared, and with `verify` everything is read again;
 4. all ranks succeed, or all raise the same error.
 
-A rank that fails reports it with its next part to every set it is in; the members leave the set at that window, and
-report it in turn. So all ranks reach the end, where the errors are raised. If a rank dies, torch's own error ends the
-others.
+A rank that fails says so in the status of the next part that it sends to each of its sets. The members of the set stop
+at that window, and tell their other sets in the same way. So all ranks reach the end, where the errors are raised. If a
+process dies, torch raises an error on the others.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarryOptions:
-    """How to bring items into memory; the same on all ranks."""
+    """How to load items; the same on all ranks."""
 
     exchange: Exchange = Exchange.AUTO
-    """Whether ranks that hold the same read it once between them."""
+    """Whether ranks that hold the same slices each read a share of them."""
     memory: int = 1 << 30
-    """Bytes of main memory for buffers."""
+    """Bytes of host memory for buffers."""
     verify: bool = False
     """Whether to read everything again at the end, and compare."""
     records: Sequence[Record] = ()
@@ -66,15 +66,15 @@ class Traffic:
     nbytes: tuple[int, ...]
     """Bytes that each rank read from files."""
     rank: int
-    """Which of them this is."""
+    """Number of this rank."""
     wanted_nbytes: int
-    """Bytes of files that all ranks asked for; they read more in short gaps, or for a checksum."""
+    """Bytes of files that all ranks needed; what they read also includes short gaps, and bytes for checksums."""
     exchanged_nbytes: int
     """Bytes that this rank received from others."""
     landed_nbytes: int
     """Bytes that were stored on this rank."""
     peak_nbytes: int
-    """Most main memory of this rank that windows took."""
+    """Most host memory that windows took on this rank."""
     is_verified: bool = False
     """Whether everything that was stored was read again and compared."""
     checked: frozenset[str] = frozenset()
@@ -84,13 +84,13 @@ class Traffic:
 def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks, options: CarryOptions) -> Traffic:
     """Fill the landing tensors `into`, one for each of this rank's items. Collective: ranks may hold different items.
 
-    A landing tensor has the type of its slice and its local shape; or, where the slice is a flat range of a local
-    tensor, as many elements in one dim.
+    A landing tensor has the dtype and the local shape of its slice; for a flat range of a local tensor it is 1-D, with
+    as many elements.
 
     Raises
     ------
     SourceError, CoverError, CorruptError, LoadError
-        On all ranks the same; the tensors may be partly filled.
+        The same on all ranks; the tensors may be partly filled.
     """
     shapes = (item.slice.local_shape if item.slice.is_whole else None for item in items)
     tensors = run_together(
@@ -160,7 +160,7 @@ class _Transfer:
             raise self._failure
 
     def _try(self, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None where it fails, which the other ranks learn with the next part."""
+        """What `work` returns; None if it fails, which other ranks learn from the status of the next part."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001  # raised at the end of `run`, when all ranks have stopped
@@ -169,7 +169,7 @@ class _Transfer:
             return None
 
     def _read_ahead(self) -> Iterator[_WindowRead]:
-        """Every window of this rank and the reading of its part, when that of the next has begun too."""
+        """Every window of this rank with the pending read of its part; the next read has then begun too."""
         pending: list[_WindowRead] = []
         for number, (stage, window) in enumerate(self._windows()):
             buffer = self._buffers.parts[number % 2]
@@ -179,7 +179,7 @@ class _Transfer:
         yield from pending
 
     def _windows(self) -> Iterator[tuple[Stage, Window]]:
-        """First what is exchanged, then what this rank reads alone: straight into tensors, then through a buffer."""
+        """First windows that are exchanged; then those that this rank reads alone, first straight into tensors."""
         *shared, alone = self._stages
         yield from ((stage, window) for stage in shared for window in stage.windows())
         for stage in (*(stage for stage in shared if stage.is_dissolved), alone):
@@ -225,7 +225,7 @@ class _Transfer:
         stage.timings.append((0.0 if result is None else result.seconds, time.perf_counter() - began))
 
     def _gather(self, stage: Stage, window: Window, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The parts of all members; if one of them has failed, the stage has."""
+        """The parts of all members. Marks the stage as failed if a member has failed."""
         import torch
 
         status = part[window.round_nbytes :].zero_()
@@ -240,8 +240,8 @@ class _Transfer:
         if bool(statuses[:, 0].any()):
             stage.has_failed = self._is_stopped = True
         elif self._exchange is Exchange.AUTO and len(stage.timings) == _SAMPLES:
-            # whether the members would finish sooner if each read all, at the pace at which they all read; reading
-            # continues while parts are gathered and stored
+            # would reading every part be faster for each member than an exchange, in which the next window is read
+            # while this one is gathered and stored?
             timings = statuses[:, _WORD : 3 * _WORD].contiguous().view(torch.float64)
             reading, storing = timings.amax(dim=0).tolist()
             stage.is_dissolved = bool(len(statuses) * reading < max(reading, storing))
@@ -274,7 +274,7 @@ class _Buffers:
         gathers = (len(stage.members) * (size.round_nbytes + STATUS) for stage, size in zip(shared, sizes, strict=True))
         gathered = max(gathers, default=0)
         solo = [item for stage in stages for item in stage.items if tensors_of_items.memory(item) is None]
-        if solo:  # also what the members of a set may come to read for themselves
+        if solo:  # including what the members of a dissolved set read for themselves
             stage = Stage(members=(ranks.rank,), items=solo, size=WindowSize.within(memory, 1))
             sizes.append(stage.largest_window())
         parts = (-(-size.part_nbytes // size.round_nbytes) * (size.round_nbytes + STATUS) for size in sizes)
@@ -288,9 +288,9 @@ class _Buffers:
         self.nbytes = 2 * part + (gathered if on_host else 0)
 
     def gather_buffer(self, members: int, nbytes: int) -> torch.Tensor:
-        """Memory for the parts of all [members, bytes]."""
+        """Memory for the parts of all members, [members, bytes]."""
         return self._gathered[: members * nbytes].view(members, nbytes)
 
     def to_device(self, part: torch.Tensor) -> torch.Tensor:
-        """A part where it can be gathered from."""
+        """A part on the device that it is gathered from."""
         return part if self._on_device is None else self._on_device[: part.numel()].copy_(part, non_blocking=True)

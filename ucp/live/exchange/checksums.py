@@ -1,8 +1,8 @@
-"""Prove that what all ranks read between them is what the writer recorded, and that memory holds it.
+"""Prove that the bytes read have the checksums that the writer recorded, and that the loaded tensors hold these bytes.
 
-CRC-32s of parts combine to that of the whole: no rank needs all bytes. Every record is checked by one rank, to which
-the others send the checksums of what they read of it. Gaps between the parts of a record (padding) are read too, if
-they are small; a record of which little was read is not checked, and reported.
+A record is a range of a file with its CRC-32. CRC-32s of parts combine to that of the whole, so no rank needs all
+bytes: one rank checks the record, and the others send it the checksums of what they read of it. Small unread gaps in a
+record (padding) are read for this. A record of which more is unread is not checked, and reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = 4
 
 
 def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> frozenset[str]:
-    """Files whose recorded ranges, as far as they were read, are all as they were written. Collective.
+    """Files with records that have all been checked. Collective.
 
     `records`: the same on all ranks. Raises CorruptError, on all ranks.
     """
@@ -58,7 +58,7 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
 
 
 def _collect_spans(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
-    """What all ranks read of the records that this one checks."""
+    """The ranges that all ranks read of the records that this rank checks."""
     import numpy as np
 
     starts = [_start(record) for record in ordered]
@@ -77,7 +77,7 @@ def _start(record: Record) -> tuple[str, int]:
 
 
 def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ranks, *, memory: int) -> None:
-    """Compare the landing tensors bit for bit with their items, in the types that they were brought in. Collective.
+    """Read the items again, and compare the landing tensors with them bit for bit. Collective.
 
     Raises CorruptError, on all ranks, with what differs.
     """
@@ -88,10 +88,11 @@ def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ra
             differing = list(dict.fromkeys(_find_differing(reads, LandingTensors(tensors), reader, memory // 2)))
         if differing:
             names = (f"{items[number].name}/{items[number].state}" for number in differing)
-            count = format_count(len(differing), "tensor in memory differs", "tensors in memory differ")
+            count = format_count(len(differing), "tensor differs", "tensors differ")
             raise CorruptError(
-                f"expected what the checkpoint holds; when it is read again, {count}:\n{format_list(names)}\n"
-                "something else writes to the model or the files meanwhile, or memory or network are faulty: load again"
+                "expected tensors in memory to be equal to the checkpoint, which was read again; "
+                f"{count}:\n{format_list(names)}\n"
+                "something else wrote to the model or the files, or memory or network are faulty: load again"
             )
 
     run_together(ranks, compare)

@@ -1,11 +1,12 @@
-"""Who reads what: every byte that several ranks need is read by one of them, in equal shares.
+"""Which rank reads which bytes: every byte that several ranks need is read by one of them, in equal shares.
 
 Slices are packed into windows of bounded size, and every window is divided into one part per reader; a part may begin
 inside a tensor. Each reader reads its part in long ranges; then all gather the parts, in as many rounds as memory
 requires.
 
-Windows follow the order of the slices, which is that of the layers; within a window the slices of one state lie
-together, as they do in a flat source. A window holds slices of equal cost, so that equal parts take equally long.
+Windows follow the order of the slices, which is that of the layers; within a window the slices of one state are
+adjacent, as they are in flat buffers of a source. A window holds slices of equal cost, so that equal parts take
+equally long.
 
 >>> from ucp.core.tensor import DType
 >>> piece = Slice(param="w", state="weight", dtype=DType.FLOAT32, pairs=(), local_shape=(6,), start=0, stop=6)
@@ -32,13 +33,13 @@ class Segment:
     """Elements of one slice."""
 
     slice_number: int
-    """Position of the slice in the list that is shared out."""
+    """Position of the slice in the list given to `share_out`."""
     start: int
     """First element, counted in the slice's local tensor."""
     stop: int
     """One past the last."""
     offset: int
-    """Byte where they start: in the window, or in the round of a part."""
+    """Byte at which they start: in the window, or in the round of a part."""
     itemsize: int
     """Bytes of an element."""
 

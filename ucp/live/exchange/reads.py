@@ -1,8 +1,8 @@
 """What is read for an item, in which order, and where its elements are stored.
 
-- A slice of a tensor that its files hold transposed is read transposed, so that long ranges of files are read.
-- Where each rank holds some columns, in rows so short that reading them one by one takes longer than reading all, the
-  ranks read whole rows between them, and each takes its columns: the source is read once, in long ranges.
+- A slice of a tensor that the files hold transposed is read transposed, so that long ranges of files are read.
+- If each rank holds some columns, and it takes longer to read its short pieces of every row than to read whole rows,
+  each rank reads a share of the whole rows, and after the exchange takes its columns.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_COST = 1.5
-"""Times its bytes that reading some columns may cost before whole rows are read."""
+"""Whole rows are read if reading some columns costs more than this many times their bytes."""
 _MOST_WIDENED = 4
-"""Times the bytes that a rank holds, at most, that it receives where whole rows are read."""
+"""Whole rows are read only if a rank then receives at most this many times the bytes that it holds."""
 _SPAN = 4 << 20
 """Bytes that a thread reads at a time; adjacent ranges of a file are read by one call."""
 THREAD_NBYTES = 2 * MAX_READ
-"""Bytes that a thread may need for itself: a strided or cast range, before and after."""
+"""Bytes of buffers that a thread may need: a strided or cast range, before and after conversion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,15 @@ class ReadItem:
     """A slice to read, and where its elements are stored."""
 
     item: int
-    """Which item of this rank it is for."""
+    """Position of its item in the list of this rank."""
     slice: Slice
     """What is read."""
     source: StateIndex
-    """Where it lies."""
+    """Where its bytes are in the checkpoint."""
     dims: tuple[int, ...] = ()
     """Dims of the landing tensor in the order of the slice; empty for the same order."""
     pairs: tuple[RegionPair, ...] | None = None
-    """Which boxes of the slice are stored where in the landing tensor; None: all of it, as it is."""
+    """Boxes of the slice, with the boxes of the landing tensor that they fill; None if all of it fills all of that."""
 
     @property
     def cost(self) -> float:
@@ -67,7 +67,7 @@ def plan_solo_read(number: int, item: LoadItem) -> ReadItem:
 
 
 def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
-    """How one rank alone reads an item, and how ranks do that exchange what they read."""
+    """How a rank reads an item alone, and how it reads it with ranks that exchange what they read."""
     read = ReadItem(item=number, slice=item.slice, source=item.source)
     if not needs_tiles(read.slice, read.source, nbytes=BLOCK, times=_MOST_COST):
         return read, read
@@ -79,7 +79,7 @@ def plan_reads(number: int, item: LoadItem) -> tuple[ReadItem, ReadItem]:
 
 
 def _permute(read: ReadItem) -> ReadItem:
-    """The same with the dims in the order of the source, if that differs and every fragment is a plain range."""
+    """`read` with dims in the order of the source, if that differs and every fragment is a plain range."""
     order = find_source_order(read.source)
     if order == tuple(sorted(order)) or not read.slice.is_whole:
         return read
@@ -109,13 +109,13 @@ def _permute(read: ReadItem) -> ReadItem:
 
 
 class LandingTensors:
-    """The tensors of a rank that are filled, one per item: of the slice's local shape, or as many elements in 1-D."""
+    """The tensors of a rank to fill, one per item: with the slice's local shape, or 1-D with as many elements."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
 
     def memory(self, read: ReadItem) -> memoryview | None:
-        """The bytes of the landing tensor, where elements can be read straight into it."""
+        """The bytes of the landing tensor, if elements can be read straight into it; else None."""
         flat = self._flatten(read)
         return flat.numpy().data if flat is not None and flat.device.type == "cpu" else None
 
@@ -139,7 +139,7 @@ class LandingTensors:
                     yield target[in_target], block[_to_slices(shared, box, Box.full(box.sizes))]
 
     def _flatten(self, read: ReadItem) -> torch.Tensor | None:
-        """The bytes of the landing tensor, where its elements lie in the order of the slice."""
+        """The bytes of the landing tensor, if its elements have the order of the slice in memory; else None."""
         tensor = self._tensors[read.item].detach()
         if read.dims or read.pairs is not None or not tensor.is_contiguous():
             return None
@@ -147,7 +147,7 @@ class LandingTensors:
 
 
 def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor (whose strides may be anything where it has one element)."""
+    """The bytes of a contiguous tensor (with one element, its strides may be anything)."""
     import torch
 
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -161,14 +161,14 @@ def _to_slices(shared: Box, within: Box, origin: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult:
-    """What reading took."""
+    """When segments were read, and how many bytes of files that took."""
 
     began: float = 0.0
-    """Seconds, on the clock of the process."""
+    """Start in seconds, on the clock of the process."""
     ended: float = 0.0
-    """The same."""
+    """End in seconds, on the same clock."""
     wanted_nbytes: int = 0
-    """Bytes of files that were asked for."""
+    """Bytes of files that were needed."""
 
     @property
     def seconds(self) -> float:
@@ -177,7 +177,7 @@ class ReadResult:
 
 
 PendingRead: TypeAlias = Callable[[], ReadResult]
-"""Waits for segments that threads are reading. Raises what failed first."""
+"""Waits for segments that threads are reading. Raises the first error."""
 _Batch: TypeAlias = list[tuple[Segment, memoryview]]
 
 

@@ -1,8 +1,8 @@
-"""What one rank does, in which order: first what it exchanges, set of holders by set, then what it reads for itself.
+"""The work of one rank, in order: first the slices that it exchanges, set of ranks by set, then all others.
 
 Every rank works through its sets in the same order, the largest first, so that no two ranks wait for each other.
-Within a set all members have the same slices in the same order, layer by layer; both orders follow from names and
-hashes alone.
+Within a set all members have the same slices in the same order, layer by layer. Both orders depend only on names and
+hashes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PART = 16 << 20
 _SMALL = 1 << 20
 """Bytes below which `Exchange.AUTO` does not exchange."""
 _PROBE = 4 << 20
-"""Bytes of a part of the first windows, whose times decide how to go on."""
+"""Bytes of a part of the first windows, whose times decide whether to continue exchanging."""
 _PROBES = 4
 """Windows that are begun before that is decided."""
 _PREFIX = re.compile(r"(.*\d)?")
@@ -45,10 +45,10 @@ _WORD = 64
 
 
 class Exchange(StrEnum):
-    """Whether ranks that hold the same read it once between them."""
+    """Whether ranks that hold the same slices each read a share of them."""
 
     AUTO = "auto"
-    """Where that is faster, as measured on the first windows."""
+    """If that is faster, as measured on the first windows."""
     ALWAYS = "always"
     """Yes, so that storage is read as little as possible."""
     NEVER = "never"
@@ -57,16 +57,16 @@ class Exchange(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSize:
-    """How large the windows of a number of readers are."""
+    """Sizes of windows, in bytes."""
 
     part_nbytes: int
-    """Bytes that a rank reads for one."""
+    """Bytes that each rank reads for a window."""
     round_nbytes: int
-    """Bytes of that which are gathered at once."""
+    """Bytes of such a part that are gathered at once."""
 
     @classmethod
     def within(cls, memory: int, readers: int) -> WindowSize:
-        """Such that two parts take half of `memory` bytes at most, and what is gathered at once the other half."""
+        """Sizes with which two parts take at most half of `memory` bytes, and a gathered round the other half."""
         part = min(memory // 4, _PART) if readers > 1 else memory // 4
         rounds = -(-part // max(memory // 2 // readers - STATUS, ALIGNMENT))
         return cls(part_nbytes=part, round_nbytes=-(-part // max(rounds, 1)))
@@ -74,12 +74,12 @@ class WindowSize:
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    """What the ranks of one set read between them."""
+    """What the ranks of one set read together."""
 
     members: tuple[int, ...]
     """Ranks, in increasing order."""
     items: list[ReadItem]
-    """What they all hold."""
+    """What all of them hold."""
     size: WindowSize
     """Size of its windows."""
     done: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Stage:
     """For each window: seconds to read a part of it; seconds to gather and store all of it."""
 
     def windows(self) -> Iterator[Window]:
-        """All of them, until the set fails or is dissolved."""
+        """All windows, until a member fails or the set is dissolved."""
         if not self.done:
             self.done = [item.slice.start for item in self.items]
         probes = islice(self._make_windows(_PROBE), _PROBES if len(self.members) > 1 else 0)
@@ -116,14 +116,14 @@ class Stage:
         )
 
     def largest_window(self) -> WindowSize:
-        """The size of its largest window, little where it holds little; multiples of `ALIGNMENT`, as windows are."""
+        """Sizes of the largest window, small if the stage is small, in multiples of `ALIGNMENT` as windows have."""
         total = sum(item.slice.nbytes + ALIGNMENT for item in self.items)
         part = max(align(min(self.size.part_nbytes, -(-total // len(self.members)))), ALIGNMENT)
         most = max(self.size.round_nbytes // ALIGNMENT, 1) * ALIGNMENT
         return WindowSize(part_nbytes=part, round_nbytes=min(most, part))
 
     def remainder(self, rank: int, memory: int, selected: Sequence[bool]) -> Stage:
-        """What was not begun, of the `selected` items, for `rank` to read alone."""
+        """A stage in which `rank` alone reads the rest of the `selected` items: what no window has held yet."""
         done = self.done or [item.slice.start for item in self.items]
         rows = zip(self.items, done, selected, strict=True)
         rest = [(item, start) for item, start, is_selected in rows if is_selected and start < item.slice.stop]
@@ -137,7 +137,7 @@ class Stage:
 
 @pause_gc()
 def plan_stages(items: Sequence[LoadItem], ranks: Ranks, *, exchange: Exchange, memory: int) -> list[Stage]:
-    """The stages of this rank; the last is what it reads for itself. Collective."""
+    """The stages of this rank; in the last it reads alone. Collective."""
     numbered = [(number, item) for number, item in enumerate(items) if item.slice.nbytes]
     alone = (ranks.rank,)
     if ranks.count == 1 or exchange is Exchange.NEVER:

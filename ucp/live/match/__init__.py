@@ -1,1 +1,1 @@
-"""What a live run wants of a checkpoint, against what the checkpoint has. Names, shapes and types only."""
+"""Match the tensors of a live run with those of a checkpoint, by names, shapes and dtypes."""

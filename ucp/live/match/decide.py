@@ -1,4 +1,4 @@
-"""Decide a load: match what is live on this rank with a checkpoint. Only counts and hyper-parameters are read."""
+"""Decide what this rank loads, before tensors are read: of those only counts and hyper-parameters are read here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Matching:
     present: frozenset[str]
     """Atoms that the model has by name."""
     matched: Mapping[str, str]
-    """Tensor of the model to its atom, if that fits."""
+    """Tensor of the model to its atom, if they fit."""
     groups: tuple[LiveGroup, ...]
     """Groups of the optimizer, by the names of atoms."""
     findings: Findings
@@ -104,10 +104,10 @@ class Decision:
 
 
 def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | None = None) -> Matching:
-    """The tensors of this rank by names and shapes.
+    """Match the tensors of this rank with atoms, by names and shapes.
 
-    `dtype`: type of the floating weights, if the user passed it. Raises SourceError for a doubtful checkpoint,
-    LoadError for weights of another type.
+    `dtype`: dtype of floating-point weights, if the user passed it. Raises SourceError for a doubtful checkpoint,
+    LoadError for weights of another dtype.
     """
     accepted = options.accept | ({DoubtKind.MOMENT_SHAPES} if run.optimizer is None else frozenset())
     check_doubts(index, accepted)
@@ -130,8 +130,8 @@ def match(run: LiveRun, index: Index, options: LoadOptions, *, dtype: DType | No
     ]
     if differing:
         raise LoadError(
-            f"expected floating weights of {dtype}, as dtype says; got\n{format_list(differing)}\n"
-            f"convert the model before (model.to(torch.{dtype})), or leave dtype out"
+            f"expected floating-point weights in {dtype}, as dtype= says; got\n{format_list(differing)}\n"
+            f"Convert the model before the load (model.to(torch.{dtype})), or leave dtype= out"
         )
     groups = [] if run.optimizer is None else run.optimizer.groups()
     params_of = [tuple(matched[name] for name in group.params if name in matched) for group in groups]
@@ -167,7 +167,7 @@ def find_used_atoms(matching: Matching, ranks: Ranks) -> Used:
 def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     """What this rank loads. Writes nothing.
 
-    Raises LoadError with everything that does not fit, UnsupportedError for a step that float32 does not hold.
+    Raises LoadError with everything that does not fit, UnsupportedError for a step count that float32 cannot hold.
     """
     index, run, matched, findings = matching.index, matching.run, matching.matched, matching.findings
     tensors = run.model.tensors
@@ -201,7 +201,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
 
 
 def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
-    """A parameter of an optimizer of local tensors, or of ranges of them as ZeRO cuts them, in the whole model."""
+    """`param` with parts of global tensors, if the optimizer steps local tensors, or ranges of them (ZeRO)."""
     if run.has_global_parts or param.name not in parts:
         return param
     part = parts[param.name]
@@ -210,7 +210,7 @@ def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) ->
 
 
 def _check_steps(states: Sequence[LoadItem], params: Sequence[LiveParam], index: Index) -> None:
-    """Raise UnsupportedError for a step that an optimizer would round, as it keeps it in float32."""
+    """Raise UnsupportedError for step counts that the optimizer would round, as it keeps them in float32."""
     in_float32 = {param.name for param in params if (param.keeps or {}).get(STEP) is DType.FLOAT32}
     steps = [item for item in states if item.state == STEP and item.name in in_float32]
     names = [item.slice.param for item in steps if item.source.dtype is not DType.FLOAT32]
@@ -222,7 +222,7 @@ def _check_steps(states: Sequence[LoadItem], params: Sequence[LiveParam], index:
 
 
 def check_agreement(ranks: Ranks, index: Index, arguments: Mapping[str, object]) -> None:
-    """Raise LoadError, on all ranks, when they read other checkpoints or were called with other arguments."""
+    """Raise LoadError, on all ranks, if their checkpoints or arguments differ."""
     files = [(os.path.relpath(file.path, index.path), file.nbytes) for file in index.files]
     identity = f"{index.path}, step {index.step}, files {xxhash.xxh3_64_hexdigest(repr(files).encode())}"
     texts = {name: repr(value)[:_MOST_CHARACTERS] for name, value in arguments.items()}
@@ -234,11 +234,13 @@ def check_agreement(ranks: Ranks, index: Index, arguments: Mapping[str, object])
         if texts[name] != of_ranks[0][name]
     ]
     if differing:
-        raise LoadError(f"expected the same on every rank; these are not those of rank 0:\n{format_list(differing)}")
+        raise LoadError(
+            f"expected the same checkpoint and arguments on every rank; these differ:\n{format_list(differing)}"
+        )
 
 
 def _plain_groups(index: Index) -> Sequence[ParamGroup]:
-    """Parameter groups in which hyper-parameters that were stored as tensors are numbers."""
+    """Param groups in which hyper-parameters that were stored as tensors are numbers."""
 
     def to_plain(value: object) -> object:
         if not isinstance(value, InlineTensor | TensorRef) or value.numel != 1:

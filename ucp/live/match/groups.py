@@ -18,17 +18,17 @@ from ucp.live.match.items import Findings
 from ucp.store.values import is_plain
 
 _INITIAL_LR = "initial_lr"
-"""Learning rate that a torch scheduler starts from; it puts it into the group itself."""
+"""Learning rate that a torch scheduler starts from; the scheduler itself puts it into the group."""
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
-"""What a live group alone decides: its members, and which of several equal implementations steps them."""
+"""Entries that are never restored: the members, and which of several equivalent implementations steps them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveGroup:
-    """A parameter group of a live optimizer."""
+    """A param group of a live optimizer."""
 
     params: tuple[str, ...]
-    """Its parameters, by their names in the checkpoint."""
+    """Its parameters: names in the model; names in the checkpoint once they are matched."""
     hyper: Mapping[str, object]
     """Everything else in it: plain values."""
 
@@ -51,14 +51,14 @@ def match_groups(
             differing = [key for key in keys if any(hyper.get(key) != selected.get(key) for hyper in choices)]
             sources = ", ".join(f"{name} of group {source}" for source, name in sorted(firsts.items()))
             findings.problems.append(
-                f"group {number} of the optimizer holds {sources} of the checkpoint, whose {', '.join(differing)} "
-                "differ. Make the groups as they were"
+                f"group {number} of the optimizer holds parameters of several groups of the checkpoint ({sources}), "
+                f"which differ in {', '.join(differing)}. Make the groups as they were when it was saved"
             )
             selected = {}
         restored.append(selected)
         findings.notes.extend(_describe_changes(number, group, selected))
     if not saved and groups:
-        findings.notes.append("the checkpoint records no hyper-parameters: those of the optimizer stay")
+        findings.notes.append("the checkpoint records no hyper-parameters: the optimizer keeps its own")
     return restored
 
 
@@ -73,7 +73,7 @@ def _select_hyper(number: int, group: LiveGroup, hyper: Mapping[str, object], fi
                 findings.problems.append(f"group {number} of the optimizer: {key}: {error}")
         elif key not in _LIVE_KEYS:
             unknown.append(f"{key}={format_value(value)}")
-    note = f"group {number}: the optimizer has no {', '.join(unknown)}"
+    note = f"group {number}: not restored, as the optimizer has no such setting: {', '.join(unknown)}"
     if unknown and note not in findings.notes:
         findings.notes.append(note)
     return selected
@@ -95,12 +95,12 @@ def _convert(stored: object, live: object) -> object:
 
 def _describe_changes(number: int, group: LiveGroup, restored: Mapping[str, object]) -> Iterator[str]:
     live = group.hyper
-    changed = [f"{key} {live.get(key)!r} to {value!r}" for key, value in restored.items() if live.get(key) != value]
+    changed = [f"{key}={value!r} (was {live.get(key)!r})" for key, value in restored.items() if live.get(key) != value]
     if changed:
         yield f"group {number}: restored {', '.join(changed)}"
     base = live.get(_INITIAL_LR)
     if "lr" in restored and _INITIAL_LR not in restored and base not in (None, restored["lr"]):
         yield (
-            f"group {number} keeps {_INITIAL_LR}={base!r}, which the checkpoint does not have: a scheduler starts from "
-            f"it, and not from lr={restored['lr']!r}, unless its state is restored. Make the scheduler after the load"
+            f"group {number} keeps {_INITIAL_LR}={base!r}, as the checkpoint has none: a scheduler whose state is not "
+            f"restored starts from it, not from lr={restored['lr']!r}. Make the scheduler after the load"
         )

@@ -1,4 +1,4 @@
-"""Match what is live with a checkpoint: what to load, and everything that does not fit. Names and shapes only.
+"""Match the tensors of a model and its optimizer with a checkpoint: what to load, and everything that does not fit.
 
 >>> from ucp.core.topology import Topology
 >>> live = LiveTensor(names=("w",), dtype=DType.FLOAT32, part=LivePart.full((2,)))
@@ -37,7 +37,7 @@ class Findings:
     hints: list[str] = field(default_factory=list)
     """What may help."""
     notes: list[str] = field(default_factory=list)
-    """What is right, and worth knowing."""
+    """What fits, but the user should know."""
     casts: Counter[str] = field(default_factory=Counter)
     """Changes of dtype, and how many tensors each concerns."""
 
@@ -45,13 +45,14 @@ class Findings:
         """Raise one LoadError that lists everything that does not fit."""
         if text := self._describe():
             remedy = "; ".join([*self.hints, "strict=False loads what fits and reports the rest"])
-            raise LoadError(f"the model and the checkpoint {path} do not fit, nothing was loaded:\n{text}\n{remedy}")
+            raise LoadError(f"the model and the checkpoint {path} do not fit; nothing was loaded:\n{text}\n{remedy}")
 
     def make_no_match_error(self, path: str) -> LoadError:
         """The error for a checkpoint from which no tensor can be loaded into the model."""
         what = "fits the model" if self.problems else "has a name of the model"
-        remedies = self.hints or ["`ucp inspect` lists the names and shapes there"]
-        return LoadError(f"nothing in {path} {what}, nothing was loaded:\n{self._describe()}\n{'; '.join(remedies)}")
+        remedies = self.hints or ["`ucp inspect` lists its names and shapes"]
+        text = f"{self._describe()}\n{'; '.join(remedies)}"
+        return LoadError(f"no tensor of {path} {what}; nothing was loaded:\n{text}")
 
     def _describe(self) -> str:
         """Everything that does not fit, kind by kind."""
@@ -74,7 +75,7 @@ def match_tensors(
     rename: Callable[[str], str] | None = None,
     findings: Findings,
 ) -> dict[str, str]:
-    """Atom of every tensor of the model that has one by name.
+    """Tensor of the model to the atom with one of its names, if there is one.
 
     `rename`: from a name in the model to the name in the checkpoint.
     """
@@ -106,12 +107,12 @@ def match_tensors(
             tied = "they were tied when saved" if atom in index.aliases.values() else "`rename` gives both its name"
             names = " and ".join(tensor.name for tensor in several)
             why = "replicas of it" if are_replicas else tied
-            findings.notes.append(f"{names} are loaded from one atom, {atom}: {why}")
+            findings.notes.append(f"{names} are loaded from one tensor of the checkpoint, {atom}: {why}")
     return matched
 
 
 def find_atoms(tensor: LiveTensor, index: Index, rename: Callable[[str], str] | None) -> list[str]:
-    """Atoms of its names; several if the model ties what the checkpoint does not."""
+    """Atoms with the names of a tensor; several if the model ties names that the checkpoint does not."""
     names = (rename(name) if rename else name for name in tensor.global_names)
     return [name for name in dict.fromkeys(index.aliases.get(name, name) for name in names) if name in index.atoms]
 
@@ -119,7 +120,7 @@ def find_atoms(tensor: LiveTensor, index: Index, rename: Callable[[str], str] | 
 def filter_fitting(
     tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, findings: Findings
 ) -> dict[str, str]:
-    """Those of `matched` whose atoms have the shape of the tensor, and a type that can be cast to its type."""
+    """Those of `matched` whose atoms have the shape of the tensor, and a dtype that can be cast to its dtype."""
     fitting = {}
     for tensor in tensors:
         if tensor.name in matched and _fits(tensor, index.atoms[matched[tensor.name]], findings):
@@ -142,11 +143,11 @@ def _fits(tensor: LiveTensor, atom: AtomIndex, findings: Findings) -> bool:
     if part.global_shape is not None and part.global_shape != atom.global_shape:
         stored, rows = atom.global_shape[0], part.global_shape[0]
         effect = (
-            f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are dropped"
+            f"rows {stored} to {rows - 1} are zeros" if rows > stored else f"rows {rows} to {stored - 1} are not loaded"
         )
         findings.notes.append(
-            f"{tensor.name} is padded to {rows} rows in the model and {stored} in the checkpoint: {effect}, in every "
-            "state"
+            f"{tensor.name} has {rows} rows in the model, with padding, and {stored} in the checkpoint: {effect}, in "
+            "every state"
         )
     dtype = atom.states[WEIGHT].dtype
     if not is_castable(dtype, tensor.dtype):
@@ -156,7 +157,7 @@ def _fits(tensor: LiveTensor, atom: AtomIndex, findings: Findings) -> bool:
 
 
 def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index: Index, findings: Findings) -> None:
-    """Find atoms that no rank has in its model, and functions that rename them to it. `used`: atoms of all ranks."""
+    """Find atoms that no rank's model has, and propose functions for `rename=`. `used`: atoms that some model has."""
     findings.unexpected.extend(name for name in index.atoms if name not in used)
     if not findings.missing or not findings.unexpected:
         return
@@ -186,7 +187,7 @@ def find_unexpected(tensors: Sequence[LiveTensor], used: Collection[str], index:
 def plan_weights(
     tensors: Sequence[LiveTensor], matched: Mapping[str, str], index: Index, *, findings: Findings
 ) -> list[LoadItem]:
-    """The weight of every matched tensor, in the type that the model has it in."""
+    """The weight of every matched tensor, in the dtype of the model."""
     items = []
     for tensor in tensors:
         if tensor.name in matched:
@@ -207,8 +208,8 @@ def match_states(
 ) -> tuple[list[LoadItem], list[str]]:
     """Optimizer states to load, and the parameters that the saved optimizer had never stepped.
 
-    `parts`: what the model holds of each tensor. `stepped`: atoms that the optimizer of any rank steps. A count is
-    loaded in the type it is stored in, whatever number the optimizer then makes of it.
+    `parts`: part of each tensor that the model holds. `optimized`: atoms that the optimizer of any rank steps. A count
+    is loaded in its stored dtype; the optimizer converts it.
     """
     grouped = {name for group in index.groups for name in group.params}
     has_optimizer = bool(grouped) or index.unnamed is not None or any(map(_list_states, index.atoms.values()))
@@ -220,7 +221,7 @@ def match_states(
     without_states: list[LiveParam] = []
     for param in params:
         atom, part = index.atoms[matched[param.name]], param.part or parts[param.name]
-        if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # also if the checkpoint has no more than the weight
+        if param.keeps and (dtype := param.keeps.get(WEIGHT)):  # even if the checkpoint has only the weight
             note_cast(atom, WEIGHT, dtype, findings)
             items.append(make_item(param.name, atom, WEIGHT, dtype, part, is_optimizer_state=True))
         if _list_states(atom):
@@ -228,10 +229,10 @@ def match_states(
             continue
         is_new = index.unnamed is None and has_optimizer and atom.name not in grouped
         if is_new and not param.is_frozen and 0 not in atom.global_shape:
-            findings.problems.append(f"{param.name} is optimised, and was not when the checkpoint was saved")
+            findings.problems.append(f"{param.name} is optimised now, but was not when the checkpoint was saved")
         without_states.append(param)
     filled = [param for param in without_states if 0 not in index.atoms[matched[param.name]].global_shape]
-    # SGD, say, keeps no states of a parameter
+    # without those of optimizers that keep no states, such as SGD without momentum
     stateful = [param for param in filled if param.keeps is None or param.keeps.keys() - {WEIGHT}]
     has_states = any(item.state != WEIGHT for item in items)
     if not has_optimizer and filled:
@@ -247,21 +248,21 @@ def match_states(
     for atom in index.atoms.values():
         if atom.name in present and atom.name not in optimized and _list_states(atom) and 0 not in atom.global_shape:
             findings.problems.append(
-                f"{atom.name}: the checkpoint has {', '.join(_list_states(atom))}, and the optimizer does not step it"
+                f"{atom.name}: the checkpoint has {', '.join(_list_states(atom))}, but the optimizer does not step it"
             )
     return items, [param.name for param in without_states]
 
 
 def note_rounded(weights: Sequence[LoadItem], params: Sequence[LiveParam], findings: Findings) -> None:
-    """Note how many weights are stepped in a type that cannot hold what was saved; with masters none is."""
+    """Note how many weights the optimizer steps in a narrower dtype than was saved; with master weights, none."""
     names = {param.name for param in params}
     rounded = [
         item for item in weights if item.name in names and item.slice.dtype.itemsize < item.source.dtype.itemsize
     ]
     if rounded:
         findings.notes.append(
-            f"{format_count(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, and "
-            f"{rounded[0].source.dtype} in the checkpoint: no masters are kept, training continues from rounded weights"
+            f"{format_count(len(rounded), 'weight is', 'weights are')} stepped in {rounded[0].slice.dtype}, but saved "
+            f"in {rounded[0].source.dtype}: without master weights, training continues from rounded weights"
         )
 
 
@@ -296,14 +297,14 @@ def _plan_states(param: LiveParam, part: LivePart, atom: AtomIndex, findings: Fi
 
 
 def is_castable(stored: DType, dtype: DType) -> bool:
-    """Whether a state of one type can be loaded into memory of another."""
+    """Whether a state of one dtype can be loaded into a tensor of another."""
     return stored is dtype or (stored.is_floating and dtype.is_floating)
 
 
 def make_item(
     name: str, atom: AtomIndex, state: str, dtype: DType, part: LivePart, *, is_optimizer_state: bool = False
 ) -> LoadItem:
-    """What `part` is of a state; a count, or a state of another shape than its parameter, is full on every rank."""
+    """Item that loads `part` of a state; a count, or a state not shaped like its parameter, is whole on every rank."""
     source = atom.states[state]
     is_full = part.is_full or source.global_shape != atom.global_shape or atom.is_count(state)
     piece = (
@@ -315,7 +316,7 @@ def make_item(
 
 
 def note_cast(atom: AtomIndex, state: str, dtype: DType, findings: Findings) -> None:
-    """Count a change of type."""
+    """Count a change of dtype."""
     stored = atom.states[state].dtype
     if stored is not dtype:
-        findings.casts[f"{state}: {stored} to {dtype}"] += 1
+        findings.casts[f"{state}: {stored} -> {dtype}"] += 1

@@ -1,9 +1,9 @@
-"""The checkpoint under the names of the live model: as the user says, or as all names of all ranks show.
+"""Translate the names of a checkpoint to those of the live model: as the user says, or by the one style that fits.
 
-1. Rules of the user's own, and a style that the user names, are applied.
-2. Otherwise, if names or shapes of some rank are not those of the checkpoint, every rank finds the naming styles of the
-   family that have all of its names, and those that also give its shapes. A style that holds for all ranks is taken;
-   between two, none is. If the names agree, only shapes can show another style.
+1. The user's own rules, and a style that the user names, are applied.
+2. Otherwise, if the checkpoint lacks names or shapes of some rank, every rank finds the naming styles of the family in
+   which the checkpoint has all of its names, and those in which it also has its shapes. A style that fits all ranks is
+   used; if several do, none is. If the names already fit, a style must also fit the shapes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ucp.source.read import index_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameOptions:
-    """What the user says of names."""
+    """What the user says about names."""
 
     naming: Naming = field(default_factory=Naming)
-    """Style to translate the checkpoint to, or rules of the user's own."""
+    """Style to translate the checkpoint to, or the user's own rules."""
     rename: Callable[[str], str] | None = None
     """From a name in the model to the name in the checkpoint, after `naming` is applied."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Sizes of the model that nothing records."""
+    """Sizes of the model that the checkpoint does not record."""
     source: SourceOptions = field(default_factory=SourceOptions)
-    """Which family it is of."""
+    """Which model family the checkpoint has, and how to read it."""
 
     def __post_init__(self) -> None:
         unknown = self.settings.keys() - (list_size_names() if self.settings else set())
         if unknown:
             raise UsageError(
-                f"expected sizes of the model as settings, by the names of Megatron or config.json "
+                f"expected settings to be sizes of the model, named as in Megatron or config.json "
                 f"(num_attention_heads); got {', '.join(sorted(unknown))}"
             )
 
@@ -65,7 +65,7 @@ class NameOptions:
 def rename_to_model(
     index: Index, tensors: Sequence[LiveTensor], options: NameOptions, ranks: Ranks
 ) -> tuple[Index, tuple[str, ...]]:
-    """The checkpoint under the names of the model, and hints if it cannot be brought to them. Collective.
+    """The checkpoint under the names of the model, and hints if they cannot be translated. Collective.
 
     Raises FamilyError, UnsupportedError, UsageError.
     """
@@ -115,23 +115,23 @@ def _rename_as_asked(index: Index, options: NameOptions) -> Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Styles:
-    """Naming styles that have all names of this rank."""
+    """Naming styles in which the checkpoint has all names of this rank."""
 
     family: Family | None = None
-    """The family that they are of."""
+    """The model family that defines them."""
     tensors: Mapping[str, Mapping[str, TensorRecipe]] = field(default_factory=dict)
     """Style to the tensors of the checkpoint in it."""
     with_shapes: frozenset[str] = frozenset()
-    """Styles in which they have the shapes of this rank."""
+    """Styles in which the tensors also have the shapes of this rank."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Style with such names to why the checkpoint cannot be brought to it."""
+    """Style that has all names, to the reason why the checkpoint cannot be translated to it."""
     why_no_source: str = ""
     """Why the style of the checkpoint itself is not known."""
 
     def find_agreed(self, ranks: Ranks, *, by_shape: bool) -> list[str]:
-        """Styles that hold for all ranks, one of those with equal results; preferably with their shapes. Collective.
+        """Styles that fit all ranks: by shapes if any does, else by names. Of equal results, one style. Collective.
 
-        `by_shape`: only those in which the shapes are those of all ranks.
+        `by_shape`: do not accept styles that only fit by names.
         """
         of_ranks = ranks.share((frozenset(self.tensors), self.with_shapes))
         with_names, with_shapes = (reduce(frozenset.intersection, styles) for styles in zip(*of_ranks, strict=True))
@@ -145,11 +145,11 @@ class _Styles:
         """How to choose between `agreed` styles, or why there is none; nothing if neither would help."""
         if agreed:
             names = " or ".join(f"names={style!r}" for style in agreed)
-            return (f"several naming styles have the names of the model, for other tensors: pass {names}",)
+            return (f"several naming styles fit the names of the model, but assign them differently: pass {names}",)
         if self.why_no_source:
             return (self.why_no_source,)
         return tuple(
-            f"the names of the model are those of the style {style}, to which the checkpoint cannot be brought: {why}"
+            f"the names of the model have the style {style}, to which the checkpoint cannot be translated: {why}"
             for style, why in islice(self.failures.items(), 1)
         )
 
@@ -204,9 +204,9 @@ def _has_shape(tensor: LiveTensor, options: NameOptions, shapes: Mapping[str, tu
 
 
 def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOptions, ranks: Ranks) -> Index:
-    """`index`, with optimizer states named by the order of the live optimizer, if they need it and it fits. Collective.
+    """`index`, with numbered optimizer states assigned by the order of the live optimizer, if that fits. Collective.
 
-    Raises LoadError if both that order and the inferred one fit, and differ.
+    Raises LoadError if that order and the inferred one both fit, and differ.
     """
     if not index.is_numbered or options.source.param_order is not None or run.optimizer is None:
         return index
@@ -218,7 +218,7 @@ def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOp
     def read() -> Index | None:
         try:
             return index_of(path, source=replace(options.source.without_family(), param_order=order))
-        except UsageError:  # it does not fit
+        except UsageError:  # the order does not fit
             return None
 
     reordered = run_together(ranks, read)
@@ -228,8 +228,8 @@ def reorder_to_optimizer(index: Index, path: Path, run: LiveRun, options: NameOp
         for name, other_name in zip(current.params, other.params, strict=True):
             if name != other_name:
                 raise LoadError(
-                    f"{index.path}: the optimizer numbers its parameters, and two orders fit: by that of the model, "
-                    f"the same states belong to {name}; by that of the optimizer that is loaded into, to {other_name}. "
+                    f"{index.path}: the saved optimizer only numbers its parameters, and two orders fit: in the order "
+                    f"of the model some states belong to {name}; in that of the optimizer passed, to {other_name}. "
                     "Say which is right: param_order=[[names of each group], ...]"
                 )
     return index

@@ -1,1 +1,1 @@
-"""What is live: the tensors of a rank's model, as names, types and the parts of wholes that they are."""
+"""Describe the model of a rank: names and dtypes of its tensors, and which part of a global tensor each is."""

@@ -1,4 +1,4 @@
-"""Which adapter describes a live run: that of its framework, or torch's own."""
+"""Describe a live run, by the adapter of its framework or as plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(request: LiveRequest) -> LiveRun:
-    """The rank's parts, by the adapter that claims them, or as a torch module with a torch optimizer."""
+    """The description of this rank's model and optimizer: of the adapter that claims them, or as plain torch."""
     for adapter in live_adapters():
         if adapter.claims(request):
             return adapter.describe(request)
@@ -39,20 +39,20 @@ def describe_run(request: LiveRequest) -> LiveRun:
     if has_meta_tensors(modules):
         model = replace(model, device=find_device(modules))
     check_axes(model.tensors, request.mesh.topology)
-    has_global_parts = any(not tensor.part.is_full for tensor in model.tensors)  # torch says itself how they lie
+    has_global_parts = any(not tensor.part.is_full for tensor in model.tensors)  # DTensors, FSDP1
     run = LiveRun(
         model=model,
         prepare=partial(_allocate_model, modules, units, dtype),
-        has_global_names=has_global_parts and request.mesh.degree("pp") == 1,  # torch does not number layers of stages
+        has_global_names=has_global_parts and request.mesh.degree("pp") == 1,  # stages may number layers from 0
         has_global_parts=has_global_parts,
     )
     optimizer = request.optimizer
-    is_zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"  # whose module may be absent
+    is_zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"  # by name: its module may be absent
     if isinstance(optimizer, optim.Optimizer) and not units and not is_zero:
         model, described = describe_masters(optimizer, model, modules, request.masters)
         return replace(run, model=model, optimizer=described, finish=described.cast_weights)
     if request.masters is not None:
-        raise UsageError("expected masters= only with a torch optimizer over them, and not for FSDP1 or ZeRO")
+        raise UsageError("expected masters= only with a torch optimizer that steps them, without FSDP1 or ZeRO")
     if optimizer is None or optimizer is False:
         return run
     live: LiveOptimizer
@@ -64,7 +64,7 @@ def describe_run(request: LiveRequest) -> LiveRun:
         live = optimizer
     else:
         raise UsageError(
-            f"expected a torch optimizer, what describes one (ucp.live.adapters.LiveOptimizer), or none; got "
+            f"expected a torch optimizer, an implementation of ucp.live.adapters.LiveOptimizer, or none; got "
             f"{type(optimizer).__name__}"
         )
     return replace(run, optimizer=live)
@@ -77,7 +77,7 @@ def _allocate_model(
     model: LiveModel,
     loaded: Collection[str],
 ) -> LiveModel:
-    """The model with memory for tensors on the meta device."""
+    """The model, with tensors on the meta device allocated."""
     from torch import nn
 
     if model.device is None:
@@ -106,8 +106,8 @@ def _allocate_model(
     if replaced:
         raise LoadError(
             "expected reset_parameters and init_weights to fill the tensors of the model in place; these were replaced"
-            f"\n{format_list(replaced)}\nCall model.to_empty(device=...) and fill them before load_into and the "
-            "optimizer"
+            f"\n{format_list(replaced)}\nCall model.to_empty(device=...) and fill them before you make the optimizer "
+            "and call load_into"
         )
     handles = {
         name: after.handles[name][tuple(slice(0, length) for length in handle.shape)]  # without padding

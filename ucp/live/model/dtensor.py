@@ -1,7 +1,7 @@
-"""DTensors: the part of a parameter that FSDP2, tensor parallelism and HSDP leave on this rank, by its placements.
+"""DTensors (FSDP2, tensor parallelism, HSDP): the part of a parameter on this rank, by its placements.
 
-The rank's elements lie in the local tensor. If placements and memory differ (uneven cuts that a framework makes in an
-order of its own) nothing is loaded: see `LivePart.to_slice`.
+If the local tensor does not have the shape that the placements give (a framework cut unevenly in another way), nothing
+is loaded: see `LivePart.to_slice`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank's part of a tensor: all of it, unless it is a DTensor."""
+    """The local tensor of a DTensor; any other tensor itself."""
     import torch
 
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():  # so that the local tensor is that of the DTensor itself, not a function of it
+    with torch.no_grad():  # the local tensor itself, not a result of autograd
         detached: DTensor = tensor.detach()  # type: ignore[assignment]  # detaching keeps the class
         return detached.to_local()
 
 
 def dtensor_part(tensor: DTensor, name: str) -> LivePart:
-    """What of a DTensor this rank holds. Raises UnsupportedError for placements whose parts do not make up a whole."""
+    """The part of a DTensor that this rank holds. Raises UnsupportedError for unknown placements or another mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coords = mesh.get_coordinate()
     axes = mesh.mesh_dim_names or tuple(f"{UNNAMED}{dim}" for dim in range(mesh.ndim))
     if coords is None:
-        raise UnsupportedError(f"{name}: expected this rank to be in the mesh of its parameters; got {mesh}")
+        raise UnsupportedError(f"{name}: expected this rank to be in the mesh of the parameter; got {mesh}")
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
         raise UnsupportedError(
-            f"{name}: expected a dim that the axes of the mesh cut in their order; got {order}. Redistribute it"
+            f"{name}: expected the axes of the mesh to shard a dim in their order; got {order}. Redistribute it"
         )
     known = []
     for placement in placements:
@@ -71,7 +71,7 @@ def dtensor_part(tensor: DTensor, name: str) -> LivePart:
 
 
 def check_axes(tensors: Sequence[LiveTensor], topology: Topology | None) -> None:
-    """Raise UsageError if DTensors lie over other degrees than the topology's; axes without names say nothing."""
+    """Raise UsageError if meshes of DTensors have other degrees than the topology; unnamed axes are not compared."""
     if topology is None:
         return
     known: dict[str, tuple[int, ...]] = {axis: (getattr(topology, axis),) for axis in ("tp", "pp", "ep", "cp")}
@@ -90,4 +90,6 @@ def check_axes(tensors: Sequence[LiveTensor], topology: Topology | None) -> None
             differing.setdefault(" x ".join(f"{axis}={parts}" for axis, parts in degrees.items()), tensor.name)
     if differing:
         lines = format_list([f"{name}: {degrees}" for degrees, name in differing.items()])
-        raise UsageError(f"expected parameters that lie over the ranks as {topology} says; got\n{lines}\nLeave it out")
+        raise UsageError(
+            f"expected parameters on meshes of the topology {topology}; got\n{lines}\nCorrect it, or leave it out"
+        )

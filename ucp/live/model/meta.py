@@ -1,8 +1,8 @@
-"""Models without memory: tensors on the meta device get memory once everything is known to fit.
+"""Models on the meta device: their tensors are allocated once everything is known to fit.
 
-Parameters stay the same objects, so that ties and optimizers hold. What the checkpoint does not have (buffers that are
-not saved, or what `strict=False` leaves) is computed by the module that owns it (`reset_parameters`), or by the model
-(`init_weights`); if neither fills it, nothing is loaded.
+Parameters stay the same objects, so that ties and optimizers stay valid. Tensors that the checkpoint does not have
+(buffers that are not saved, or what `strict=False` allows) are computed by their module (`reset_parameters`), or by the
+model (`init_weights`); if neither fills them, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _Owned: TypeAlias = "tuple[nn.Module, str, torch.Tensor]"
-"""A module, the name of a parameter or buffer in it, and that itself."""
+"""A module, the name of a parameter or buffer in it, and that tensor."""
 
 
 def has_meta_tensors(modules: Sequence[nn.Module]) -> bool:
@@ -27,18 +27,18 @@ def has_meta_tensors(modules: Sequence[nn.Module]) -> bool:
 
 
 def choose_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a tensor on the meta device is made in: `dtype` if it is a floating parameter."""
+    """The dtype to allocate a tensor on the meta device in: `dtype` for a floating-point parameter, else its own."""
     from torch import nn
 
     return dtype if dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
 def find_device(modules: Sequence[nn.Module]) -> torch.device:
-    """Where tensors on the meta device are made: with others of the model, or on the device of this process."""
+    """The device to allocate tensors on: that of other tensors of the model, else that of this process."""
     import torch
     from torch.nn import Module
 
-    # of the class: `buffers` of Megatron's DistributedDataParallel is a list of its own
+    # methods of the class: in Megatron's DistributedDataParallel `buffers` is a list
     tensors = [tensor for module in modules for tensor in (*Module.parameters(module), *Module.buffers(module))]
     for local in map(local_of, tensors):
         if not local.is_meta:
@@ -51,10 +51,10 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device:
 def allocate(
     modules: Sequence[nn.Module], loaded: Collection[int], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Make everything on the meta device on `device`, floating parameters in `dtype`, and compute what is not loaded.
+    """Allocate tensors on the meta device on `device`, floating-point parameters in `dtype`; compute unloaded ones.
 
-    What has values and is not loaded keeps them, whatever is computed beside it.
-    `loaded`: `id` of the tensors that a checkpoint fills. Raises LoadError for what nothing computes.
+    Other tensors that are not loaded keep their values, even if their module computes them again.
+    `loaded`: `id` of the tensors that a checkpoint fills. Raises LoadError for tensors that nothing computes.
     """
     owned = list(_list_tensors(modules))
     blank = [entry for entry in owned if local_of(entry[2]).is_meta]
@@ -78,7 +78,7 @@ def allocate(
         is_nan = local.is_floating_point() or local.is_complex()
         if local.numel() and bool((local.isnan() if is_nan else local == _choose_sentinel(local)).all()):
             unfilled.append((module, name))
-    _check_none(modules, unfilled, "and the reset_parameters or init_weights of their modules leave them out")
+    _check_none(modules, unfilled, "and reset_parameters or init_weights of their modules do not fill them")
 
 
 def _list_tensors(modules: Sequence[nn.Module]) -> Iterator[_Owned]:
@@ -117,7 +117,7 @@ def _allocate_tensor(tensor: torch.Tensor, device: torch.device, dtype: torch.dt
 
 
 def _choose_sentinel(tensor: torch.Tensor) -> float | bool:
-    """A value that no model consists of."""
+    """A value that shows that a tensor was not filled: no model consists of it."""
     import torch
 
     if tensor.is_floating_point() or tensor.is_complex():
@@ -131,7 +131,7 @@ def _check_none(modules: Sequence[nn.Module], missing: Sequence[tuple[nn.Module,
         paths = {id(module): path for model in modules for path, module in model.named_modules()}
         names = [f"{path}.{name}" if (path := paths[id(module)]) else name for module, name in missing]
         raise LoadError(
-            "expected values for all tensors of a model on the meta device; the checkpoint does not bring\n"
+            "expected values for all tensors of a model on the meta device; the checkpoint does not have\n"
             f"{format_list(names)}\n{why}. Call model.to_empty(device=...) and fill them before load_into, or make the "
             "model on a device"
         )

@@ -1,4 +1,4 @@
-"""A live module as names, shapes and types, and as the tensors behind them."""
+"""Describe a live module: names, shapes and dtypes, and the tensors to load into."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 def describe_modules(
     modules: Sequence[nn.Module], units: Sequence[FlatUnit] = (), *, dtype: torch.dtype | None = None
 ) -> LiveModel:
-    """The parameters and persistent buffers of a module, or of the chunks of a virtual pipeline as one.
+    """The parameters and persistent buffers of a module, or of the chunks of a virtual pipeline together.
 
-    `units`: flat parameters that FSDP1 made of some of them. `dtype`: type to make floating parameters in that have no
-    memory yet. Raises UnsupportedError for unknown parts, LoadError for tensors that cannot be loaded into.
+    `units`: flat parameters that FSDP1 made of some of them. `dtype`: for floating-point parameters on the meta device.
+    Raises UnsupportedError if it is not known which parts they are, LoadError for tensors that nothing can be loaded
+    into.
     """
     from torch import nn
 
@@ -51,8 +52,8 @@ def describe_modules(
     overlaps = list(find_overlaps({name: local_of(tensor) for name, tensor in handles.items()}))
     if overlaps:
         raise LoadError(
-            f"expected every tensor in memory of its own; these share some\n{format_list(overlaps)}\nand are not the "
-            "same elements in the same order, as tied ones are. Give each its own before load_into "
+            "expected every tensor to have its own memory, or to be tied to another; these share memory and are not "
+            f"tied:\n{format_list(overlaps)}\nGive each its own memory before load_into "
             "(param.data = param.data.clone())"
         )
     memory = {name: _find_memory(tensor, dtype) for name, tensor in handles.items()}
@@ -74,19 +75,19 @@ def describe_modules(
         tensors=tuple(tensors),
         handles=memory,
         owners=owners,
-        notes=(f"restore yourself what modules keep beside tensors: {', '.join(extra_state)}",) if extra_state else (),
+        notes=(f"not restored, set it yourself: {', '.join(extra_state)}",) if extra_state else (),
         chunks=len(modules),
         layer_numbers={path: number for path, number in layers.items() if isinstance(number, int)},
     )
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """Element type. Raises ValueError for one that checkpoints do not have."""
+    """Dtype of the elements. Raises ValueError for one that checkpoints do not have."""
     return DType(str(tensor.dtype).removeprefix("torch."))
 
 
 def _find_persistent(model: nn.Module, units: Sequence[FlatUnit]) -> list[str]:
-    """Names of the state dict; of FSDP1's only the buffers, as it would gather all parameters."""
+    """Names in the state dict; with FSDP1 only those of buffers, as a state dict would gather all parameters."""
     if not units:
         return list(model.state_dict(keep_vars=True))
     return [
@@ -124,7 +125,7 @@ def _check_loadable(named: Sequence[tuple[str, torch.Tensor]]) -> None:
         if hasattr(tensor, "ds_id")
     ]
     if partitioned:
-        raise UnsupportedError(f"expected parameters that torch alone lays out; got\n{format_list(partitioned)}")
+        raise UnsupportedError(f"expected parameters that torch alone shards; got\n{format_list(partitioned)}")
     problems = [f"{name}: {problem}" for name, tensor in named for problem in _find_problems(tensor)]
     if problems:
         raise LoadError(f"expected parameters that have memory to load into; got\n{format_list(problems)}")
@@ -138,7 +139,7 @@ def _find_problems(tensor: torch.Tensor) -> Iterator[str]:
     elif str(tensor.dtype).removeprefix("torch.") not in {dtype.value for dtype in DType}:
         yield f"no checkpoint has elements of type {tensor.dtype}"
     elif any(not step and length > 1 for step, length in zip(tensor.stride(), tensor.shape, strict=True)):
-        yield "it is expanded, so that several of its elements are one; make it contiguous"
+        yield "it is expanded: several of its elements share memory; make it contiguous"
 
 
 def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Names of the plain module, without what wrappers add (DistributedDataParallel, torch.compile, ...), and FSDP1."""
+"""Names without what wrappers add (DistributedDataParallel, torch.compile, ...), and the flat parameters of FSDP1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNSUPPORTED = {
 
 
 def find_wrapper_paths(model: nn.Module) -> frozenset[str]:
-    """Paths of wrapped modules, whose last component a wrapper added. Raises UnsupportedError for modules in parts."""
+    """Paths of wrapped modules, whose last component a wrapper added. Raises UnsupportedError for DeepSpeed's."""
     paths = set()
     refused = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -44,7 +44,7 @@ def find_wrapper_paths(model: nn.Module) -> frozenset[str]:
             if name in _WRAPPERS:
                 paths.add(f"{path}.{_WRAPPERS[name]}" if path else _WRAPPERS[name])
     if refused:
-        raise UnsupportedError(f"expected a module that torch alone lays out; got\n{format_list(refused)}")
+        raise UnsupportedError(f"expected a module that torch alone shards; got\n{format_list(refused)}")
     return frozenset(paths)
 
 
@@ -59,7 +59,7 @@ class FlatUnit:
     """A flat parameter of FSDP1, on this rank."""
 
     key: str
-    """Its name among flat parameters, which is no name of a model."""
+    """Its name among flat parameters; not a name in the model."""
     flat: torch.Tensor
     """The flat parameter, as an optimizer holds it without `use_orig_params`."""
     share: torch.Tensor
@@ -67,11 +67,11 @@ class FlatUnit:
     names: tuple[tuple[str, ...], ...]
     """Names of each parameter in it, the principal one first."""
     ranges: tuple[FlatRange, ...]
-    """What the share has of each parameter."""
+    """The range of each parameter in the share."""
     originals: tuple[torch.Tensor, ...]
-    """The same, as an optimizer holds them with `use_orig_params`; empty without."""
+    """The parameters, as an optimizer holds them with `use_orig_params`; empty without."""
     members: frozenset[int]
-    """`id` of all parameters of the module that lie in it, and its own."""
+    """`id` of all parameters of the module that are in it, and its own."""
 
 
 def find_flat_units(model: nn.Module) -> list[FlatUnit]:
@@ -96,7 +96,7 @@ def _describe_unit(handle: Any, paths: Mapping[int, Sequence[str]], number: int)
     flat = handle.flat_param
     _check_flat(flat)
     if handle.uses_sharded_strategy and hasattr(flat, "_full_param_padded") and not handle.needs_unshard():
-        # free what is gathered of all shares: the next forward pass would use it as it is
+        # free the gathered parameters: otherwise the next forward pass would use their old values
         handle.reshard(free_unsharded_flat_param=True)
         handle.post_reshard()
     share = getattr(flat, "_local_shard", flat.data)
@@ -137,7 +137,7 @@ def _check_flat(flat: Any) -> None:
     names = [info.param_name for info in _get(flat, "_param_infos")]
     rows = list(zip(names, _get(flat, "_contiguities"), _get(flat, "_param_extensions"), strict=True))
     lines = [f"{name}: flattened in the order of its memory" for name, is_contiguous, _ in rows if not is_contiguous]
-    lines += [f"{name}: cut by tensor parallelism before" for name, _, extension in rows if extension is not None]
+    lines += [f"{name}: sharded by tensor parallelism" for name, _, extension in rows if extension is not None]
     if lines:
         raise UnsupportedError(
             f"expected parameters that FSDP1 flattens whole, in row-major order; got\n{format_list(lines)}\n"

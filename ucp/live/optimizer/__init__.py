@@ -1,1 +1,1 @@
-"""Live optimizers: what they keep of each parameter, and putting it there."""
+"""Live optimizers: which states they keep for each parameter, and how loaded states are set."""

@@ -1,6 +1,6 @@
 """An optimizer over flat tensors, each of which holds ranges of many parameters.
 
-Such are FSDP1's flat parameters, and the buffers of DeepSpeed's optimizers.
+Examples are FSDP1's flat parameters and the buffers of DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where the states of a parameter lie."""
+    """Which range of a flat tensor, and of its states, a parameter has."""
 
     key: str
     """Name of the flat tensor in the inner optimizer."""
     flat_range: FlatRange
     """Range of the tensor, and of its states."""
     ranges_by_state: Mapping[str, FlatRange] = field(default_factory=dict)
-    """States that lie in another range."""
+    """State to its range, for states in another range."""
 
     def range_of(self, state: str) -> FlatRange:
-        """Where a state of it lies."""
+        """The range of a state."""
         return self.ranges_by_state.get(state, self.flat_range)
 
 
@@ -44,11 +44,11 @@ class FlatOptimizer:
     """An optimizer whose parameters are flat tensors, or ranges of them (`LiveOptimizer`)."""
 
     base: TorchOptimizer
-    """The optimizer, by the keys of its tensors."""
+    """The inner optimizer; its parameters are the flat tensors, by their keys."""
     slots: Mapping[str, Slot]
-    """Name of a parameter to where it lies."""
+    """Name of a parameter to its range."""
     remedy: str
-    """What to do if parameters of one tensor have different counts of steps."""
+    """What to do if parameters of one tensor have different step counts."""
     shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     """Key and state to its shape, if that is not the tensor's."""
     flat_states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class FlatOptimizer:
         ]
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
-        """What it keeps of every parameter of which this rank has elements: that of its tensor."""
+        """The states that it keeps for parameters with elements on this rank: those of their flat tensors."""
         tensors = {tensor.name: tensor for tensor in self.base.params(hyper)}
         params = []
         for name in (name for group in self.groups() for name in group.params):
@@ -90,14 +90,14 @@ class FlatOptimizer:
         return slot.range_of(state).narrow(self.flat_states[key])
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Take the flat tensors that ranges were loaded into; one tensor counts the steps of all in it."""
+        """Set the flat tensors that ranges were loaded into; parameters in one tensor share a step count."""
         by_key: dict[str, dict[str, Mapping[str, torch.Tensor]]] = {}
         for name, values in states.items():
             by_key.setdefault(self._find_slot(name).key, {})[name] = values
         for key, members in by_key.items():
             members_with_states = {name: values for name, values in members.items() if values}
             for name in (members.keys() - members_with_states.keys()) if members_with_states else ():
-                # if others of its tensor have states, those of a parameter that never had a gradient are zero
+                # a parameter that never had a gradient has zeros there, if others in the tensor have states
                 for (tensor_key, state), tensor in self.flat_states.items():
                     if tensor_key == key:
                         self.slots[name].range_of(state).narrow(tensor).zero_()
@@ -136,19 +136,19 @@ def describe_flat_optimizer(optimizer: Optimizer, model: LiveModel, units: Seque
 def _merge_counts(
     members: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]], *, remedy: str
 ) -> dict[str, torch.Tensor]:
-    """Counts that the parameters of one tensor have in common, by state. Raises LoadError if they differ."""
+    """The counts that all parameters of one tensor share, by state. Raises LoadError if they differ."""
     names_by_value: dict[str, dict[float, str]] = {}
     for name, states in members.items():
         for state in counts.get(name, ()):
             names_by_value.setdefault(state, {}).setdefault(float(states[state].item()), name)
     differing = [
-        ", ".join(f"{value:g} of {name}" for value, name in names.items()) + f" ({state})"
+        ", ".join(f"{value:g} for {name}" for value, name in names.items()) + f" ({state})"
         for state, names in names_by_value.items()
         if len(names) > 1
     ]
     if differing:
         raise LoadError(
-            "expected one count of steps for all parameters that lie in one flat tensor; the checkpoint has\n"
+            "expected one step count for all parameters in one flat tensor; the checkpoint has\n"
             f"{format_list(differing)}\n{remedy}"
         )
     return {state: members[next(iter(names.values()))][state] for state, names in names_by_value.items()}

@@ -1,12 +1,12 @@
-"""A live optimizer: its groups by the names of their parameters, the form of its states, and putting states into it.
+"""A live torch optimizer: its groups by the names of their parameters, the form of its states, and setting states.
 
-Which states an optimizer keeps, and as what (a tensor of which type, on which device, a Python number), follows from
-one step of a copy of it on a one-element parameter, for the classes of `torch.optim` in the installed version. For
-other classes it is what the optimizer already holds, if anything.
+For classes of `torch.optim` one step of a copy, on a one-element parameter, shows which states the optimizer keeps and
+in which form: a tensor (of which dtype, on which device) or a Python number. For other classes, the states that the
+optimizer already holds show it, if there are any.
 
-An optimizer may step masters of the parameters in another precision: these are loaded, and the weights cast from them.
-The user says which master belongs to which parameter (`masters=`), or the order, shapes and values of the masters do,
-if they are all those of the weights.
+An optimizer may step master weights in another precision: the masters are loaded, and the weights are cast from them.
+The user says which master belongs to which parameter (`masters=`). Otherwise masters are assigned in order, if all have
+the shapes and values of the weights.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _WRAPPERS = ("AcceleratedOptimizer", "DeepSpeedOptimizerWrapper", "LightningOpti
 """Classes of accelerate and Lightning that pass everything to the optimizer in their attribute `optimizer`."""
 
 Forms: TypeAlias = Mapping[str, State]
-"""State name to a value of the same form: its type and device matter, the value does not."""
+"""State name to a value of the same form: its dtype and device matter, its elements do not."""
 _Kind: TypeAlias = "tuple[int, torch.dtype, torch.device]"
-"""What the form of a state follows from: dims of the parameter, type, device."""
+"""What determines the form of a state: number of dims, dtype and device of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class TorchOptimizer:
     live: Mapping[str, torch.Tensor]
     """Name to the parameter itself."""
     memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name to the memory of this rank's part of it, which may still be on the meta device."""
+    """Name to the tensor of this rank's part of it, which may still be on the meta device."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Weights of the model that are cast from masters: name to weight. The master itself is in `live`."""
     wrapper: Sequence[dict[str, Any]] = ()
@@ -59,7 +59,7 @@ class TorchOptimizer:
     wrapped_names: tuple[tuple[str, ...], ...] = ()
     """Names of the parameters of each group of `wrapper`."""
     forms: dict[str, Forms]
-    """Parameter to the form of the states that the optimizer keeps of it, if known: see `params`."""
+    """Parameter to the form of the states that the optimizer keeps for it, if known: see `params`."""
     new_states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     """Parameter and state to the tensor whose memory `landing` returned."""
     device: torch.device | None = None
@@ -80,7 +80,7 @@ class TorchOptimizer:
         return groups
 
     def params(self, hyper: Sequence[Mapping[str, object]]) -> list[LiveParam]:
-        """What it keeps, as names and types; a momentum in `hyper` may add a state."""
+        """The states that it keeps, with their dtypes; a momentum in `hyper` may add a state."""
         self.forms.update(_find_forms(self, hyper))
         return [
             LiveParam(name=name, keeps=self._find_types(name), is_frozen=not self.live[name].requires_grad)
@@ -104,7 +104,7 @@ class TorchOptimizer:
             or (local_of(current).dtype, local_of(current).device) != (torch_dtype, local.device)
             or local_of(current).shape != shape
             or _layout_of(current) != _layout_of(param)
-        ):  # a new one: cut over the ranks like the parameter if it has its shape, else whole on each
+        ):  # a new one: cut over the ranks like the parameter if it has its shape, else whole on every rank
             if local.shape == shape:
                 current = torch.empty_like(param, dtype=torch_dtype, requires_grad=False)
             else:
@@ -116,7 +116,7 @@ class TorchOptimizer:
         """Give parameters exactly these states; an empty mapping makes a parameter one that was never stepped."""
         for name, values in states.items():
             param, forms, are_counts = self.live[name], self.forms.get(name, {}), counts.get(name, ())
-            # a master is in place already
+            # masters are already loaded in place
             restored = {
                 state: _convert_count(value, forms.get(state))
                 if state in are_counts
@@ -130,7 +130,7 @@ class TorchOptimizer:
                 self.handle.state.pop(param, None)
 
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
-        """Set hyper-parameters of every group, in this optimizer and in one that wraps it; a tensor in place."""
+        """Set hyper-parameters of every group, in this optimizer and in one that wraps it; fill tensors in place."""
         import torch
 
         for groups in (self.handle.param_groups, *([self.wrapper] if self.wrapper else [])):
@@ -152,7 +152,7 @@ class TorchOptimizer:
         return states
 
     def _find_types(self, name: str) -> dict[str, DType | None] | None:
-        """The states that are kept of a parameter, with their types; None if that is not known."""
+        """The states that are kept for a parameter, with their dtypes; None if they are not known."""
         import torch
 
         forms = self.forms.get(name)
@@ -170,19 +170,19 @@ class TorchOptimizer:
 
 
 def _layout_of(tensor: torch.Tensor) -> object:
-    """How a DTensor lies over the ranks; None for another tensor."""
+    """Mesh and placements of a DTensor; None for another tensor."""
     return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def unwrap_optimizer(optimizer: object) -> object:
-    """The optimizer that steps, inside the wrappers of clients."""
+    """The optimizer inside of wrappers (`_WRAPPERS`)."""
     while type(optimizer).__name__ in _WRAPPERS:
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # which these classes have
     return optimizer
 
 
 def describe_zero_redundancy(optimizer: ZeroRedundancyOptimizer, model: LiveModel) -> TorchOptimizer:
-    """Torch's ZeroRedundancyOptimizer: every rank has all parameters, and the states of those that it steps.
+    """Torch's ZeroRedundancyOptimizer: every rank has all parameters, but only states of those that it steps.
 
     Raises as `describe_optimizer`, and UnsupportedError for one that overlaps with DDP.
     """
@@ -196,11 +196,11 @@ def describe_zero_redundancy(optimizer: ZeroRedundancyOptimizer, model: LiveMode
 
 
 def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer:
-    """The optimizer by names. Raises LoadError for parameters that are not of the model, UnsupportedError."""
+    """The optimizer by names. Raises LoadError for parameters that the model does not have, UnsupportedError."""
     if type(optimizer).__module__.startswith(("torch.distributed", "deepspeed")):
         raise UnsupportedError(
-            f"expected an optimizer of torch, or one of another library; got {type(optimizer).__name__}, an unknown "
-            "wrapper of one. Pass the one inside (optimizer.optim)"
+            f"expected an optimizer of torch, or of another library; got {type(optimizer).__name__}, an unknown "
+            "wrapper. Pass the optimizer inside of it (optimizer.optim)"
         )
     foreign = [
         f"parameter {position} of group {number}, of shape {list(param.shape)}"
@@ -210,10 +210,10 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
     ]
     if foreign:
         raise LoadError(
-            f"expected an optimizer over the parameters of the model; it has others:\n{format_list(foreign)}\n"
-            "make it from model.parameters(). If they are masters of these in another precision, pass masters={name of "
-            "the parameter: master}: they are recognised without it only if their order, shapes and values are those "
-            "of the parameters"
+            f"expected an optimizer over the parameters of the model; got others:\n{format_list(foreign)}\n"
+            "Make it from model.parameters(). If these are master weights in another precision, pass masters={name of "
+            "the parameter: master}: without it they are recognised only if they have the order, shapes and values of "
+            "the parameters"
         )
     names = tuple(tuple(model.owners[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     live = {model.owners[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -221,7 +221,7 @@ def describe_optimizer(optimizer: Optimizer, model: LiveModel) -> TorchOptimizer
 
 
 def _find_forms(optimizer: TorchOptimizer, hyper: Sequence[Mapping[str, object]]) -> dict[str, Forms]:
-    """The states that the optimizer keeps of each parameter, as far as that can be known.
+    """The form of the states that the optimizer keeps for each parameter, as far as that can be known.
 
     `hyper`: the hyper-parameters that each group will have; a momentum may add a state.
     """
@@ -246,9 +246,9 @@ def _find_forms(optimizer: TorchOptimizer, hyper: Sequence[Mapping[str, object]]
 
 
 def _probe(optimizer: Optimizer, base: type[Optimizer], group: Mapping[str, object], kind: _Kind) -> Forms | None:
-    """The states after one step of a parameter with one element, of the same dims; None for a class that cannot step.
+    """The states of a one-element parameter with as many dims after one step of a copy; None if the step fails.
 
-    The copy is made as unpickling makes one (`Optimizer.__setstate__`); the optimizer itself is not touched.
+    The copy is made as in unpickling (`Optimizer.__setstate__`); the optimizer itself is not touched.
     """
     import torch
 
@@ -280,10 +280,10 @@ def _convert_count(value: torch.Tensor, form: State) -> State:
 def describe_masters(
     optimizer: Optimizer, model: LiveModel, modules: Sequence[nn.Module], masters: Mapping[str, torch.Tensor] | None
 ) -> tuple[LiveModel, TorchOptimizer]:
-    """The optimizer by names, and the model without the weights that are cast from masters.
+    """The model, without loading weights that are cast from masters, and the optimizer by names.
 
     Raises LoadError for parameters of the optimizer that are neither the model's nor recognised masters, UsageError for
-    `masters` of no such optimizer.
+    `masters` that the optimizer does not step.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = [param for param in params if id(param) not in model.owners]
@@ -325,7 +325,7 @@ def _match_in_order(
 
 
 def _note_equal_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """A note if weights are equal, so that their values do not tell their masters apart."""
+    """A note if some weights are equal: values then cannot show which master belongs to which."""
     import torch
 
     by_content: dict[tuple[object, ...], list[str]] = {}
@@ -336,7 +336,7 @@ def _note_equal_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
     if equal:
         few = f"{', '.join(equal[:4])}{', ...' if len(equal) > 4 else ''}"
         yield (
-            f"{len(equal)} of these masters were told apart by order alone, as their weights are equal ({few}): pass "
+            f"{len(equal)} of these masters were assigned by order alone, as their weights are equal ({few}): pass "
             "masters={name of the parameter: master} if the optimizer has them in another order than the model"
         )
 
@@ -350,10 +350,11 @@ def _check_masters(
     for name in masters.keys() & weights.keys():
         master, weight = masters[name], weights[name]
         if id(master) not in master_ids:
-            problems.append(f"{name}: the optimizer does not step it, or it is the model's own")
+            problems.append(f"{name}: the optimizer does not step it, or it is the parameter of the model itself")
         elif master.shape != weight.shape or local_of(master).shape != local_of(weight).shape:
-            problems.append(f"{name}: has shape {list(master.shape)}, and its weight {list(weight.shape)}")
+            problems.append(f"{name}: has shape {list(master.shape)}, but the weight {list(weight.shape)}")
     if problems:
         raise UsageError(
-            f"expected masters by the names of parameters, as the optimizer steps them; got\n{format_list(problems)}"
+            "expected masters= to map names of parameters to tensors that the optimizer steps; got\n"
+            f"{format_list(problems)}"
         )

@@ -1,1 +1,1 @@
-"""What a run goes on with beside its model: schedulers, scalers, random states, what each rank kept for itself."""
+"""What is restored beside the model: schedulers, loss scalers, RNG states, and what each rank saved for itself."""

@@ -30,7 +30,7 @@ class ResumePlan:
     """Extras that are not used."""
 
     def with_framework(self, used: Mapping[str, str]) -> ResumePlan:
-        """The same, with what a framework restored itself: extra to what was set from it."""
+        """This plan, with what the framework's adapter restored. `used`: extra to what was set from it."""
         restored = (f"{what}, from {name}" for name, what in used.items())
         ignored = tuple(name for name in self.ignored if name not in used)
         return replace(self, restored=(*self.restored, *restored), ignored=ignored)
@@ -43,15 +43,15 @@ class ResumeOptions:
     scheduler: object = None
     """A learning rate scheduler; None for none."""
     scheduler_key: str | None = None
-    """Which of the saved states is for it; None if the states decide."""
+    """Key of the saved state for it; None to take the one that fits."""
     scaler: object = None
-    """A scaler of the loss; None for none."""
+    """A loss scaler; None for none."""
     policy: RankPolicy = RankPolicy.DROP
-    """What to do with what each rank of the saved run kept for itself."""
+    """What to do with the state that each rank saved for itself."""
 
 
 def plan_resume(index: Index, findings: Findings, ranks: Ranks, options: ResumeOptions) -> ResumePlan:
-    """Decide it. Raises LoadError for what cannot be carried, UsageError, MalformedError."""
+    """Decide what is restored. Raises LoadError for what cannot be carried, UsageError, MalformedError."""
     checkpoint = Checkpoint(index)
 
     def read(extra: Extra) -> object:
@@ -71,7 +71,7 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, options: ResumeO
         if saved is not None:
             restore("scheduler", options.scheduler, saved.key, saved.state)
             extras = [extra for extra in index.extras if extra.name == saved.extra]
-            # an extra that holds more than the state stays in the report
+            # an extra that holds more than the state is still listed as unused
             used |= {extra.name for extra in extras if extra.is_sidecar or saved.remove_from(extra) is None}
     if options.scaler is not None:
         scale = make_scaler_state(index, options.scaler, read, findings)
@@ -87,9 +87,9 @@ def plan_resume(index: Index, findings: Findings, ranks: Ranks, options: ResumeO
         if generators:
             restored.append(f"RNG states ({', '.join(generators)}), from {name}")
     not_carried = ", ".join(name for name in rank_extras.values if name not in carried)
-    why = "of single ranks; rank_extras='carry' or 'replicate' takes them"
+    why = "of single ranks; rank_extras='carry' or 'replicate' loads it"
     if options.policy is not RankPolicy.DROP:
-        why = "rank 0 has none"
+        why = "of single ranks; the one that this rank would take it from has none"
     of_single_ranks = {extra.name for by_rank in rank_extras.values.values() for extra in by_rank.values()}
     names = dict.fromkeys(extra.name for extra in index.extras)
     return ResumePlan(

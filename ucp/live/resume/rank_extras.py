@@ -1,4 +1,4 @@
-"""What each rank of the saved run kept for itself (RNG states, positions of data loaders), and which of it a rank gets.
+"""State that each rank saved for itself (RNG states, positions of data loaders), and which of it a rank gets.
 
 >>> saved = {rank: Extra(name="dataloader", value=f"at {rank}") for rank in range(2)}
 >>> RankExtras({"dataloader": saved}, ranks=2).select(1, ranks=4, policy=RankPolicy.REPLICATE)["dataloader"].value
@@ -20,14 +20,14 @@ from ucp.live.run.mesh import RunMesh
 
 
 class RankPolicy(StrEnum):
-    """What to do with what each rank of the saved run kept for itself."""
+    """What to do with the state that each rank saved for itself."""
 
     DROP = "drop"
     """Ignore it."""
     CARRY = "carry"
-    """Each rank gets what the rank of its number had; the run must have as many ranks."""
+    """Each rank gets that of the saved rank with its number; the run must have as many ranks."""
     REPLICATE = "replicate"
-    """All get what rank 0 had."""
+    """All ranks get that of rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class RankExtras:
     """Ranks of the run that was saved."""
 
     def select(self, rank: int, *, ranks: int, policy: RankPolicy) -> dict[str, Extra]:
-        """What a rank of a run of `ranks` gets. Raises LoadError if it cannot be carried."""
+        """What `rank`, in a run of `ranks`, gets. Raises LoadError if it cannot be carried."""
         if policy is RankPolicy.DROP or not self.values:
             return {}
         if policy is RankPolicy.CARRY and ranks != self.ranks:
             raise LoadError(
-                f"expected as many ranks as were saved, {self.ranks}, to carry what each kept for itself "
-                f"({', '.join(self.values)}); got {ranks}. Pass rank_extras='replicate' for that of rank 0 on all, or "
-                "'drop' for none"
+                f"expected as many ranks as the saved run had, {self.ranks}, to give each rank what it saved for "
+                f"itself ({', '.join(self.values)}); got {ranks}. Pass rank_extras='replicate' to give that of rank 0 "
+                "to all ranks, or 'drop' to ignore it"
             )
         source = rank if policy is RankPolicy.CARRY else 0
         return {name: by_rank[source] for name, by_rank in self.values.items() if source in by_rank}
 
 
 def collect_rank_extras(index: Index) -> RankExtras:
-    """What each rank kept for itself, by the ranks of extras and by the coordinates that the format writes in names."""
+    """What each rank saved for itself: extras of one rank, and those whose names contain coordinates of a rank."""
     values: dict[str, dict[int, Extra]] = {}
     for extra in index.extras:
         for name, rank, value in (*_find_by_rank(extra, index), *_find_by_coords(extra, index)):
@@ -64,7 +64,7 @@ def collect_rank_extras(index: Index) -> RankExtras:
 
 
 def _find_by_rank(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
-    """By `Extra.rank`: what is different on a rank, together with what is the same on all."""
+    """By `Extra.rank`: values that differ on a rank, together with those that all ranks share."""
     if extra.is_sidecar:
         if extra.rank is not None:
             yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra
@@ -81,7 +81,7 @@ def _find_by_rank(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]
 
 
 def _find_by_coords(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
-    """By the coordinates of ranks on the mesh, in the name of the extra or in a key of its dict."""
+    """By coordinates of ranks on the mesh, which are in the name of the extra or in a key of its dict."""
     pattern, topology = run_extras(index).places, index.topology
     if pattern is None or extra.rank is not None:
         return
@@ -106,7 +106,7 @@ _KEYS = {
     "torch": ("cpu", "torch", "torch_manual_seed", "torch_rng_state"),
     "cuda": ("cuda", "torch_cuda_manual_seed", "cuda_rng_state"),
 }
-"""Generator to the keys of its state: of the Trainer, verl, accelerate, Megatron."""
+"""Generator to the keys under which its state is saved by the Trainer, verl, accelerate, Megatron."""
 
 
 def find_generators(value: object) -> dict[str, Callable[[], None]]:

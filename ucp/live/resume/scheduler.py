@@ -1,6 +1,6 @@
-"""The state of a learning rate scheduler or scaler in a checkpoint, for a live one of the same class.
+"""Find the saved state of a learning rate scheduler or loss scaler for a live one.
 
-A saved state does not name its class: it belongs to the class whose state has the same entries.
+A saved state does not name its class: it fits a scheduler whose own state has the same entries.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ucp.contract.run_extras import (
     parse_torch_scaler,
 )
 from ucp.core.index import Extra, Index
-from ucp.errors import UsageError
+from ucp.errors import UsageError, format_count
 from ucp.live.match.items import Findings
 from ucp.live.resume.values import list_inert_classes
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What is restored by its state: schedulers and scalers of any framework."""
+    """An object with a state to restore: a scheduler or scaler of any framework."""
 
     def state_dict(self) -> dict[str, object]:
         """Its state."""
 
     def load_state_dict(self, state_dict: dict[str, object], /) -> object:
-        """Take a state."""
+        """Set its state."""
 
 
 _SCHEDULER_FILE = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
@@ -42,7 +42,7 @@ _SCHEDULER_FILE = re.compile(r"companion/(scheduler(_\d+)?\.(pt|bin)|meta\.pt)")
 Examples: companion/scheduler.pt, companion/scheduler_1.bin, companion/meta.pt.
 """
 _SCHEDULER_EXTRAS = (LR_SCHEDULER, "lr_schedulers", "scheduler")
-"""Names of extras that are schedulers, whatever their entries: of classes that frameworks do not have."""
+"""Names of extras that are schedulers, whatever their entries: those of a user's own class too."""
 _INNER = "_schedulers"
 """Entry of a scheduler that consists of others."""
 
@@ -52,7 +52,7 @@ def find_scheduler_state(
 ) -> SchedulerState | None:
     """The state in the checkpoint that fits the scheduler; None, with a problem, if none or several do.
 
-    `key`: the one that the user chose. Raises UsageError for what is no scheduler.
+    `key`: key of the state that the user chose. Raises UsageError if `scheduler` is no scheduler.
     """
     if not isinstance(scheduler, Stateful):
         raise UsageError(f"expected a scheduler with state_dict and load_state_dict; got {type(scheduler).__name__}")
@@ -65,12 +65,12 @@ def find_scheduler_state(
     if len(fitting) == 1:
         return saved[fitting.popitem()[1]]
     names = dict.fromkeys(extra.name for extra in index.extras)
-    why = f"the checkpoint holds the state of none{f' under {key}' if key else ''}"
-    why += f"; it holds {', '.join(names) or 'no extras'}"
+    why = f"the checkpoint has no state of a scheduler{f' under {key}' if key else ''}"
+    why += f"; its extras are {', '.join(names) or 'none'}"
     if fitting:
         why = f"several states fit it: {', '.join(fitting.values())}. Choose one with settings={{'scheduler': KEY}}"
     elif reasons:
-        why = ", ".join(f"{name} is of another one ({reason})" for name, reason in reasons.items())
+        why = ", ".join(f"{name} is the state of another scheduler ({reason})" for name, reason in reasons.items())
     findings.problems.append(f"scheduler {type(scheduler).__name__}: {why}")
     return None
 
@@ -102,7 +102,7 @@ def _find_misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> It
     for key, value in live.items():
         other = saved.get(key, value)
         if isinstance(value, list) and isinstance(other, list) and len(value) != len(other):
-            yield f"{key} is of {len(other)} groups, and the optimizer has {len(value)}"
+            yield f"{key} has {format_count(len(other), 'entry', 'entries')}, and that of this scheduler {len(value)}"
         elif key == _INNER and isinstance(value, list) and isinstance(other, list):
             for inner, saved_inner in zip(value, other, strict=True):
                 yield from _find_misfits(inner, saved_inner)
@@ -112,7 +112,7 @@ def _find_misfits(live: Mapping[str, object], saved: Mapping[str, object]) -> It
 
 
 def _list_entries(state: Iterable[str]) -> list[str]:
-    """Entries that tell classes apart: those of torch's bookkeeping come and go with its releases."""
+    """Entries that tell classes apart, without internal ones of torch, which differ between its releases."""
     return sorted(key for key in state if key == _INNER or not (key.startswith("_") or key == "verbose"))
 
 
@@ -134,7 +134,7 @@ def make_scaler_state(
 ) -> tuple[str, dict[str, object]] | None:
     """The extra that holds the loss scale, and the state to give to the scaler; None if there is nothing to give.
 
-    Raises UsageError for what is no scaler.
+    Raises UsageError if `scaler` is no scaler.
     """
     if not isinstance(scaler, Stateful):
         raise UsageError(f"expected a scaler with state_dict and load_state_dict; got {type(scaler).__name__}")
@@ -159,7 +159,7 @@ def make_scaler_state(
             restored[key] = torch.full_like(current, number) if isinstance(current, torch.Tensor) else number
     absent = [key for key in live if key not in restored]
     if absent:
-        findings.notes.append(f"the scaler keeps its {', '.join(absent)}, which the checkpoint does not have")
+        findings.notes.append(f"the scaler keeps its {', '.join(absent)}, as the checkpoint has none")
     return saved.found_in, {**live, **restored}
 
 

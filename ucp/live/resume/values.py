@@ -1,6 +1,6 @@
-"""Values of a checkpoint as a run uses them: tensors read, arrays and counters built from their pickled recipes.
+"""The values of extras as a run uses them: tensors are read, NumPy arrays and counters are created.
 
-Nothing is unpickled: an object of another class stays the inert recipe that it is.
+Nothing is unpickled: an object of any other class stays a `Stub`, which describes it and runs no code.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NUMBERS = re.compile(r"[iuf][1248]|b1")
 
 
 def load_extra(extra: Extra, read: ReadTensor) -> object:
-    """The value of an extra; of a companion file its content, if torch or JSON wrote it, else its bytes.
+    """The value of an extra; for a companion file its content if it is JSON or of torch.save, else its bytes.
 
-    What the value shares, or holds in itself, is built once.
+    An object that occurs several times, or inside of itself, is created once.
     """
     objects: dict[int, object] = {}
 
@@ -44,7 +44,7 @@ def load_extra(extra: Extra, read: ReadTensor) -> object:
         if not isinstance(leaf, TensorRef | InlineTensor | Stub) or id(leaf) in objects:
             return objects.get(id(leaf), leaf)
         if isinstance(leaf, Stub):
-            objects[id(leaf)] = leaf  # one that holds itself
+            objects[id(leaf)] = leaf  # if it contains itself
             objects[id(leaf)] = _build_object(leaf, lambda item: rebuild(item, build, _CONTAINERS, with_keys=False))
         else:
             objects[id(leaf)] = read(leaf)
@@ -54,12 +54,12 @@ def load_extra(extra: Extra, read: ReadTensor) -> object:
 
 
 def list_inert_classes(value: object) -> list[str]:
-    """Classes of the objects in a value that stay inert."""
+    """Classes of the objects in a value that were not created."""
     return sorted({str(item.made_by) for item in walk([value], _CONTAINERS) if isinstance(item, Stub)})
 
 
 def _read_companion(extra: Extra) -> object:
-    """The content of a companion file; of another extra its value."""
+    """The content of a companion file; for any other extra its value."""
     ref = extra.value
     if not extra.is_sidecar or not isinstance(ref, TensorRef) or ref.codec:
         return ref
@@ -77,7 +77,7 @@ def _read_companion(extra: Extra) -> object:
 
 
 def _build_object(stub: Stub, build_item: Callable[[object], object]) -> object:
-    """A counter, an ordered dict or an array of numbers; the recipe of anything else."""
+    """A counter, an ordered dict or an array of numbers; any other object unchanged."""
     match (str(stub.made_by), stub.args, stub.state):
         case ("collections.Counter", (dict() as counts,), None):
             return Counter(counts)
@@ -89,7 +89,7 @@ def _build_object(stub: Stub, build_item: Callable[[object], object]) -> object:
 
 
 def _build_array(stub: Stub) -> object:
-    """An array of numpy; the recipe if its elements are not plain numbers."""
+    """A NumPy array; unchanged if its elements are not plain numbers."""
     import numpy as np
 
     match stub.state:

@@ -1,1 +1,1 @@
-"""The ranks of this run: how they talk to one another, and where each stands in the mesh."""
+"""The ranks of this run: how they exchange values, their coordinates in the mesh, and what the user asked of them."""

@@ -33,11 +33,11 @@ class RunMesh:
     """The axes of a run, and the coordinates of its ranks on them."""
 
     topology: Topology | None = None
-    """Degrees that the user gave; None if the model alone says how it is cut."""
+    """Degrees that the user gave; None if only the model says how it is cut."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Axis to this rank's coordinate on it; empty if no topology was given."""
     grid: tuple[Mapping[str, int], ...] = ()
-    """Coordinates of all ranks, from a DeviceMesh; empty for the order above."""
+    """Coordinates of all ranks, from a DeviceMesh; empty if ranks are numbered as in Megatron."""
 
     @classmethod
     def from_topology(cls, topology: Topology | None, *, rank: int) -> RunMesh:
@@ -110,7 +110,7 @@ def _make_topology(degrees: Mapping[str, int]) -> Topology:
 
 
 def _unravel(degrees: Mapping[str, int], position: int) -> Mapping[str, int]:
-    """Coordinates on the axes of the run at `position` of a mesh in row-major order; dims may join in one axis."""
+    """Coordinates on the axes of the run at `position` of a mesh in row-major order; dims may combine to one axis."""
     coords: dict[str, int] = {}
     for axis in reversed(list(degrees)):
         position, coords[axis] = divmod(position, degrees[axis])

@@ -1,6 +1,6 @@
 """The ranks that load together: they exchange values and parts of tensors, and fail as one.
 
-`Ranks` is the port; `SingleRank` and `ProcessGroupRanks` (torch.distributed) implement it. Whatever happens on one
+`Ranks` is the interface; `SingleRank` and `ProcessGroupRanks` (torch.distributed) implement it. Whatever happens on one
 rank, all take the same steps, so that none waits for another that has failed. If a process dies, torch notices.
 """
 
@@ -34,16 +34,16 @@ class Ranks(Protocol):
     count: int
     """Number of ranks."""
     device: torch.device
-    """Where the parts to gather must lie."""
+    """Device of the parts to gather."""
 
     def share(self, value: T) -> list[T]:
-        """The small values of all ranks, in their order."""
+        """Send a small value to all ranks. Returns the values of all ranks, in the order of ranks."""
 
     def swap(self, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """What every rank sends to this one; `parts`: numbers (uint64) for each, in their order."""
+        """Send `parts[r]` (uint64 numbers) to each rank r. Returns what each rank sent to this one."""
 
     def gather(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
-        """Put the parts [bytes], equally long, of all `members` into `gathered` [members, bytes]; only they call it."""
+        """Gather `part` (equally many bytes) of all `members` into `gathered`, [members, bytes]; only members call."""
 
 
 class SingleRank:
@@ -73,9 +73,10 @@ class SingleRank:
 class ProcessGroupRanks:
     """The ranks of a process group of torch.distributed.
 
-    Sets of ranks exchange without process groups of their own. A group that only its members make
-    (`use_local_synchronization`) is named after how many groups a process has (torch 2.13), which differs between
-    pipeline stages, so that they would wait for ever; one that all make costs every rank a rendezvous for each set.
+    Sets of ranks have no process groups: they send point to point. If only its members made a group
+    (`use_local_synchronization`), torch 2.13 would name it after the number of groups in the process, which differs
+    between pipeline stages, so that they would wait for ever. If all ranks made it, every set would cost every rank a
+    rendezvous.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class ProcessGroupRanks:
         return np.split(received, np.cumsum(received_sizes)[:-1])
 
     def gather(self, part: torch.Tensor, gathered: torch.Tensor, members: Sequence[int]) -> None:
-        """All parts into one tensor; among some ranks, every part to every other of them."""
+        """`all_gather`; among some of the ranks, each sends its part to each other one."""
         from torch import distributed
 
         with _translate_lost_peer(members):
@@ -144,7 +145,7 @@ class ProcessGroupRanks:
         return received.cpu()
 
     def _can_gather_into_one(self) -> bool:
-        """Whether the backend can; the same on all ranks, as they use one backend."""
+        """Whether the backend can gather into one tensor; the same on all ranks, as they use one backend."""
         import torch
 
         part = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -162,8 +163,8 @@ def _translate_lost_peer(members: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLostError(
-            f"expected an answer of {_format_ranks(members)}; a process of them has ended, or did not come within the "
-            "timeout of its process group (init_process_group(timeout=...)): every rank has to call load_into. Look at "
+            f"expected an answer from {_format_ranks(members)}; one of them has ended, or did not answer within the "
+            "timeout of the process group (init_process_group(timeout=...)): every rank has to call load_into. Look at "
             f"the error of the first process that ended, and start the job again. torch says: {error}"
         ) from error
 
@@ -187,7 +188,7 @@ def find_ranks(group: ProcessGroup | Ranks | None, device: torch.device) -> Rank
         return SingleRank()
     count = distributed.get_world_size(group)
     if count < 1:
-        raise UsageError("expected a group that this process is in; got another. Call load_into on its ranks only")
+        raise UsageError("expected a group with this process in it; got another. Call load_into on its ranks only")
     if count == 1:
         return SingleRank()
     backends = distributed.get_backend_config(group)

@@ -56,9 +56,9 @@ class LoadRequest:
     names: NameOptions = field(default_factory=NameOptions)
     """Which names the model has."""
     dtype: DType | None = None
-    """Type of the floating weights of the model."""
+    """Dtype of the floating-point weights of the model."""
     rank_extras: RankPolicy = RankPolicy.DROP
-    """What to do with what each rank of the saved run kept for itself."""
+    """What to do with the state that each rank saved for itself."""
     carry: CarryOptions = field(default_factory=CarryOptions)
     """How to read and exchange bytes."""
     experts: Experts | None = None
@@ -84,7 +84,7 @@ class LoadRequest:
         experts: Experts | None = None,
         **shared: Unpack[LoadArguments],
     ) -> LoadRequest:
-        """The arguments of rank `rank` of `ranks`; `shared`: as for a conversion. Raises UsageError."""
+        """The arguments on rank `rank` of `ranks`. `shared`: options that conversions also have. Raises UsageError."""
         import torch
 
         if torch.is_inference_mode_enabled():
@@ -110,9 +110,9 @@ class LoadRequest:
                 naming=Naming.parse(options.names, rules), rename=function, settings=settings, source=options.source
             ),
             dtype=None if dtype is None else _parse_dtype(dtype),
-            rank_extras=choice_parser(RankPolicy, "rank_extras as one")(rank_extras),
+            rank_extras=choice_parser(RankPolicy, "rank_extras")(rank_extras),
             carry=CarryOptions(
-                exchange=choice_parser(Exchange, "exchange as one")(exchange),
+                exchange=choice_parser(Exchange, "exchange")(exchange),
                 memory=options.memory,
                 verify=switch_parser("verify")(verify),
                 observer=choose_observer(progress, rank=rank),
@@ -144,7 +144,7 @@ class LoadRequest:
 
 
 def _checked(function: Callable[[str], str]) -> Callable[[str], str]:
-    """The user's function from name to name; what it raises, or returns beside names, becomes a UsageError."""
+    """The user's function from name to name; any error in it, or a result that is no name, becomes a UsageError."""
 
     def rename(name: str) -> str:
         try:
@@ -152,7 +152,7 @@ def _checked(function: Callable[[str], str]) -> Callable[[str], str]:
         except Exception as error:
             raise UsageError(f"rename({name!r}) failed: {type(error).__name__}: {error}") from error
         if not isinstance(renamed, str):
-            raise UsageError(f"expected rename({name!r}) to give a name; got {renamed!r}")
+            raise UsageError(f"expected rename({name!r}) to return a name; got {renamed!r}")
         return renamed
 
     return rename
@@ -165,8 +165,8 @@ def _find_checkpoint(
     if _is_path(topology):
         if checkpoint is not None:
             raise UsageError(
-                f"expected a topology such as dp=8, a dict or a DeviceMesh in second place; got {str(topology)!r} and "
-                f"checkpoint={str(checkpoint)!r}, both of which are taken for checkpoints"
+                f"expected topology= to be like dp=8, a dict or a DeviceMesh, if checkpoint= is passed too; got "
+                f"topology={str(topology)!r}, which is a path, and checkpoint={str(checkpoint)!r}"
             )
         topology, checkpoint = None, topology
     if is_device_mesh(topology):
@@ -176,8 +176,8 @@ def _find_checkpoint(
         if layout is not None and layout.ranks != ranks:
             remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
             raise UsageError(
-                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; those "
-                f"along ep are among them); got {layout}, of {layout.ranks}. {remedy}, or leave it out"
+                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; ep ranks "
+                f"are among these); got {layout}, which has {layout.ranks}. {remedy}, or leave it out"
             )
         mesh = RunMesh.from_topology(layout, rank=rank)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
@@ -196,7 +196,7 @@ def _parse_dtype(name: DtypeLike) -> DType:
     dtype = parse_dtype(name)
     if dtype is None:
         known = ", ".join(member.value for member in DType if member.is_floating)
-        raise UsageError(f"expected dtype of {known}; got {name!r}")
+        raise UsageError(f"expected dtype to be one of {known}; got {name!r}")
     return dtype
 
 
@@ -205,7 +205,7 @@ _SECONDS = 2.0
 
 
 def choose_observer(progress: object, *, rank: int) -> Observer | None:
-    """The observer of this rank, if any. Raises UsageError for what is no observer."""
+    """The observer of this rank, if any. Raises UsageError for anything else."""
     if isinstance(progress, bool):
         return Lines(sys.stderr) if progress and rank == 0 else None
     if not isinstance(progress, Observer):

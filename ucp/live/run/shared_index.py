@@ -1,8 +1,9 @@
 """Rank 0 reads the index of a checkpoint, and sends it to the others.
 
-Reading takes several times as long as unpacking, and a shared file system would serve the same small files to every
-rank. The packed index is sent in equal parts, one to each rank, which all ranks then gather: no rank sends more than
-twice its size. A rank that does not see the same files at the same path reads for itself.
+Reading takes several times as long as unpacking what was sent, and a shared file system would serve the same small
+files to every rank. Rank 0 sends an equal part of the packed index to each rank, then all ranks gather all parts: no
+rank sends more than twice the size of the index. A rank that does not see the same files at the same path reads the
+index itself.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _unpack(packed: bytes, path: Path) -> Index | None:
     """The index of rank 0; None if it has none, or this rank sees files of other sizes or times."""
     if not packed:
         return None
-    rank_0_path, index = pickle.loads(zstandard.decompress(packed))  # noqa: S301  # of a process of the same job
+    rank_0_path, index = pickle.loads(zstandard.decompress(packed))  # noqa: S301  # from a process of the same job
     assert isinstance(index, Index)
     files = [file for file in index.files if not is_url(file.path)]  # every rank sees the same objects
     try:

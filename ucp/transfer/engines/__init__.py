@@ -1,1 +1,1 @@
-"""Engines: one file each."""
+"""Engines, which run the tasks of a job."""

@@ -1,8 +1,8 @@
 """Runs tasks in processes of this machine, with threads in each so that I/O overlaps.
 
-Free workers take the next task. Tasks are about equal in bytes (`ucp.transfer.plan.tasks.TASK`), so all workers finish
-at about the same time. Workers end when the parent is gone, for whatever reason. They are forked before this process
-starts threads (those of an earlier stage have been joined), and ignore the signals that end the parent.
+A free worker takes the next task. Tasks are about equal in bytes (`ucp.transfer.plan.tasks.TASK`), so all workers end
+at about the same time. Workers end when the parent process ends, for whatever reason. They are forked before this
+process starts threads (those of an earlier stage have been joined), and ignore the signals that end the parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from multiprocess.connection import Connection
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run: the parent's to act on. A terminal or a scheduler sends them to every process of a group."""
+"""Signals that end a run. The whole process group gets them from a terminal or scheduler; only the parent acts."""
 
 
 _PR_SET_PDEATHSIG = 1
@@ -46,11 +46,12 @@ class ProcessEngine(Engine):
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
     ) -> Generator[Done | Step, None, None]:
-        """Reports of `tasks`, in the order they finish.
+        """Reports of `tasks`, in the order in which they finish.
 
-        Workers are there when this returns: whoever asks may then start threads, which must not be there at a fork.
+        All workers are forked when this returns, so the caller may start threads then, but not before.
         """
-        order = interleave(range(len(tasks)), key=lambda at: tasks[at].fills[0].path)  # writers of one file wait
+        # writers of the same file wait for one another, so neighbours in the order write different files
+        order = interleave(range(len(tasks)), key=lambda at: tasks[at].fills[0].path)
         in_turn = pick_tasks(tasks, order)
         pool: dict[Any, Any] = {}
         close_connections()
@@ -67,7 +68,7 @@ class ProcessEngine(Engine):
 
 @contextlib.contextmanager
 def undisturbed() -> Generator[None, None, None]:
-    """Defer signals that end a run until every worker is registered here and ignores them."""
+    """Defer signals that end a run until every worker is registered in the pool and ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
         yield
@@ -76,7 +77,7 @@ def undisturbed() -> Generator[None, None, None]:
 
 
 def _start(pool: dict[Any, Any], job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int) -> None:
-    """Start workers, and put each into `pool` under the end of the pipe that its reports come from."""
+    """Start workers; `pool`: filled with each worker, by the receiving end of the pipe that it reports through."""
     import multiprocess
 
     context = multiprocess.get_context("fork" if hasattr(os, "fork") else "spawn")
@@ -118,7 +119,7 @@ def _reports(pool: dict[Any, Any], expected: int) -> Generator[Any, None, None]:
                 yield message
         if missing:
             raise WorkerDiedError(
-                f"{missing} of {format_count(expected, 'task')} not reported by any worker; try again with --resume"
+                f"no worker reported {missing} of {format_count(expected, 'task')}; try again with --resume"
             )
     finally:
         _stop(pool)
@@ -136,9 +137,9 @@ def _check_end(process: Any) -> None:
 
 def as_worker(parent: int) -> None:
     """Make this process end with its parent, and ignore the signals that end a run."""
-    if sys.platform == "linux":  # elsewhere it ends after its task
+    if sys.platform == "linux":  # elsewhere a worker ends after its task
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before that was asked for
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -148,7 +149,7 @@ def as_worker(parent: int) -> None:
 def _serve(
     job: Job, root: Path, tasks: Sequence[Task], *, queue: Any, threads: int, sender: Connection, parent: int
 ) -> None:
-    """Body of a worker process; `parent`: process without which there is nobody to work for."""
+    """Body of a worker process; `parent`: id of the process that it works for, and ends with."""
     as_worker(parent)
     lock = threading.Lock()
 
@@ -159,7 +160,7 @@ def _serve(
         return tasks[position] if position < len(tasks) and os.getppid() == parent else None
 
     def send(message: Done | Step | BaseException) -> None:
-        with lock, contextlib.suppress(BrokenPipeError):  # nobody is left to be told
+        with lock, contextlib.suppress(BrokenPipeError):  # the parent has ended
             sender.send(message)
 
     def serve() -> None:
@@ -170,7 +171,7 @@ def _serve(
         except (UcpError, OSError) as error:
             send(error)
         except BaseException:  # noqa: BLE001  # reported, and raised again by the parent
-            send(WorkerDiedError(f"a worker failed in a way that was not foreseen:\n{traceback.format_exc()}"))
+            send(WorkerDiedError(f"a worker failed unexpectedly:\n{traceback.format_exc()}"))
         finally:
             worker.close()
 
@@ -180,4 +181,4 @@ def _serve(
     for thread in team:
         thread.join()
     sender.close()
-    os._exit(0)  # Python's own way out fails in a fork of a thread of a ThreadPoolExecutor: it joins that thread
+    os._exit(0)  # a normal exit fails if a thread of a ThreadPoolExecutor forked this process: Python joins that thread

@@ -1,4 +1,4 @@
-"""All tasks in this process, one after another: for tests, debuggers and the smallest of memories."""
+"""Runs all tasks in this process, one after another: for tests, debuggers and very little memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ucp.transfer.worker import Done, Step, Worker
 
 
 class SerialEngine(Engine):
-    """One process, one thread; `workers` and `threads` are not used."""
+    """One process with one thread; ignores `workers` and `threads`."""
 
     name = "serial"
     summary = "this process, one task after another"

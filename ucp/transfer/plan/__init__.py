@@ -1,1 +1,1 @@
-"""What a conversion will do, block by block, decided before a byte moves: values alone, no files."""
+"""Plans what a conversion does, block by block, before a byte moves; opens no files."""

@@ -1,4 +1,4 @@
-"""A conversion as work: its tasks, and the proof that they can fill the target from the source."""
+"""A conversion as a job: its tasks, after a check that they can fill the target from the source."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from ucp.transfer.plan.tasks import BLOCK, TASK, Share, Task
 from ucp.transfer.plan.tiles import needs_tiles
 
 _Claims = dict[tuple[RegionPair, ...], list[tuple[int, int]]]
-"""Claimed element ranges, in increasing order, by the regions of the local tensor that they belong to."""
+"""Regions of a slice's local tensor to the ranges of its elements that are claimed, in increasing order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A whole conversion, ready to be carried out."""
+    """A conversion, or a share of one, ready to be carried out."""
 
     index: Index
     """The source."""
     target: TargetPlan
     """The destination."""
     tasks: Sequence[Task]
-    """The work; those of all shares together write every placement once."""
+    """The tasks; those of all shares together write every placement once."""
     checking: frozenset[int]
-    """Placements whose bytes are compared with the source's copies of them (each copy once in all)."""
+    """Placements whose bytes are compared with the copies in the source, so that each copy is compared once."""
     tiled: frozenset[int] = frozenset()
-    """Placements (and raw copies, counted on) that are filled in the order of the source, as `tiles` says."""
+    """Placements (and raw copies, numbered after them) that are read in tiles (`ucp.transfer.plan.tiles`)."""
     fsync: bool = True
-    """Whether the bytes must be on the disk at the end, so that bringing them there may as well begin early."""
+    """Whether bytes must be on the disk at the end; workers then start writing them back early."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tasks write."""
+        """Bytes that the tasks write."""
         return count_bytes(self.tasks)
 
 
 def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Job:
-    """Plan the work; with `share`, the tasks of this part of it alone, numbered as among all.
+    """Plan the work; with `share`, only the tasks of that share, with the numbers that they have among all.
 
-    Raises CoverError, MissingStateError or UsageError when source and target do not fit.
+    Raises CoverError, MissingStateError or UsageError if source and target do not fit.
     """
     check_target(index, target)
     tiled = _find_tiled(index, target)
@@ -58,7 +58,7 @@ def make_job(index: Index, target: TargetPlan, share: Share | None = None) -> Jo
 
 
 def _find_tiled(index: Index, target: TargetPlan) -> frozenset[int]:
-    """Placements and raw copies whose blocks are spread over the source."""
+    """Placements and raw copies that must be read in tiles, because their blocks are spread over the source."""
     numbers = set()
     known: dict[object, bool] = {}
     for number, placement in enumerate(target.placements):
@@ -75,13 +75,13 @@ def _find_tiled(index: Index, target: TargetPlan) -> frozenset[int]:
 
 
 def locate_raw(ref: TensorRef) -> tuple[Slice, Locator]:
-    """A tensor of an extra as a slice, and where its pieces are found."""
+    """A tensor of an extra as a slice, and the locator of its pieces."""
     state = StateIndex.from_tensor(ref)
     return full_slice("extra", "", state), Locator(state)
 
 
 def check_target(index: Index, target: TargetPlan) -> None:
-    """Prove that every slice can be filled from the source, and that no two write the same bytes."""
+    """Check that every slice can be filled from the source, and that no two slices write the same bytes."""
     slices = (placement.slice for placement in target.placements)
     missing = [s for s in slices if s.param not in index.atoms or s.state not in index.atoms[s.param].states]
     if missing:
@@ -104,12 +104,12 @@ def _check_disjoint(target: TargetPlan) -> None:
     before: tuple[str, int] = ("", 0)
     for path, offset, nbytes in sorted(span for span in spans if span[2]):
         if (path == before[0] and offset < before[1]) or (offset + nbytes > limits[path] and not target.compress):
-            raise CoverError(f"bytes {offset}:{offset + nbytes} of {path} are planned twice, or past its end")
+            raise CoverError(f"bytes {offset}:{offset + nbytes} of {path} are planned twice, or are past its end")
         before = (path, offset + nbytes)
 
 
 def choose_checking(placements: Sequence[Placement]) -> frozenset[int]:
-    """Placements that between them hold every element of a state at most once: those that check the copies."""
+    """Placements that compare copies: chosen so that together they have every element of a state at most once."""
     chosen: set[int] = set()
     claimed: dict[tuple[str, str], _Claims] = {}
     for number, placement in enumerate(placements):
@@ -120,7 +120,7 @@ def choose_checking(placements: Sequence[Placement]) -> frozenset[int]:
 
 
 def _claim(claims: _Claims, tensor_slice: Slice) -> bool:
-    """Claim a slice; False if a part of it was claimed before."""
+    """Claim the elements of a slice; False if some of them were claimed before."""
     ranges = claims.get(tensor_slice.pairs)
     if ranges is None:
         if any(intersect(a.global_box, b.global_box) for pairs in claims for a in pairs for b in tensor_slice.pairs):

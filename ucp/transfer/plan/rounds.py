@@ -1,11 +1,11 @@
 """Splits the work into rounds, for a disk that has room for only some of the files at a time.
 
 1. The files of a plan, in order, are grouped into rounds of limited size.
-2. A task that writes files of several rounds is cut into one task per round; tasks are ordered by round.
-3. A round's tasks run together: after the last task that writes a file, the file may be uploaded and removed.
+2. A task that writes files of several rounds is split into one task per round; tasks are ordered by round.
+3. The tasks of a round run together. After the last task that writes a file, the file can be uploaded and removed.
 
-A state that is spread over the source is read once for all files of a round that need it
-(`ucp.transfer.plan.tiles`), and again in the next round. So rounds are larger where there are such states and room.
+A state that is read in tiles (`ucp.transfer.plan.tiles`) is read once for all files of a round that need it, and once
+more in each later round. So rounds are larger if there are such states and the disk has room.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from ucp.transfer.plan.task_list import LazyTasks, pick_tasks
 from ucp.transfer.plan.tasks import BLOCK, Task
 
 ROUND = 4 << 30
-"""Bytes of the files of a round, unless one of them is larger."""
+"""Bytes of the files of a round, unless a single file is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much of the disk is taken at once."""
+    """How much of the disk is used at once."""
 
     limit: int
-    """Bytes of the files of one round, at most."""
+    """The most bytes of the files of one round."""
     nbytes: int
-    """Bytes of all files that are there at once, at most: of a round, and of those being uploaded."""
+    """The most bytes of all files on the disk at once: those of a round, and those being uploaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Files that grow together."""
+    """Files that are written at the same time."""
 
     files: tuple[OutputFile, ...]
     """The files."""
     room: Mapping[str, int]
-    """Bytes that each takes while it grows, by path."""
+    """Bytes of disk that each file needs while it is written, by path."""
     tasks: Sequence[Task]
-    """What writes them."""
+    """The tasks that write the files."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take together."""
+        """Bytes of disk that the files need together."""
         return sum(self.room.values())
 
 
 def plan_room(job: Job, files: Sequence[OutputFile], *, free: int, place: str) -> Room:
-    """The room that rounds take of `free` bytes at `place`. Raises DestinationError where a file does not fit."""
+    """How much of `free` bytes at `place` rounds use. Raises DestinationError if a file does not fit."""
     sizes = _measure_files(job, files)
     largest = max(sizes, key=lambda path: sizes[path], default="")
     least, total = sizes.get(largest, 0), sum(sizes.values())
     if least > free:
         raise DestinationError(
-            f"expected {least:,} free bytes for {largest} at {place}, where a file grows before it is uploaded; got "
-            f"{free:,}. Free some; name a folder with more by --scratch or UCP_SCRATCH; or have smaller files written: "
-            "more ranks, or another layout"
+            f"expected {least:,} free bytes for {largest} at {place}, where a file is written before it is uploaded; "
+            f"got {free:,}. Free space there, or name a folder with more space by --scratch or UCP_SCRATCH, or choose "
+            "a target with smaller files (more ranks, or another layout)"
         )
     limit = max(least, ROUND)
     number_of = {file.path: number for number, group in enumerate(_group_files(files, sizes, limit)) for file in group}
-    is_cut = any(  # a state that is read once for several files would be read once for each of several rounds
+    is_cut = any(  # a tiled state, read once for several files, would have to be read again in another round
         len({number_of[fill.path] for fill in task.fills}) > 1
         for task in job.tasks
         if task.fills[0].sections[0].placement in job.tiled
@@ -79,20 +79,20 @@ def plan_room(job: Job, files: Sequence[OutputFile], *, free: int, place: str) -
 
 @dataclass(frozen=True, slots=True)
 class _RoundTasks(LazyTasks):
-    """Tasks cut where they write files of several rounds, in the order of the rounds; each is made when asked for."""
+    """Tasks split by round, in the order of the rounds; each is made when it is accessed."""
 
     tasks: Sequence[Task]
-    """Those that are cut."""
+    """The tasks before they are split."""
     number_of: Mapping[str, int]
-    """Round of a file, by path; files that are finished have none."""
+    """Path of a file to its round; finished files have none."""
     positions: array[int]
-    """Of each, the position of the task that it is cut from."""
+    """For each split task, the position of the task that it is a part of."""
     begins: array[int]
-    """Of each round from -1 (finished files) on, and of the end of all: the first of its tasks."""
+    """For each round, from -1 (finished files) on, the position of its first task; then the number of all tasks."""
 
     @classmethod
     def split(cls, tasks: Sequence[Task], number_of: Mapping[str, int], rounds: int) -> _RoundTasks:
-        """Go through `tasks`, and keep no more of each than its position."""
+        """Split `tasks`; only positions are stored."""
         positions = [array("q") for _ in range(rounds + 1)]
         for position, task in enumerate(tasks):
             for number in {number_of.get(fill.path, -1) for fill in task.fills}:
@@ -108,7 +108,7 @@ class _RoundTasks(LazyTasks):
         return len(self.positions)
 
     def task_at(self, position: int) -> Task:
-        """Cut one."""
+        """Make the task at `position`: the part of a task that writes files of one round."""
         number = bisect_right(self.begins, position) - 2
         task = self.tasks[self.positions[position]]
         fills = [fill for fill in task.fills if self.number_of.get(fill.path, -1) == number]
@@ -118,9 +118,9 @@ class _RoundTasks(LazyTasks):
 def split_rounds(
     job: Job, files: Sequence[OutputFile], *, limit: int, finished: Collection[str] = ()
 ) -> tuple[Job, tuple[Round, ...]]:
-    """`job` with its tasks cut and ordered by rounds of `files` that take at most `limit` bytes; the rounds.
+    """`job` with its tasks split and ordered by rounds, and the rounds; their `files` have at most `limit` bytes each.
 
-    Tasks of files that are `finished` come first, and are of no round.
+    Tasks of files that are `finished` come first, and belong to no round.
     """
     sizes = _measure_files(job, files)
     groups = _group_files([file for file in files if file.path not in finished], sizes, limit)
@@ -136,7 +136,7 @@ def split_rounds(
 
 
 def _group_files(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: int) -> list[list[OutputFile]]:
-    """Neighbours together, up to `limit` bytes."""
+    """Groups of neighbouring files with at most `limit` bytes together; a larger file is a separate group."""
     groups: list[list[OutputFile]] = []
     room = 0
     for file in files:
@@ -149,7 +149,7 @@ def _group_files(files: Sequence[OutputFile], sizes: Mapping[str, int], limit: i
 
 
 def _measure_files(job: Job, files: Sequence[OutputFile]) -> dict[str, int]:
-    """Room that each file takes while it grows; encoded ones may come out a little longer than what they hold."""
+    """Bytes of disk that each file needs while it is written; encoded files can be a little longer than their data."""
     packed: dict[str, int] = defaultdict(int)
     if job.target.compress:
         for task in job.tasks:

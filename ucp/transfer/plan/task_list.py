@@ -1,8 +1,8 @@
-"""The tasks of a plan as a lazy list: only the beginning of each is stored, about 24 bytes a task.
+"""The tasks of a plan as a lazy list: only where each task begins is stored, about 24 bytes per task.
 
-1. `list_tasks` goes through the placements in the order of the files and counts: blocks, fills, bundles. A plan has
-   millions of blocks, and none of them is made.
-2. `TaskList` makes a task when it is asked for.
+1. `list_tasks` goes through the placements in the order of the files, and counts blocks, fills and bundles without
+   making objects for them: a plan can have millions of blocks.
+2. `TaskList` makes a task when it is accessed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LazyTasks(Sequence[Task]):
 
     @abstractmethod
     def task_at(self, position: int) -> Task:
-        """Make one."""
+        """Make the task at `position`."""
 
     def __iter__(self) -> Iterator[Task]:
         return map(self.task_at, range(len(self)))
@@ -43,35 +43,36 @@ class LazyTasks(Sequence[Task]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskList(LazyTasks):
-    """Tasks in the order of their numbers, each made when it is asked for.
+    """Tasks in the order of their numbers, each made when it is accessed.
 
-    First those that write certain placements whole, then bundles of all others, in the order of the files.
+    There are two kinds: first *single* tasks, each of which writes certain placements completely; then *bundles* of the
+    blocks of all other placements, in the order of the files. Raw copies are numbered after the placements.
     """
 
     target: TargetPlan
-    """What they write."""
+    """What all tasks write."""
     block: int
     """Bytes of a block."""
     single: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]
-    """Of each of the first: output files, and the placements that it writes to each."""
+    """For each single task: the output files, and the numbers of the placements that it writes to each."""
     bundled: array[int]
-    """Placements (and raw copies, counted on) that the bundles write, in order."""
+    """Numbers of the placements and raw copies that bundles write, in order."""
     begins: array[int]
-    """Of each bundle, and of the end of all: the position in `bundled` where it begins."""
+    """For each bundle, the position in `bundled` of its first placement; then the position after the last bundle."""
     blocks: array[int]
-    """The same: the block of that placement."""
+    """For each bundle, the number of its first block in that placement; then the same for the end."""
     starts: array[int]
-    """Of each task, and of the end of all: bytes that those before it write."""
+    """For each task, the bytes that the tasks before it write; then the bytes of all tasks."""
     listed: range
-    """Numbers of the tasks that are in the list."""
+    """Numbers of the tasks that are in this list."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they write."""
+        """Bytes that the tasks in this list write."""
         return self.starts[self.listed.stop] - self.starts[self.listed.start]
 
     def select_share(self, share: Share) -> TaskList:
-        """Those of a share of all."""
+        """The tasks of one share of the work."""
 
         def part(number: int) -> int:
             low, high = self.starts[number : number + 2]
@@ -85,7 +86,7 @@ class TaskList(LazyTasks):
         return len(self.listed)
 
     def task_at(self, position: int) -> Task:
-        """Make one."""
+        """Make the task at `position`."""
         number = self.listed[position]
         if number < len(self.single):
             fills = [
@@ -125,23 +126,23 @@ class TaskList(LazyTasks):
 
 @dataclass(frozen=True, slots=True)
 class _PickedTasks(LazyTasks):
-    """Some of the tasks of a sequence, each taken from it when it is asked for: 8 bytes a task."""
+    """Some of the tasks of a sequence, each taken from it when it is accessed: 8 bytes per task."""
 
     tasks: Sequence[Task]
-    """Where they are taken from."""
+    """The sequence."""
     positions: array[int]
-    """Of each, its position there."""
+    """Position of each picked task in the sequence."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def task_at(self, position: int) -> Task:
-        """Take one."""
+        """Take the task at `position` from the sequence."""
         return self.tasks[self.positions[position]]
 
 
 def pick_tasks(tasks: Sequence[Task], positions: Iterable[int]) -> Sequence[Task]:
-    """The tasks at `positions`, in that order; none of them is made before it is asked for."""
+    """The tasks at `positions`, in that order; each is made only when it is accessed."""
     return _PickedTasks(tasks, array("q", positions))
 
 
@@ -151,7 +152,7 @@ def count_bytes(tasks: Iterable[Task]) -> int:
 
 
 def list_tasks(target: TargetPlan, tiled: Collection[int], *, block: int, limit: int) -> TaskList:
-    """All tasks that fill a target. `tiled`: placements whose blocks are spread over the source.
+    """All tasks that fill a target. `tiled`: placements that are read in tiles (see `ucp.transfer.plan.tiles`).
 
     `block`: bytes of a block, a multiple of every itemsize. `limit`: bytes of a bundle.
     """
@@ -161,7 +162,7 @@ def list_tasks(target: TargetPlan, tiled: Collection[int], *, block: int, limit:
     spread: dict[object, list[tuple[str, tuple[int, ...]]]] = {}
     for path, numbers in plain:
         for number in numbers:
-            if number in tiled:  # what is read at once is a state in the type it is written in
+            if number in tiled:  # one task reads a state once, for all placements with the same dtype
                 tensor_slice = target.placements[number].slice if number < len(target.placements) else None
                 key = number if tensor_slice is None else (tensor_slice.param, tensor_slice.state, tensor_slice.dtype)
                 spread.setdefault(key, []).append((path, (number,)))
@@ -178,30 +179,30 @@ def list_tasks(target: TargetPlan, tiled: Collection[int], *, block: int, limit:
 
 
 class _TaskCutter:
-    """Where bundles begin, found by counting: of millions of blocks none is made.
+    """Finds where bundles begin, by counting blocks instead of making them.
 
-    A whole block is a fill of its own, as none can be joined to it; what is left of a placement, and small ones, are
-    joined to a fill while they follow one another in a file.
+    A full block is a separate fill, because nothing can be joined to it. The rest of a placement, and small placements,
+    are joined to one fill as long as they follow one another in a file.
     """
 
     def __init__(self, target: TargetPlan, *, block: int, limit: int) -> None:
-        """`block`: bytes of a block. `limit`: bytes of a bundle, a whole number of blocks."""
+        """`block`: bytes of a block. `limit`: bytes of a bundle, a multiple of `block`."""
         self._target, self._block, self._limit = target, block, limit
         self._bundled, self._begins, self._blocks = array("q"), array("q"), array("q")
         self._starts = array("q")
         self._nbytes = 0
         """Bytes of all tasks so far."""
         self._room = -1
-        """Bytes that the last bundle can still take; below 0 where there is none yet."""
+        """Bytes that the last bundle can still take; negative if there is no bundle yet."""
         self._fill: _OpenFill | None = None
 
     def add_single(self, numbers: Iterable[int]) -> None:
-        """A task that writes these placements and nothing else; all such tasks come first."""
+        """Add a task that writes these placements completely, and nothing else; all such tasks come first."""
         self._starts.append(self._nbytes)
         self._nbytes += sum(find_output(self._target, number).nbytes for number in numbers)
 
     def add(self, number: int) -> None:
-        """The next placement."""
+        """Add the next placement to the bundles."""
         output, position = find_output(self._target, number), len(self._bundled)
         self._bundled.append(number)
         if self._fill is not None and self._fill.accepts(output, self._block):
@@ -231,7 +232,7 @@ class _TaskCutter:
         self._room = self._limit
 
     def _close(self) -> None:
-        """Put the fill that grew into a bundle."""
+        """Put the open fill into a bundle."""
         fill, self._fill = self._fill, None
         if fill is None:
             return
@@ -257,29 +258,29 @@ class _TaskCutter:
 
 
 class _OpenFill(NamedTuple):
-    """A fill that may grow."""
+    """A fill to which further placements may be joined."""
 
     path: str
     """Output file."""
     offset: int
-    """Its first byte there."""
+    """First byte of the fill in that file."""
     nbytes: int
-    """Its bytes so far."""
+    """Bytes of the fill so far."""
     position: int
-    """Position of the placement that it begins with."""
+    """Position in `bundled` of the placement with which the fill begins."""
     block: int
-    """Block of that placement."""
+    """Number of its first block in that placement."""
 
     def accepts(self, output: OutputRange, block: int) -> bool:
-        """Whether a placement is joined to it."""
+        """Whether a placement can be joined to the fill."""
         follows = self.path == output.path and self.offset + self.nbytes == output.offset
         return follows and self.nbytes + output.nbytes <= block
 
 
 def _group_by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
-    """Numbers of what is written to each output file, in the order of the files and of the bytes in them.
+    """Output files with the numbers of the placements and raw copies that go there, in the order of their bytes.
 
-    Of placements, and of raw copies, counted on; what is empty is left out.
+    Raw copies are numbered after the placements. Empty placements and copies are left out.
     """
     rank = {file.path: position for position, file in enumerate(target.files)}
     sized = [(rank[p.path], p.offset, n) for n, p in enumerate(target.placements) if p.slice.start < p.slice.stop]
@@ -290,12 +291,12 @@ def _group_by_path(target: TargetPlan) -> list[tuple[str, list[int]]]:
 
 
 class OutputRange(NamedTuple):
-    """Where a placement, or a raw copy, goes."""
+    """Where a placement or a raw copy is written."""
 
     path: str
     """Output file."""
     offset: int
-    """Byte in it of the first element."""
+    """Byte in that file where the first element goes."""
     start: int
     """First element of the slice's local tensor."""
     stop: int
@@ -310,7 +311,7 @@ class OutputRange(NamedTuple):
 
 
 def find_output(target: TargetPlan, number: int) -> OutputRange:
-    """Where placement `number` goes; counted on from placements, raw copies."""
+    """Where placement `number` is written; raw copies are numbered after the placements."""
     if number < len(target.placements):
         placement = target.placements[number]
         tensor_slice = placement.slice

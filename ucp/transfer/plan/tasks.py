@@ -1,14 +1,14 @@
 """Units of work: which blocks of which slices are written together, by which task.
 
-1. every placement is cut into blocks of at most `BLOCK` bytes: a giant embedding is many blocks, of many tasks;
-2. blocks that follow one another in a file are joined to fills of at most `BLOCK` bytes: one write each;
-3. fills are bundled into tasks of about equal bytes;
-4. slices of one state whose blocks are spread over the source (`tiles`) are one task, which reads the state once;
-5. of these a job takes all, or those of its share (`Share`).
+1. Every placement is split into blocks of at most `BLOCK` bytes: a huge embedding is many blocks, in many tasks.
+2. Blocks that follow one another in a file are joined to fills of at most `BLOCK` bytes, which are one write each.
+3. Fills are bundled into tasks of about equal bytes.
+4. Slices of one state whose blocks are spread over the source (`tiles`) are one task, which reads the state once.
+5. A job has all these tasks, or those of its share (`Share`).
 
-A task holds numbers only. The pieces that fill a block are resolved by whoever carries it out
-(`ucp.core.slices.resolve`), so a plan stays small however many ranks wrote the source; and of a list of tasks only
-where each begins is kept (`task_list`), so it stays small however many bytes are moved.
+A task holds only numbers. The worker that carries it out resolves the pieces that fill a block
+(`ucp.core.slices.resolve`), so a plan stays small however many ranks wrote the source. A list of tasks stores only
+where each begins (`task_list`), so it stays small however many bytes are moved.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BLOCK = 8 << 20
 """Bytes of one write, and of one digest. A multiple of every itemsize."""
 
 TASK = 4 * BLOCK
-"""Bytes that one task writes, at most by one block more."""
+"""The most bytes of a bundle, and so of nearly every task."""
 
 SCRATCH = 3 * BLOCK
-"""Bytes beside the block itself that a thread may need: a strided, cast, compared or encoded block."""
+"""Bytes that a thread may need in addition to the block itself: a strided, cast, compared or encoded block."""
 
 
 class Sized(Protocol):
-    """Anything that knows its bytes."""
+    """Anything with a number of bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
 
 
 S = TypeVar("S", bound=Sized)
@@ -47,7 +47,7 @@ class Section:
     """One block of one placement."""
 
     placement: int
-    """Position in `TargetPlan.placements`; or, counted on from there, in `TargetPlan.raw`."""
+    """Position in `TargetPlan.placements`; numbers from their count on are positions in `TargetPlan.raw`."""
     start: int
     """First element, counted in the slice's local tensor."""
     stop: int
@@ -63,9 +63,9 @@ class Fill:
     """Consecutive bytes of one output file, written at once."""
 
     path: str
-    """Output file, relative."""
+    """Output file, relative to the destination."""
     sections: tuple[Section, ...]
-    """What they are, without gaps."""
+    """The sections that the bytes consist of, without gaps."""
 
     @property
     def offset(self) -> int:
@@ -74,22 +74,22 @@ class Fill:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.sections[-1].offset + self.sections[-1].nbytes - self.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A unit of work: may be run twice, by anyone, in any order."""
+    """A unit of work. Any worker may run it, more than once, and in any order."""
 
     number: int
     """Position in the plan."""
     fills: tuple[Fill, ...]
-    """What it writes."""
+    """What the task writes."""
     nbytes: int
-    """Bytes it writes."""
+    """Bytes that the task writes."""
     projected_bytes: int = BLOCK + SCRATCH
-    """Memory it needs while it runs."""
+    """Bytes of memory that the task needs while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Share:
     """
 
     number: int = 1
-    """Which part, counted from 1."""
+    """Number of the part, counted from 1."""
     parts: int = 1
-    """How many there are."""
+    """Number of parts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.parts:
@@ -113,7 +113,7 @@ class Share:
         return f"{self.number}/{self.parts}"
 
     def overlaps(self, other: Share) -> bool:
-        """Whether a task may be of both.
+        """Whether a task can be in both shares.
 
         >>> Share(1, 2).overlaps(Share(2, 4)), Share(1, 2).overlaps(Share(3, 4))
         (True, False)
@@ -123,30 +123,31 @@ class Share:
 
     @staticmethod
     def find_part(start: int, stop: int, *, total: int, parts: int) -> int:
-        """Number of the part that a task is of: where the middle of its bytes, start:stop of all, lies."""
+        """Number of the part that a task belongs to: the one with the middle of its bytes, `start` to `stop` of all."""
         return 1 + (start + stop) * parts // (2 * total)
 
 
 def fit_workers(
     memory: int, *, workers: int, threads: int, thread_bytes: int = BLOCK + SCRATCH, reserved: int = 0
 ) -> tuple[int, int]:
-    """Workers, and threads in each, that fit `memory` bytes: at most as many as requested.
+    """Numbers of workers, and of threads in each, that fit `memory` bytes: at most as many as requested.
 
-    `thread_bytes`: bytes of a thread. `reserved`: bytes for others. Raises MemoryBudgetError when no thread fits.
+    `thread_bytes`: bytes that a thread needs. `reserved`: bytes for other uses. Raises MemoryBudgetError if not even
+    one thread fits.
     """
     most_threads = (memory - reserved) // thread_bytes
     if most_threads < 1:
-        need = "the need of one thread" + (f" and of uploads, {format_amount(reserved)}" if reserved else "")
+        uploads = f" and uploads {format_amount(reserved)}" if reserved else ""
         raise MemoryBudgetError(
-            f"expected a memory budget of at least {format_amount(thread_bytes + reserved)}, {need}; got "
-            f"{format_amount(memory)}. Raise --memory"
+            f"expected a memory budget of at least {format_amount(thread_bytes + reserved)}: one thread needs "
+            f"{format_amount(thread_bytes)}{uploads}; got {format_amount(memory)}. Raise --memory"
         )
     workers = min(workers, most_threads)
     return workers, min(threads, most_threads // workers)
 
 
 def format_amount(nbytes: int) -> str:
-    """Bytes in the largest unit that they are a whole number of.
+    """A number of bytes as text, in the largest unit that divides it.
 
     >>> format_amount(32 << 20), format_amount(1 << 10), format_amount(2_000_000), format_amount(1023)
     ('32 MiB', '1 KiB', '2 MB', '1,023 bytes')
@@ -159,7 +160,7 @@ def format_amount(nbytes: int) -> str:
 
 
 def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
-    """Neighbours together, in order, up to `limit` bytes; an item above it stands alone."""
+    """Groups of neighbours, in order, of at most `limit` bytes; an item with more is a group by itself."""
     group: list[S] = []
     room = limit
     for item in items:
@@ -173,7 +174,7 @@ def bundle(items: Iterable[S], *, limit: int) -> Iterator[list[S]]:
 
 
 def interleave(items: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
-    """One item of each key in turn, in order within a key: neighbours in time then differ in key, while keys last.
+    """One item of each key in turn, in order within a key, so that neighbours have different keys as long as possible.
 
     >>> interleave(["a1", "a2", "a3", "b1", "c1"], key=lambda item: item[0])
     ['a1', 'b1', 'c1', 'a2', 'a3']

@@ -1,13 +1,13 @@
-"""Tiles: how a tensor is read whose source and destination have different element orders.
+"""Tiles: how a tensor is read if source and destination have different element orders.
 
 A block of a destination is a range of its row-major order. If the source is transposed, or the destination has only
 some columns, a block is spread over the source in runs of a few bytes, and filling block by block would read the
-source many times. Such a tensor is read once, in boxes that are long runs on both sides:
+source many times. Such a tensor is read once, in boxes (tiles) that consist of long runs on both sides:
 
 1. `needs_tiles` decides whether a slice is filled this way;
-2. `split_tiles` cuts the global tensor into boxes, in the order of the source;
-3. `resolve_in_tile` finds which elements of a tile belong where in a slice;
-4. `split_blocks` cuts a state that is read for itself, into tiles or into ranges of its order.
+2. `split_tiles` splits the global tensor into boxes, in the order of the source;
+3. `resolve_in_tile` finds which elements of a tile go where in a slice;
+4. `split_blocks` splits a state that is read without a target, into tiles or into ranges of its row-major order.
 
 >>> _tile_shape((1000, 1000), (1, 0), numel=10_000, gap=100)
 (93, 93)
@@ -38,7 +38,7 @@ from ucp.core.target import Slice
 from ucp.core.tensor import GAP, TensorRef, contiguous_strides
 
 MIN_TILED = 1 << 20
-"""Bytes of a state below which it may as well be read several times."""
+"""Bytes below which a state is not read in tiles: reading it several times costs little."""
 
 CALL_BYTES = 32 << 10
 """Bytes that could be read in the time that one separate read call costs."""
@@ -47,14 +47,14 @@ CALL_BYTES = 32 << 10
 def needs_tiles(
     tensor_slice: Slice, state: StateIndex, *, nbytes: int, times: float = 2, cache: dict[object, bool] | None = None
 ) -> bool:
-    """Whether filling a slice in its own order, `nbytes` at a time, would cost `times` its bytes, or be in short runs.
+    """Whether filling a slice in row-major order, `nbytes` at a time, would cost more than `times` its bytes.
 
-    The same for comparing it with the copies in the source. `cache`: earlier answers, for slices and states of the same
-    layout; states must live as long as the cache.
+    The cost counts bytes that are read in vain, and many short reads (`_cost`). Comparing the slice with its copies in
+    the source counts too. `cache`: earlier answers by layout of slice and state; states must live as long as the cache.
     """
     is_range = len(tensor_slice.pairs) == 1 and tensor_slice.pairs[0].global_box.is_flat_in(
         state.global_shape
-    )  # as nearly all are
+    )  # true for nearly all slices
     if state.nbytes < MIN_TILED or tensor_slice.start == tensor_slice.stop or (is_range and _is_plain(state, cache)):
         return False
     if cache is None:
@@ -62,7 +62,7 @@ def needs_tiles(
     fragments = tuple(
         (piece.box, piece.replica, piece.term, ref.dtype, ref.strides, isinstance(ref, TensorRef) and bool(ref.codec))
         for piece, ref in ((piece, piece.ref) for piece in state.fragments)
-    )  # all that the cost depends on: how things lie, not where
+    )  # all that the cost depends on: the layout of the fragments, not their files
     layout = (
         tensor_slice.pairs,
         tensor_slice.local_shape,
@@ -80,7 +80,7 @@ def needs_tiles(
 
 
 def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
-    """`needs_tiles`, by resolving one block."""
+    """The answer of `needs_tiles`, from the cost of one block."""
     stop = min(tensor_slice.stop, tensor_slice.start + nbytes // tensor_slice.dtype.itemsize)
     source = Locator(state)
     return any(
@@ -93,7 +93,7 @@ def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float
 
 
 def _is_plain(state: StateIndex, cache: dict[object, bool] | None) -> bool:
-    """Whether all pieces are ranges of the row-major order, as nearly all are. Cached: every slice asks for it."""
+    """Whether all fragments are ranges of the row-major order. Cached, because it is asked for every slice."""
     is_plain = None if cache is None else cache.get(id(state))
     if is_plain is None:
         is_plain = all(
@@ -106,7 +106,7 @@ def _is_plain(state: StateIndex, cache: dict[object, bool] | None) -> bool:
 
 
 def _cost(pieces: Sequence[Piece]) -> int:
-    """Bytes that are read for pieces, and those that could be in the time that reads of many short runs take."""
+    """Bytes that are read for pieces, plus those that could be read in the time that calls for short runs take."""
     cost = 0
     for piece in map(in_file_order, pieces):
         lead, nbytes = runs_of(piece)
@@ -130,7 +130,7 @@ def split_tiles(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Itera
 
 
 def split_blocks(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iterator[Slice]:
-    """A slice of a whole state, in parts of at most `nbytes` bytes that together read the source once."""
+    """A slice that is a whole state, in parts of at most `nbytes` bytes; together they read the source once."""
     if 0 < tensor_slice.nbytes <= nbytes:
         yield tensor_slice
     elif needs_tiles(tensor_slice, state, nbytes=nbytes):
@@ -141,7 +141,7 @@ def split_blocks(tensor_slice: Slice, state: StateIndex, *, nbytes: int) -> Iter
 
 
 def find_source_order(state: StateIndex) -> tuple[int, ...]:
-    """Dims from the outermost in the files of the source to the innermost; those of a piece that is not row-major."""
+    """Dims from outermost to innermost in the source's files: the order of a fragment that is not row-major, if any."""
     usual = tuple(range(len(state.global_shape)))
     for fragment in state.fragments:
         ref = fragment.ref
@@ -153,11 +153,11 @@ def find_source_order(state: StateIndex) -> tuple[int, ...]:
 
 
 def _tile_shape(shape: tuple[int, ...], order: tuple[int, ...], *, numel: int, gap: int) -> tuple[int, ...]:
-    """Box of at most `numel` elements, of which the runs in the source and in the row-major order are about equal.
+    """Shape of a box of at most `numel` elements whose runs in the source and in row-major order are about equal.
 
-    The side whose run is shorter grows by half, again and again. (Elements that lie a power of two apart compete for
-    the same lines of a processor's cache: growing so, few do.) Fewer than `gap` elements of a dim are not left over:
-    such gaps would be read along.
+    The side with the shorter run grows by half, repeatedly. (Elements that are a power of two apart compete for the
+    same cache lines; growth by half avoids most such distances.) If fewer than `gap` elements of a dim would be left
+    over, the box takes the whole dim: such small gaps would be read anyway.
     """
     tile = [1] * len(shape)
     sides = [order, tuple(range(len(shape)))]
@@ -177,7 +177,7 @@ def _tile_shape(shape: tuple[int, ...], order: tuple[int, ...], *, numel: int, g
 
 
 def _run_length(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) -> int:
-    """Elements of a tile that follow one another where dims lie in that order."""
+    """Number of elements of a tile that follow one another in a tensor whose dims have the order `dims`."""
     run = 1
     for dim in reversed(dims):
         run *= tile[dim]
@@ -187,7 +187,7 @@ def _run_length(tile: Sequence[int], shape: Sequence[int], dims: Sequence[int]) 
 
 
 def resolve_in_tile(tensor_slice: Slice, tile: Slice, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Copies from the bytes of a tile to those of a slice: what of the tile it holds. `shape`: that of the whole."""
+    """The elements of a tile that a slice holds, as copies from the tile's bytes; `shape`: of the global tensor."""
     box = tile.pairs[0].global_box
     ref = TensorRef(path="", offset=0, dtype=tile.dtype, shape=box.sizes, strides=contiguous_strides(box.sizes))
     tile_state = StateIndex(dtype=tile.dtype, global_shape=shape, fragments=(Fragment(box=box, ref=ref),))

@@ -1,1 +1,1 @@
-"""Live DeepSpeed engines: which elements of which tensors a rank holds, and the other values of an engine."""
+"""Live DeepSpeed engines: which elements of which parameters a rank holds, and the other values of an engine."""

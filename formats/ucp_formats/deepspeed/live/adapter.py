@@ -1,12 +1,12 @@
-"""The adapter of DeepSpeed engines (0.19.8): loads a checkpoint into an engine of ZeRO 0 to 3, in place.
+"""The adapter of DeepSpeed engines (0.19.8): loads a checkpoint into an engine with ZeRO 0 to 3, in place.
 
-At every stage, values are loaded into the masters of this rank. Then DeepSpeed's own functions compute the 16-bit
+At every stage, values are loaded into the fp32 masters of this rank. Then DeepSpeed's own functions compute the 16-bit
 weights from the masters. An engine owns its optimizer, so users do not pass it; `optimizer=False` loads only weights
 (masters and 16-bit), and leaves moments, steps and learning rates unchanged.
 
 A DeepSpeed checkpoint has every value that an engine keeps besides tensors (steps, samples, learning rate schedule,
-loss scale). They are set as `engine.load_checkpoint` sets them. Checkpoints of other frameworks have only the step; a
-note names each value that stays unchanged.
+loss scale). They are set as `engine.load_checkpoint` sets them. Checkpoints of other frameworks have only the step; for
+each value that stays unchanged there is a note.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
-    """Set the values that are not tensors of parameters; notes name those that the checkpoint lacks."""
+    """Set the engine's values that are not tensors; add a note for each that the checkpoint lacks."""
     extras = {extra.name: extra.value for extra in reversed(index.extras)}
     restored = {}
     for setting, name in (
@@ -52,7 +52,7 @@ def resume(engine: Any, index: Index, findings: Findings) -> dict[str, str]:
 
 
 def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
-    """What was set, and a note; one of them is empty."""
+    """Set the step counts of the engine; return a description of what was set, or else a note."""
     saved = extras.get("engine")
     if isinstance(saved, Mapping) and isinstance(saved.get("global_steps"), int):
         engine.global_steps = saved["global_steps"]
@@ -64,7 +64,7 @@ def _restore_counts(engine: Any, index: Index, extras: Mapping[str, object]) -> 
         with Prober() as prober:
             counts = read_step_counts(index, prober)
         step = int(counts[0]) if len(counts) == 1 and counts[0].is_integer() else None
-        origin = "which the optimizer in the checkpoint counts for every parameter"
+        origin = "the step of every parameter in the checkpoint's optimizer"
     if step is None:
         return "", f"engine.global_steps stays {engine.global_steps}: the checkpoint does not record its step"
     engine.global_steps = step
@@ -87,7 +87,7 @@ def _restore_schedule(engine: Any, _index: Index, extras: Mapping[str, object]) 
 def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]) -> tuple[str, str]:
     optimizer = engine.optimizer
     scaler: Any = getattr(optimizer, "loss_scale_config", None)
-    if scaler is not None:  # without ZeRO: no common base with the other, but the same names
+    if scaler is not None:  # without ZeRO: not the class of the ZeRO scalers, but its fields have the same names
         scaler = scaler if scaler.use_grad_scaling else None
     elif str(getattr(optimizer, "dtype", "")) == "torch.float16":
         scaler = getattr(optimizer, "loss_scaler", None)
@@ -97,7 +97,7 @@ def _restore_loss_scale(engine: Any, _index: Index, extras: Mapping[str, object]
     scale = read_loss_scale(saved, RunConfig(raw={})) if saved is not None else {}
     is_dynamic = getattr(scaler, "dynamic_loss_scale", getattr(scaler, "dynamic", None))
     if not scale or scale.pop("dynamic") != is_dynamic:
-        return "", "the loss scale stays as configured: the checkpoint has no loss scale of the same kind"
+        return "", "the loss scale stays as configured: the checkpoint has none of the same kind (dynamic or static)"
     state = saved.state if isinstance(saved, Stub) and isinstance(saved.state, Mapping) else {}
     numbers = {str(name): number for name, number in state.items() if isinstance(number, int | float)}
     values = {**numbers, **scale} if is_dynamic else {"cur_scale": scale["cur_scale"]}
@@ -113,17 +113,17 @@ def _refuse(engine: Any) -> None:
     known = (
         (
             getattr(optimizer, "swap_optimizer", False),
-            "offload_optimizer to NVMe: its states lie in swap files; set device cpu, or none",
+            "offload_optimizer to NVMe: its states are in swap files; set device cpu, or none",
         ),
         (
             getattr(optimizer, "params_in_nvme_and_cpu", False),
-            "offload_param to NVMe: weights lie in swap files; set device cpu, or none",
+            "offload_param to NVMe: weights are in swap files; set device cpu, or none",
         ),
         (
             getattr(optimizer, "zero_hpz_partition_size", 1) > 1,
             "zero_hpz_partition_size (secondary copies of weights): set it to 1 while resuming",
         ),
-        (getattr(optimizer, "zenflow", False), "ZenFlow: it keeps states of its own on the CPU"),
+        (getattr(optimizer, "zenflow", False), "ZenFlow: it keeps additional optimizer states on the CPU"),
         (
             getattr(optimizer, "partial_offload", 1.0) < 1.0,
             "offload_optimizer.ratio below 1 (Twin-Flow): some states belong to a second optimizer; set it to 1",
@@ -136,8 +136,8 @@ def _refuse(engine: Any) -> None:
     reasons = [why for is_met, why in known if is_met]
     if reasons:
         raise UnsupportedError(
-            f"expected an engine whose tensors lie in memory, each in one place; got\n{format_list(reasons)}\n"
-            "or write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
+            f"expected an engine that holds each tensor in memory, in one place; got\n{format_list(reasons)}\n"
+            "Or write files that engine.load_checkpoint reads: ucp convert SRC DST --to deepspeed"
         )
 
 
@@ -150,11 +150,12 @@ def _is_tensor_parallel(engine: Any, mesh: RunMesh) -> bool:
     rank = int(bwc.bwc_tensor_model_parallel_rank(engine.mpu))
     if mesh.degree("tp") != ranks:
         got = f"one with tp={mesh.degree('tp')}" if mesh.topology is not None else "none"
-        raise UsageError(f'expected a topology with tp={ranks}, as the engine has it, such as "tp={ranks}"; got {got}')
+        raise UsageError(f'expected a topology with the engine\'s tp={ranks}, for example "tp={ranks}"; got {got}')
     if mesh.coords["tp"] != rank:
         raise UsageError(
-            f"expected this rank at tp={rank}, as the engine has it; the topology puts it at tp={mesh.coords['tp']}, "
-            "as Megatron numbers ranks. Pass a torch DeviceMesh that says the order of this run"
+            f"expected this rank at tp={rank}, where the engine has it; the topology puts it at "
+            f"tp={mesh.coords['tp']}, because it orders ranks as Megatron does. Pass a torch DeviceMesh with the order "
+            "of this run instead"
         )
     return True
 
@@ -165,7 +166,7 @@ class DeepSpeedAdapter:
     name = "deepspeed"
 
     def claims(self, request: LiveRequest) -> bool:
-        """Whether an engine, its module or its optimizer is passed."""
+        """Whether the user passed an engine, its module or its optimizer."""
         if "deepspeed.runtime.engine" not in sys.modules:
             return False
         from torch import nn
@@ -191,17 +192,17 @@ class DeepSpeedAdapter:
 
 
 def _find_engine(request: LiveRequest) -> Any:
-    """The engine, passed as model or optimizer; the other must belong to it. Raises UsageError."""
+    """The engine, passed as model or as optimizer; the other argument must belong to it. Raises UsageError."""
     kind = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     engines = [item for item in (request.model, request.optimizer) if isinstance(item, kind)]
     if not engines:
         raise UsageError(
-            "expected the engine that deepspeed.initialize returned; got its module or its optimizer alone, and the "
-            "masters, steps and copies of a weight lie in several of its parts. Pass the engine as the model"
+            "expected the engine that deepspeed.initialize returned; got only its module or its optimizer, but an "
+            "engine keeps masters, steps and copies of a weight in several objects. Pass the engine as the model"
         )
     engine: Any = engines[0]
     if request.model not in (engine, engine.module):
-        raise UsageError("expected the engine, or the module inside of it, as the model; got another module")
+        raise UsageError("expected the engine, or the module inside it, as the model; got another module")
     if request.optimizer not in (None, False, engine, engine.optimizer):
         raise UsageError(
             "expected the optimizer of the engine, or none; got another. Leave it out: an engine has its own"
@@ -212,7 +213,7 @@ def _find_engine(request: LiveRequest) -> Any:
 def _describe_model(named: NamedModule, wrapped: Wrapped) -> LiveModel:
     """The master of each tensor, if it has one; else the rank's shard of it."""
     tensors, handles, marked = [], {}, {}
-    tensor: Any  # with what DeepSpeed hangs on it
+    tensor: Any  # with the attributes that DeepSpeed adds
     for tensor, names in named.tensors.items():
         master = wrapped.masters.get(tensor)
         if master is None and hasattr(tensor, "ds_id"):

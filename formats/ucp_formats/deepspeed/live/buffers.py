@@ -1,8 +1,9 @@
-"""The tensors that DeepSpeed's optimizers step on a rank, and which elements of which parameters these hold.
+"""The tensors that DeepSpeed's optimizers step on a rank, and which elements of which parameters they hold.
 
-Stages 1 and 2 and BF16_Optimizer hold a share of one buffer per group, FP16_Optimizer holds the full buffer, and stage
-3 holds a chunk of each parameter per sub-group. Without ZeRO there may be a tensor per parameter. The master of a
-parameter is a range of such a tensor; its moments are the same range of tensors of the same shape.
+With stages 1 and 2 and BF16_Optimizer, a rank holds a share of one buffer per group; with FP16_Optimizer, the full
+buffer; with stage 3, one tensor per sub-group, with a chunk of each parameter. Without ZeRO there can be a tensor per
+parameter. The master of a parameter is a range of such a tensor; its moments are the same range of tensors of the same
+shape.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MOMENTUM = "momentum_buffer"
-"""State of Muon. Stages 1 and 2 keep it in full on each rank whose share touches the parameter."""
+"""State of Muon. Under stages 1 and 2, each rank whose share has elements of a parameter holds this state in full."""
 
 _NOTHING = Span(0, 0)
 
@@ -34,15 +35,15 @@ class Buffer:
     group: int
     """Number of its parameter group."""
     tensor: torch.Tensor
-    """Masters."""
+    """The masters in it."""
     params: Mapping[nn.Parameter, FlatRange]
-    """Parameters of the group in the order of the buffer, with their elements on this rank, which may be none."""
+    """Parameters of the group in the order of the buffer, each with its elements on this rank (possibly none)."""
     separate: Mapping[str, Mapping[nn.Parameter, FlatRange]] = field(default_factory=dict)
-    """States that are not laid out like the masters."""
+    """States with another layout than the masters, each with the elements of every parameter."""
 
 
 def list_zero_buffers(optimizer: Any) -> Iterator[Buffer]:
-    """Buffers of stages 1 and 2, in the order and with the offsets of the buffer, also under round robin."""
+    """Buffers of stages 1 and 2; the order of the parameters and their offsets are right under round robin too."""
     layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
     for group, (params, starts) in enumerate(layout):
         tensor = optimizer.single_partition_of_fp32_groups[group]
@@ -60,7 +61,10 @@ def list_packed_buffers(
     tensors: Sequence[torch.Tensor],
     process_groups: Sequence[ProcessGroup] | None = None,
 ) -> Iterator[Buffer]:
-    """Buffers of BF16_Optimizer, which neither reorders nor aligns, and FP16_Optimizer, where every rank holds all."""
+    """Buffers of BF16_Optimizer and FP16_Optimizer, in which parameters follow one another in order, without gaps.
+
+    `process_groups`: the ranks that each group is partitioned over; None if every rank holds all (FP16_Optimizer).
+    """
     for group, (params, tensor) in enumerate(zip(groups, tensors, strict=True)):
         ranks = None if process_groups is None else process_groups[group]
         yield Buffer(group=group, tensor=tensor, params=_locate_shares(params, _pack_starts(params), tensor, ranks))
@@ -80,7 +84,7 @@ def list_stage3_buffers(optimizer: Any) -> Iterator[Buffer]:
 
 
 def list_single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tensor]]]) -> Iterator[Buffer]:
-    """A buffer per parameter; `groups`: parameters, each with the tensor that is stepped."""
+    """A buffer per parameter; `groups`: the parameters of each group, each with the tensor that the optimizer steps."""
     for group, members in enumerate(groups):
         for param, tensor in members:
             share = FlatRange(start=0, numel=tensor.numel(), part=make_full_part(param))
@@ -88,12 +92,12 @@ def list_single_buffers(groups: Iterable[Iterable[tuple[nn.Parameter, torch.Tens
 
 
 def make_full_part(param: torch.Tensor) -> LivePart:
-    """The full parameter, as a rank has it without tensor parallelism."""
+    """The part of a rank that holds the full parameter."""
     return LivePart.full(tuple(getattr(param, "ds_shape", param.shape)))
 
 
 def locate_chunk(param: Any, process_group: ProcessGroup) -> FlatRange:
-    """The elements that `ds_tensor` of a parameter holds, without padding."""
+    """The elements that `ds_tensor` of a parameter holds on this rank, without padding."""
     rank, ranks = _group_position(process_group)
     span = Chunks({"": param.ds_numel}, ranks).spans(rank).get("", _NOTHING)
     return FlatRange(
@@ -109,10 +113,10 @@ def _locate_shares(
     *,
     whole_in: Sequence[nn.Parameter] | None = None,
 ) -> dict[nn.Parameter, FlatRange]:
-    """The elements of each parameter in this rank's share of a buffer; without a process group, the full buffer.
+    """The elements of each parameter in this rank's share of a buffer; without a process group, in the full buffer.
 
-    `starts`: element of the buffer where each parameter starts. `whole_in`: for a state in a separate tensor, which
-    holds each parameter that the share touches in full: the order of the parameters there.
+    `starts`: element of the buffer where each parameter starts. `whole_in`: for a state in a separate tensor that holds
+    every parameter of the share in full, the parameters in the order of that tensor.
     """
     rank, ranks = (0, 1) if process_group is None else _group_position(process_group)
     numels = {str(at): param.numel() for at, param in enumerate(params)}
@@ -135,7 +139,7 @@ def _pack_starts(params: Sequence[nn.Parameter]) -> list[int]:
 
 
 def _cut_part(part: LivePart, axis: AxisLayout, rank: int) -> LivePart:
-    """The part that rank `rank` keeps when `axis` cuts its row-major order."""
+    """The part that rank `rank` holds after `axis` has split `part` in row-major order."""
     layout = Layout(axes=part.layout.axes, flat=(axis,))
     return replace(part, layout=layout, coords={**part.coords, axis.axis: rank})
 

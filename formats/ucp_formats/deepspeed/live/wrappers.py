@@ -1,4 +1,4 @@
-"""The optimizer classes of an engine: where masters are, what is stepped, how weights are computed from masters."""
+"""The optimizer classes of an engine: where each keeps masters, what it steps, how it computes weights from masters."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModule:
-    """Parameters and persistent buffers of a module, each once."""
+    """Parameters and persistent buffers of a module with their names."""
 
     tensors: Mapping[torch.Tensor, tuple[str, ...]]
-    """Parameter or buffer to its names; several if it is tied."""
+    """Parameter or buffer to its names; a tied one has several."""
     notes: tuple[str, ...]
-    """Notes on what a checkpoint does not hold."""
+    """Notes to the user on state of the module that is not loaded."""
 
     def name(self, param: torch.Tensor) -> str:
-        """Its own name."""
+        """The first name of a parameter or buffer."""
         return self.tensors[param][0]
 
 
 def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) -> NamedModule:
-    """The tensors of a module; parameters first, in its own order.
+    """The tensors of a module: parameters first, in registration order.
 
-    `expert_groups`: name of a kind of experts to the ranks that the experts of a layer are spread over.
+    `expert_groups`: DeepSpeed's name for a group of experts to the ranks that share the experts of a layer.
     """
     from torch import distributed
 
@@ -58,10 +58,10 @@ def name_module(module: nn.Module, expert_groups: Mapping[str, ProcessGroup]) ->
     named += [(name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in state]
     counts = ExpertNumbers.of(name for name, _ in named).counts
     names: dict[torch.Tensor, list[str]] = {}
-    tensor: Any  # with what DeepSpeed hangs on it
+    tensor: Any  # with the attributes that DeepSpeed adds
     for local_name, tensor in named:
         name = local_name
-        if is_expert(name):  # numbered on each rank from 0, in a checkpoint over all ranks
+        if is_expert(name):  # each rank numbers its experts from 0; a checkpoint numbers those of all ranks
             local = next(count for start, count in counts.items() if name.startswith(start))
             rank = distributed.get_rank(expert_groups[tensor.group_name])
             name = global_name(name, rank=rank, experts_per_rank=local)
@@ -81,16 +81,16 @@ _STATES = {
     "DeepSpeedCPULion": _ADAM,
     "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
 }
-"""DeepSpeed's own optimizers (ops/) to the states that their first step creates, besides the step, a number."""
+"""DeepSpeed's optimizers (ops/) to the states that their first step creates, in addition to `step`, a number."""
 _CURE = "load into an engine of ZeRO 0 in fp32, or without states (optimizer=False)"
 _COUNT_IN_GROUP = ("FusedAdam", "FusedLion")
-"""Optimizers that also put a step into every group, which stays 0."""
+"""Optimizers that also put a `step` into every parameter group; it stays 0."""
 
 
 def describe_optimizer(
     optimizer: Optimizer, buffers: Sequence[Buffer], names: Mapping[nn.Parameter, str]
 ) -> BufferedOptimizer:
-    """The wrapped optimizer, with the tensors that it steps. `names`: parameter to its name in the full model."""
+    """The optimizer inside DeepSpeed's class, and the tensors that it steps; `names`: parameter to its global name."""
     tensors = {str(number): buffer.tensor for number, buffer in enumerate(buffers)}
     keyed_buffers = list(zip(tensors, buffers, strict=True))
     groups = range(len(optimizer.param_groups))
@@ -121,20 +121,20 @@ def describe_optimizer(
 
 
 def _stepping_class(optimizer: Optimizer, group: Mapping[str, object]) -> str:
-    """Class that steps a group: Muon steps only matrices, and may have another optimizer for the rest."""
+    """Name of the class that steps a group: Muon steps only matrices, and can have another optimizer for the rest."""
     other = None if group.get("use_muon") else getattr(optimizer, "aux_optimizer", None)
     return type(optimizer if other is None else other).__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedOptimizer(FlatOptimizer):
-    """An optimizer whose parameters are buffers."""
+    """An optimizer that steps buffers instead of the module's parameters."""
 
     buffers: Mapping[str, Buffer]
-    """Key to the buffer."""
+    """Key of a buffer, as in the wrapped optimizer, to the buffer."""
 
     def groups(self) -> list[LiveGroup]:
-        """Its groups with their hyper-parameters."""
+        """The parameter groups with their hyper-parameters."""
         stepping = [_stepping_class(self.base.handle, group) for group in self.base.handle.param_groups]
         return [
             replace(group, hyper={STEP: 0, **group.hyper}) if kind in _COUNT_IN_GROUP else group
@@ -142,7 +142,7 @@ class BufferedOptimizer(FlatOptimizer):
         ]
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Store the states, and let DeepSpeed's `safe_get_full_optimizer_state` find them before the next step."""
+        """Store the states, so that DeepSpeed's `safe_get_full_optimizer_state` too sees them before the next step."""
         FlatOptimizer.put(self, states, counts)
         utils = importlib.import_module("deepspeed.utils")
         for buffer in self.buffers.values():
@@ -163,14 +163,14 @@ class Master:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapped:
-    """An optimizer of an engine."""
+    """The optimizer of an engine, without DeepSpeed's class around it."""
 
     masters: Mapping[torch.Tensor, Master] = field(default_factory=dict)
-    """Parameter of the module to its master, where it has one."""
+    """Parameter of the module to its master, if it has one."""
     optimizer: LiveOptimizer | None = None
-    """The optimizer that steps them."""
+    """The optimizer that steps the masters."""
     finish: Callable[[], None] = field(default=lambda: None)
-    """Compute the weights from the masters. Collective."""
+    """Computes the weights from the masters. A collective call."""
 
 
 _KINDS = frozenset(
@@ -187,7 +187,7 @@ _KINDS = frozenset(
 
 
 def unwrap_optimizer(optimizer: Any, named: NamedModule) -> Wrapped:
-    """The masters and the optimizer that steps them. Raises UnsupportedError for an unsupported class."""
+    """The masters and the optimizer that steps them. Raises UnsupportedError for a class not in `_KINDS`."""
     from torch.optim import Optimizer
 
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.runtime.")]
@@ -223,8 +223,8 @@ def unwrap_optimizer(optimizer: Any, named: NamedModule) -> Wrapped:
     if optimizer is None:
         return Wrapped()
     raise UnsupportedError(
-        f"expected an engine of ZeRO 0 to 3; its optimizer is a {type(optimizer).__name__}, which ucp does not know. "
-        "Write files for its own load_checkpoint: ucp convert SRC DST --to deepspeed"
+        f"expected an engine with ZeRO 0 to 3; its optimizer is a {type(optimizer).__name__}, which ucp does not know. "
+        "Write files that engine.load_checkpoint reads instead: ucp convert SRC DST --to deepspeed"
     )
 
 
@@ -242,7 +242,7 @@ def _wrap_buffers(
 
 
 def _copy_weights(wrapped: Wrapped) -> Wrapped:
-    """The same, for weights that are copies of full masters."""
+    """The same optimizer with another `finish`: it copies the full masters to the weights."""
 
     def copy() -> None:
         for param, master in wrapped.masters.items():
@@ -252,7 +252,7 @@ def _copy_weights(wrapped: Wrapped) -> Wrapped:
 
 
 def _update_chunks(optimizer: Any) -> None:
-    """Copy the chunks of masters, if any, to those of weights; then gather the parameters that stay unsharded."""
+    """Copy the masters' chunks, if any, to the weights' chunks; then gather the parameters that stay unsharded."""
     optimizer.checkpoint_event_prologue()
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     for weights, master in zip(getattr(optimizer, "fp16_partitioned_groups_flat", ()), masters, strict=True):

@@ -1,10 +1,11 @@
-"""Reads the files of a tag folder, each once, and collects what cannot be read as problems.
+"""Reads the files of a tag folder, each once, and collects what is wrong with them as problems.
 
-Known layouts that ucp does not read are refused, by names (`refuse_names`) or by contents (`read_files`), with what to
-do instead.
+Layouts that are known but that ucp does not read are refused, by file names (`refuse_names`) or by contents
+(`read_files`); the error says what to do instead.
 
-Reading thousands of files is bound by the processor, so several processes read them, forked only where that is safe (no
-other thread, no torch in this process). What a process cannot send back is read here, so that errors are the same.
+Parsing thousands of files is CPU-bound, so several processes share it. They are forked, and only where that is safe (no
+other thread, no torch in this process). If a worker process fails, this process reads the remaining files and raises
+the same errors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """One file of torch.save."""
+    """One file that torch.save wrote."""
 
     name: FileName
     """Its parsed name."""
@@ -58,7 +59,7 @@ class SavedFile:
 
     @property
     def version(self) -> str | None:
-        """Version of DeepSpeed that wrote it, without the blanks that some files have around it."""
+        """Version of DeepSpeed that wrote the file; some files have blanks around it, which are removed."""
         version = self.root.get("ds_version")
         return None if version is None else text(version, f"ds_version of {self.path}").strip()
 
@@ -87,7 +88,7 @@ def try_read(folder: Path, name: FileName) -> tuple[SavedFile | None, Problems]:
             raise UnsupportedError(f"expected a dict at the top; got a {type(archive.root).__name__}")
         if name.role in (Role.MODEL, Role.SHARDED_MODEL) and "module" not in archive.root:
             keys = ", ".join(map(repr, list(archive.root)[:8])) or "nothing"
-            raise MalformedError(f"expected 'module' among the keys, as {name.label} have it; got {keys}")
+            raise MalformedError(f"expected the key 'module', which {name.label} always have; got the keys {keys}")
     except MissingFileError:
         problems.missing.append(name.name)
     except (SourceError, CorruptError) as error:
@@ -122,11 +123,11 @@ def source_files(paths: Iterable[tuple[str, str]]) -> Iterator[SourceFile]:
 
 
 LEAST = 256
-"""Number of files from which several processes read."""
+"""The least number of files for which several processes are started."""
 
 
 def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: int = LEAST) -> Iterator[_R]:
-    """`read` of every item, in order; in several processes from `least` items on."""
+    """The result of `read` for each item, in order; `least` items or more are read by several processes."""
     workers = _workers() if len(items) >= least else 1
     done = 0
     if workers > 1:
@@ -167,12 +168,12 @@ def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
     """Raise IdleOptionError where a model family is named and no tensor is split over tensor-parallel ranks."""
     if options != SourceOptions() and tp == 1:
         raise IdleOptionError(
-            f"{where} has one tensor-parallel rank, so that no tensor is split: drop --family and --patterns"
+            f"{where} has one tensor-parallel rank, so no tensor is split: drop --family and --patterns"
         )
 
 
 def _find_unsupported(root: Mapping[object, object]) -> Iterator[tuple[str, str]]:
-    """Evidence of layouts that ucp does not read, each with the reason and remedy."""
+    """What shows that the file has a layout that ucp does not read, each with the reason and the remedy."""
     yield from ((key, _AUTOEP) for key in ("ds_autoep_layers", "autoep_layers", "folding") if root.get(key) is not None)
     saved = root.get("optimizer_state_dict")
     if isinstance(saved, dict):

@@ -6,7 +6,7 @@
 4. Read the optimizer, in the form of the stage (`optimizer`).
 5. Join both into atoms; everything else becomes extras.
 
-What only some runs need (model parallelism, no ZeRO) is imported when such a run is read.
+Modules that only some runs need (model parallelism, no ZeRO) are imported when such a run is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES = {Precision.BF16: DType.BFLOAT16, Precision.FP16: DType.FLOAT16}
 def read_native(
     located: Located[bool], name: str, *, group_names: Sequence[Sequence[str]] | None, options: SourceOptions
 ) -> Index:
-    """Index of the tag folder, by the format called `name`.
+    """Index of the tag folder; `name`: of the format that reads it.
 
     `group_names`, `options`: see `ucp_formats.deepspeed.read.source.DeepSpeedFormat`. Raises SourceError.
     """
@@ -54,7 +54,7 @@ def read_native(
         merged = read_parallel(grid, checksums, options, _mesh(grid, expert_degree(grid)))
     run, module, optimizer, mesh = grid.first, merged.module, merged.optimizer, merged.mesh
     if (configured := run.config.zero_stage) not in (None, run.stage):
-        stages = f"configured with ZeRO stage {configured}, saved in the layout of stage {run.stage}"
+        stages = f"configured with ZeRO stage {configured}, but saved in the layout of stage {run.stage}"
         module.notes.insert(0, f"{stages}, which is used")
     by_family = grid.tp > 1 and "universal_checkpoint_info" not in run.model.file.root
     return Index(
@@ -75,7 +75,7 @@ def read_native(
         dropped=(*module.dropped, *optimizer.dropped),
         doubts=tuple(merged.warnings),
         lost=optimizer.lost,
-        # nothing where a model family supplies one axis
+        # empty if one axis comes from a model family: the layouts then say where each axis is known from
         recorded_in={} if by_family else _known_from(grid, mesh.ep),
     )
 
@@ -88,7 +88,7 @@ def _mesh(grid: SavedGrid, ep: int) -> Mesh:
 
 
 def _read_plain(grid: SavedGrid, checksums: Checksums, group_names: Sequence[Sequence[str]] | None) -> MergedRanks:
-    """Module and optimizer of a run of data parallelism only."""
+    """Module and optimizer of a run with data parallelism only."""
     run = grid.first
     if run.stage == 0:
         from ucp_formats.deepspeed.read.ranks.unsharded import read_unsharded
@@ -108,7 +108,7 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
         "layer_*-model_states.pt files" if grid.is_pipeline else "parameters in the mp_rank_*_model_states.pt files"
     )
     known = {
-        "dp": grid.first.shapes_from if grid.first.stage else f"module of {name}: whole on every rank",
+        "dp": grid.first.shapes_from if grid.first.stage else f"module of {name}: full on every rank",
         "tp": f"universal_checkpoint_info of {name}" if grid.tp > 1 else "",
         "pp": f"names of the {stages}" if grid.pp > 1 else "",
         "ep": "names of the layer_*_expert_*_model_states.pt files" if ep > 1 else "",
@@ -119,9 +119,9 @@ def _known_from(grid: SavedGrid, ep: int) -> dict[str, str]:
 def atoms_of(
     module: ModulePart, states: Mapping[str, Mapping[str, StateSource]], config: RunConfig, mesh: Mesh | None = None
 ) -> dict[str, AtomIndex]:
-    """Atoms in the order of the model; parameters that the module does not have come last.
+    """Atoms in the order of the model; parameters that only the optimizer has come last.
 
-    `config`: decides the dtype of the latter in the model. `mesh`: the axes over which tensors lie.
+    `config`: its precision is the model dtype of these last ones. `mesh`: the axes that tensors are sharded over.
     """
     masters = ((name, state.get(WEIGHT)) for name, state in states.items())
     layouts: dict[str, Layout] = {}  # of the weight, from the optimizer or else the module
@@ -135,7 +135,9 @@ def atoms_of(
     for name, entry in module.entries.items():
         param_states = states.get(name, {})
         if WEIGHT not in param_states and entry.tensor is None:
-            raise MalformedError(f"expected the elements of {name} {list(entry.shape)}; neither file has them")
+            raise MalformedError(
+                f"expected the elements of {name} {list(entry.shape)}; neither the module nor the optimizer has them"
+            )
         layout = layouts.get(name, Layout())
         atoms[name] = union.build_atom(
             name, kind=entry.kind, layout=layout, states=param_states, model=entry.tensor, model_dtype=entry.dtype

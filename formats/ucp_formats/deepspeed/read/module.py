@@ -1,7 +1,7 @@
-"""Parses model-states files and locates the tensors of the module: parameters, frozen ones, buffers and ties.
+"""Parses model-states files and locates the tensors of the module: trained and frozen parameters, buffers, tied names.
 
 ZeRO up to stage 2 saves full tensors in one file. ZeRO-3 saves a file per rank, where `module` has the buffers and an
-empty placeholder for each parameter; frozen parameters are in a chunk per rank.
+empty placeholder for each parameter; of each frozen parameter, every rank saves a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ucp_formats.deepspeed.read.files import SavedFile
 from ucp_formats.deepspeed.read.optimizer.saved import UnshardedOptimizer
 
 EMPTY_SHAPES = "empty_param_shapes"
-"""Key that only ucp uses, for shapes of parameters without elements, which stage 3 does not record."""
+"""Key that only ucp writes: the shapes of parameters without elements, which DeepSpeed's stage 3 does not record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +44,21 @@ class SavedModule:
     tensors: Mapping[str, TensorRef] = field(default_factory=dict)
     """Name to tensor, in the order of the model."""
     others: Mapping[str, object] = field(default_factory=dict)
-    """Entries that are no tensors."""
+    """Entries that are not tensors."""
     versions: Mapping[object, object] | None = None
     """Versions of the modules, which torch keeps as an attribute of a state_dict."""
 
     @classmethod
     def of(cls, saved: object, where: str) -> SavedModule:
-        """The state_dict `saved`. Raises UnsupportedError for one of nested dicts."""
+        """The state_dict `saved`. Raises UnsupportedError if it contains nested dicts."""
         tensors: dict[str, TensorRef] = {}
         others: dict[str, object] = {}
         for key, value in require_mapping(saved, where).items():
             name = text(key, f"a name in {where}")
             if isinstance(value, dict) and not is_module_state(name):
                 raise UnsupportedError(
-                    f"expected tensors by name in {where}; {name!r} is a nested dict. The training script built this "
-                    "state_dict, and only it knows the names of the parameters"
+                    f"expected a flat dict of tensors by name in {where}; {name!r} is a nested dict. The training "
+                    "script built this state_dict, and only it knows the names of the parameters"
                 )
             if isinstance(value, TensorRef) and not is_module_state(name):
                 tensors[name] = value
@@ -72,9 +72,9 @@ class ModelStates:
     """A model-states file; names and shapes are those of one model-parallel rank."""
 
     file: SavedFile
-    """Where it was read; its root is for extras only."""
+    """The file itself; other values of it become extras."""
     module: SavedModule | None
-    """The model; None for a stage of a pipeline, whose layers are in other files."""
+    """The module; None for a pipeline stage, whose layers are in other files."""
     param_shapes: tuple[Mapping[str, Shape], ...] | None
     """Parameter to shape for every optimizer group (ZeRO-3: sub-group), in its order; None where not recorded."""
     frozen: Mapping[str, Shape]
@@ -101,7 +101,7 @@ class ModelStates:
         recorded = shapes_by_group(root.get("param_shapes"))
         module, optimizer, buffers = root.get("module"), root.get("optimizer"), root.get("buffer_names")
         if isinstance(optimizer, dict) and "base_optimizer_state" in optimizer:
-            optimizer = None  # BF16_Optimizer without ZeRO: its optimizer files have the same
+            optimizer = None  # BF16_Optimizer without ZeRO: the optimizer files hold the same
         config, degrees = root.get("ds_config"), root.get("checkpoint_parallel_dimensions")
         fragments, shared = (
             {text(name, f"a name in {key}"): value for name, value in require_mapping(root[key], key).items()}
@@ -137,7 +137,7 @@ class ModelStates:
 
     @property
     def groups(self) -> tuple[Mapping[str, Shape], ...]:
-        """`param_shapes`; none where it is not recorded."""
+        """`param_shapes`; empty where it is not recorded."""
         return self.param_shapes or ()
 
     @property
@@ -147,7 +147,7 @@ class ModelStates:
 
     @property
     def untrained(self) -> dict[str, Shape | None]:
-        """Buffers and frozen parameters that are named, with their shapes where they are known."""
+        """Buffers and frozen parameters that the file names, with their shapes where they are recorded."""
         return {**dict.fromkeys(self.buffers or ()), **self.frozen}
 
     @property
@@ -156,7 +156,7 @@ class ModelStates:
         return self.count("dp_world_size") or None
 
     def count(self, key: str) -> int | None:
-        """A number of steps or ranks; None where there is none."""
+        """The count under `key`, for example of steps or ranks; None where it is not recorded."""
         value = self.file.root.get(key)
         return value if type(value) is int and value >= 0 else None
 
@@ -177,36 +177,36 @@ def _shapes(root: Mapping[object, object], key: str) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleEntry:
-    """One tensor of the model, as its file has it."""
+    """One tensor of the module."""
 
     kind: Kind
     """Parameter, frozen parameter or buffer."""
     shape: Shape
-    """Elements per dim: of the shard of one model-parallel rank, until ranks are merged."""
+    """Shape: that of one model-parallel rank's shard before the ranks are merged, the global one after."""
     dtype: DType
-    """Type in which the model computes."""
+    """Dtype of the tensor in the model."""
     tensor: ShardedTensor | None
-    """Its elements in the model-states files; None for a placeholder."""
+    """Where its elements are in the model-states files; None if they hold only a placeholder."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModulePart:
-    """Everything read of the module."""
+    """Everything that was read from the module."""
 
     entries: dict[str, ModuleEntry] = field(default_factory=dict)
     """Name to entry, in the order of the model; tied names once."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied name to the name it is stored under."""
     extras: list[Extra] = field(default_factory=list)
-    """Values that are no tensors of the model."""
+    """Values that are not tensors of the model."""
     notes: list[str] = field(default_factory=list)
-    """Assumptions."""
+    """Notes to the user, mostly on assumptions."""
     dropped: list[str] = field(default_factory=list)
-    """Names without data."""
+    """Names for which the files hold no data, each with the reason."""
 
 
 def module_of(model: ModelStates) -> SavedModule:
-    """The module in a model-states file. Raises MalformedError where it is in files of layers."""
+    """The module in a model-states file. Raises MalformedError if the file has none, as for a pipeline stage."""
     if model.module is None:
         raise MalformedError(f"expected a dict for module of {model.file.path}; got None")
     return model.module
@@ -215,9 +215,10 @@ def module_of(model: ModelStates) -> SavedModule:
 def read_module(
     models: Mapping[int, ModelStates], trained: Mapping[str, Shape] | None, checksums: Checksums, *, sharded: bool
 ) -> ModulePart:
-    """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: by ZeRO-3.
+    """The module of one model-parallel rank; `models`: rank to model-states file, `sharded`: whether ZeRO-3 split it.
 
-    `trained`: shapes of the optimizer's parameters; None while they are unknown and every parameter counts as frozen.
+    `trained`: shapes of the optimizer's parameters; None while they are unknown, so that every parameter counts as
+    frozen.
     """
     part = ModulePart()
     model = models[0]
@@ -234,7 +235,7 @@ def read_module(
         _add_sharded(models, trained or {}, checksums, part)
     else:
         _add_unsharded(model, trained or {}, part)
-    # stages 2 and 3 record frozen parameters unless they are excluded
+    # stages 2 and 3 record frozen parameters unless the run excludes them
     if model.config.zero_stage in (2, 3) and model.file.root.get("frozen_param_shapes", "absent") is None:
         part.notes.append(
             "this checkpoint has no frozen parameters: the model had none, or they were excluded "
@@ -258,8 +259,8 @@ def _add_unsharded(model: ModelStates, trained: Mapping[str, Shape], part: Modul
         kind = Kind.PARAMETER if name in trained else Kind.BUFFER if name in buffers else Kind.FROZEN
         if trained.get(name, ref.shape) != ref.shape:
             raise MalformedError(
-                f"expected {name} of {list(trained[name])}, as in param_shapes, in module of {model.file.path}; "
-                f"got {describe_value(ref)}"
+                f"expected {name} with shape {list(trained[name])}, as in param_shapes, in module of "
+                f"{model.file.path}; got {describe_value(ref)}"
             )
         fragment = model.fragments.get(name)
         if fragment is not None and fragment.shape == ref.shape and fragment.numel:
@@ -291,9 +292,7 @@ def _add_sharded(
             tensor = ShardedTensor.unsharded(ref.strided(0, shape, contiguous_strides(shape)))
         elif name not in recorded:
             if not ref.numel and kind is not Kind.BUFFER:
-                part.dropped.append(
-                    f"{name}: the checkpoint has no data of it, only its name (a placeholder of ZeRO-3)"
-                )
+                part.dropped.append(f"{name}: the checkpoint holds only its name (a placeholder of ZeRO-3), no data")
                 continue
             tensor = ShardedTensor.unsharded(ref)
             _keep_other_buffers(name, ref, models, checksums, part)
@@ -303,19 +302,21 @@ def _add_sharded(
 def _keep_other_buffers(
     name: str, ref: TensorRef, models: Mapping[int, ModelStates], checksums: Checksums, part: ModulePart
 ) -> None:
-    """Keep buffers that differ from rank 0's, such as running statistics, as extras."""
+    """Keep the copies of a buffer that differ from rank 0's, such as running statistics, as extras."""
     copies = ((rank, module_of(model).tensors.get(name)) for rank, model in models.items() if rank)
     differing = {rank: value for rank, value in copies if not checksums.is_same(ref, value)}
     part.extras += [Extra(name=f"buffer/{name}", value=value, rank=rank) for rank, value in differing.items()]
     if differing:
         ranks = ", ".join(map(str, list(differing)[:8])) + (", ..." if len(differing) > 8 else "")
-        part.notes.append(f"buffer {name} of rank {ranks} differs from rank 0's, which is used; theirs are extras")
+        part.notes.append(
+            f"buffer {name} of rank {ranks} differs from rank 0's: rank 0's is used, the others are kept as extras"
+        )
 
 
 def _find_ties(
     tensors: Mapping[str, TensorRef], shared: Mapping[str, str], trained: Mapping[str, Shape], part: ModulePart
 ) -> None:
-    """Fill in the aliases: names of the same bytes in the file, and those of `shared_params`."""
+    """Fill in `part.aliases`: names whose tensors share their bytes in the file, and the names in `shared_params`."""
     by_bytes: dict[tuple[object, ...], list[str]] = {}
     for name, ref in tensors.items():
         if ref.numel:
@@ -335,7 +336,7 @@ def _find_ties(
 
 
 def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> ShardedTensor:
-    """A frozen parameter of ZeRO-3, of which every rank has a chunk."""
+    """A frozen parameter under ZeRO-3: every rank has a chunk of it."""
     ranks = models[0].ranks or max(models) + 1
     shape = models[0].frozen[name]
     numel = prod(shape)
@@ -354,8 +355,8 @@ def _frozen(name: str, models: Mapping[int, ModelStates], dtype: DType) -> Shard
         where, flat = f"frozen_param_fragments of {models[rank].file.path}", models[rank].fragments.get(name)
         if flat is not None and not flat.dtype.is_floating and dtype.is_floating:
             raise UnsupportedError(
-                f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and its scale "
-                "is not saved: its values are lost. Save again without that option"
+                f"{name} is quantised to {flat.dtype} in {where} (zero_quantized_nontrainable_weights), and DeepSpeed "
+                "does not save its scale: its values are lost. Save again without that option"
             )
         if flat is None or flat.shape != (length,) or not flat.is_contiguous:
             raise MalformedError(f"expected {length} elements of {name} in {where}; got {describe_value(flat)}")

@@ -29,15 +29,15 @@ from ucp_formats.deepspeed.read.optimizer.saved import OptimizerFile, UnshardedO
 TIED = "tied_modules."
 """Start of the names of tied parameters of a pipeline."""
 _MOST_NAMED = 1000
-"""Missing files to name at most; a damaged count of ranks can be anything."""
+"""The most missing files that an error names: a damaged count of ranks can be huge."""
 _MOST_RANKS = 100
-"""Model-parallel ranks without any file to name at most."""
+"""The most model-parallel ranks without any file that an error names."""
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
-"""Name of a parameter of a pipeline layer. Example: 3.norm.weight."""
+"""Name of a parameter of a pipeline layer, for example 3.norm.weight."""
 
 _NO_OPTIMIZER = (
-    "there is no optimizer file at all. Where none was saved, the masters and the optimizer are lost: DeepSpeed 0.18.4 "
-    "saves none for ZeRO-1 with bf16 and data_types.grad_accum_dtype fp32"
+    "there is no optimizer file at all. If the run saved none, its fp32 master weights and optimizer states are lost: "
+    "DeepSpeed 0.18.4 saves none for ZeRO-1 with bf16 and data_types.grad_accum_dtype fp32"
 )
 
 
@@ -46,7 +46,7 @@ class SavedRun:
     """Files of one model-parallel rank."""
 
     models: Mapping[int, ModelStates]
-    """Rank to its model-states file: rank 0 alone, but all ranks under ZeRO-3."""
+    """Rank to its model-states file: all ranks under ZeRO-3, otherwise only rank 0."""
     optimizers: Mapping[int, OptimizerFile]
     """Rank to its optimizer file, increasing; empty without ZeRO."""
     ranks: int
@@ -54,7 +54,7 @@ class SavedRun:
     stage: int
     """ZeRO stage."""
     notes: tuple[str, ...] = ()
-    """Deviations that were accepted."""
+    """Notes on files that are missing but not needed."""
 
     @property
     def model(self) -> ModelStates:
@@ -69,12 +69,12 @@ class SavedRun:
 
     @property
     def folder(self) -> str:
-        """Where they lie."""
+        """Folder of the files."""
         return os.path.dirname(self.model.file.path)
 
     @property
     def config(self) -> RunConfig:
-        """Configuration of the run; up to 0.19.4, that of a mixture of experts is in the optimizer files only."""
+        """Configuration of the run; up to 0.19.4, a run with experts records it in the optimizer files only."""
         configs = chain([self.model.config], (file.config for file in self.optimizers.values()))  # made when asked for
         return next((config for config in configs if config.raw), self.model.config)
 
@@ -85,7 +85,7 @@ class SavedRun:
 
     @property
     def is_round_robin(self) -> bool:
-        """Whether the configuration makes buffers in another order than that of the optimizer."""
+        """Whether the configuration makes DeepSpeed reorder the parameters of the optimizer in its buffers."""
         return self.config.round_robin and not self.is_bf16_optimizer
 
     @property
@@ -97,16 +97,16 @@ class SavedRun:
 
     @property
     def names(self) -> Sequence[Mapping[str, object]]:
-        """Names of the parameters of each group, with experts numbered on their ranks."""
+        """Names of the parameters of each group; every rank numbers its experts from 0."""
         return self.recorded_numels if self.model.param_shapes is None else self.model.param_shapes
 
     @property
     def recorded_numels(self) -> list[dict[str, int]]:
         """Elements of every parameter of each group, in the optimizer's order, summed over the mappings of all ranks.
 
-        `param_slice_mappings` is the only record of names where `param_shapes` is missing: for BF16_Optimizer without
-        ZeRO, which pipelines use (`_common_checkpoint_state`, runtime/engine.py, 0.19.8), and for experts up to 0.19.4,
-        whose elements add up over all expert-parallel ranks.
+        `param_slice_mappings` is the only record of names where `param_shapes` is missing. That is so for
+        BF16_Optimizer without ZeRO, which pipelines use (`_common_checkpoint_state`, runtime/engine.py, 0.19.8), and
+        for experts up to 0.19.4, whose sums are over all expert-parallel ranks.
         """
         groups: list[dict[str, int]] = []
         for file in self.optimizers.values():
@@ -122,17 +122,17 @@ class SavedGrid:
     """Files of all model-parallel ranks."""
 
     folder: TagFolder
-    """Where they lie."""
+    """The tag folder."""
     files: tuple[SavedFile, ...]
-    """All of them."""
+    """All files that were read."""
     runs: Mapping[int, SavedRun]
     """Model-parallel rank to its files, increasing."""
     layers: Mapping[FileName, SavedModule]
-    """Pipeline layers, by layer and tensor-parallel rank."""
+    """File name to the state_dict of a pipeline layer, on one tensor-parallel rank."""
     experts: tuple[SavedFile, ...]
     """Files of experts."""
     expert_optimizers: tuple[UnshardedOptimizer, ...]
-    """Optimizer of each expert-parallel rank, without ZeRO."""
+    """The optimizer of each expert-parallel rank of a run without ZeRO; else empty."""
     tp: int
     """Tensor-parallel ranks."""
     pp: int
@@ -145,16 +145,16 @@ class SavedGrid:
 
     @property
     def notes(self) -> Iterator[str]:
-        """Deviations that were accepted."""
+        """Notes of all model-parallel ranks."""
         yield from (note for run in self.runs.values() for note in run.notes)
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the modules are in files of layers."""
+        """Whether the module is in files of pipeline layers."""
         return any(run.model.module is None for run in self.runs.values())
 
     def stages(self, tp: int) -> dict[int, SavedRun]:
-        """Model-parallel rank to files, of tensor-parallel rank `tp`."""
+        """The pipeline stages on tensor-parallel rank `tp`: model-parallel rank to its files."""
         return {mp: run for mp, run in self.runs.items() if mp % self.tp == tp}
 
 
@@ -177,13 +177,13 @@ def read_grid(folder: TagFolder) -> SavedGrid:
     if is_pipeline:
         _check_layers(layers, runs, tp, problems)
     stray = by_role[Role.LAYER] if models and not is_pipeline else ()
-    problems.wrong += [f"extra: {file.name.name} is of a pipeline; the module is elsewhere" for file in stray]
+    problems.wrong += [f"extra: {file.name.name} is a pipeline layer; the run is not a pipeline" for file in stray]
     expert_optimizers = []
     if not runs[0].optimizers:
         expert_optimizers = parse_files(by_role[Role.EXPERT_OPTIMIZER], _expert_optimizer, problems)
     else:  # under ZeRO these files are empty (up to 0.19.4)
         strays = [file.name.name for file in by_role[Role.EXPERT_OPTIMIZER] if file.root.get("optimizer") is not None]
-        problems.wrong += [f"extra: {name} is of a run without ZeRO" for name in strays]
+        problems.wrong += [f"extra: {name} belongs to a run without ZeRO" for name in strays]
     stage, ranks = runs[0].stage, runs[0].ranks
     what = "".join(f"{axis} {degree}, " for axis, degree in (("tp", tp), ("pp", pp)) if degree > 1)
     problems.raise_any(str(folder.path), f"{what}ZeRO-{stage} over {ranks} rank{'s' if ranks > 1 else ''}")
@@ -207,14 +207,15 @@ _RANKED = (Role.MODEL, Role.SHARDED_MODEL, Role.OPTIMIZER)
 def _expert_optimizer(file: SavedFile) -> UnshardedOptimizer:
     if file.root.get("optimizer", "absent") is None:
         raise MalformedError(
-            "expected an optimizer; got None, as under ZeRO, whose files (zero_pp_rank_*_optim_states.pt) are missing"
+            "expected an optimizer; got None, as a run with ZeRO saves here. The optimizer files of such a run "
+            "(zero_pp_rank_*_optim_states.pt) are missing"
         )
     recorded = shapes_by_group(file.root.get("param_shapes"))
     return UnshardedOptimizer.of(file.root.get("optimizer"), file.name.name, recorded or ())
 
 
 def model_parallel_size(models: Iterable[ModelStates], names: Iterable[FileName]) -> int:
-    """Model-parallel ranks that most model-states files record, else as many as file names imply."""
+    """Number of model-parallel ranks: the count that most model-states files record, else what file names imply."""
     recorded = Counter(size for model in models if (size := model.count("mp_world_size")))
     return recorded.most_common(1)[0][0] if recorded else max((name.mp + 1 for name in names), default=1)
 
@@ -224,26 +225,29 @@ def degrees(
 ) -> tuple[int, int]:
     """Tensor-parallel degree and pipeline stages of `size` model-parallel ranks.
 
-    They are recorded since 2026; before, they follow from the names of layers, or from which modules have equal names.
+    DeepSpeed records them since 2026. In older checkpoints they follow from the file names of layers, or from which
+    ranks have modules with the same names.
     """
     recorded = next((model.degrees for model in models if model.degrees is not None), None)
     if recorded is not None:
         if recorded[0] * recorded[1] == size:
             return recorded
         problems.wrong.append(
-            f"checkpoint_parallel_dimensions, tp {recorded[0]} and pp {recorded[1]}, do not make up {size} "
-            "model-parallel ranks"
+            f"checkpoint_parallel_dimensions records tp {recorded[0]} and pp {recorded[1]}, which do not make "
+            f"{size} model-parallel ranks"
         )
     tp = max((name.tp + 1 for name in layers), default=0)
     if not tp:
-        # stages share no names but those of tied layers; all others begin with the number of a layer
+        # two stages share only the names of tied layers; all other names begin with the number of a layer
         modules = {model.name.mp: frozenset(model.module.tensors) for model in models if model.module is not None}
         stages = frozenset(modules.values())
         numbers = [at for stage in stages for at in {name.partition(".")[0] for name in stage} - {TIED.rstrip(".")}]
         is_pipeline = len(stages) > 1 and all(map(str.isdigit, numbers)) and len(numbers) == len({*numbers})
         tp = sum(names == modules.get(0) for names in modules.values()) if is_pipeline and 0 in modules else size
     if size % tp:
-        problems.wrong.append(f"layers are split over {tp} ranks, which do not divide the {size} model-parallel ranks")
+        problems.wrong.append(
+            f"layers are split over {tp} tensor-parallel ranks, which do not divide the {size} model-parallel ranks"
+        )
         return size, 1
     return tp, size // tp
 
@@ -257,7 +261,7 @@ def _read_run(
 ) -> SavedRun:
     """The files of one model-parallel rank; what is wrong with them goes to `problems`."""
     names = [name for name in folder.files if name.mp == mp and name.role in _RANKED]
-    if not names and mp:  # all files that rank 0 has are missing
+    if not names and mp:  # every file that rank 0 has is missing for this rank
         problems.missing += [
             re.sub(r"mp_rank_\d+", f"mp_rank_{mp:02d}", name.name)
             for name in folder.files
@@ -279,14 +283,14 @@ def _read_run(
     present = {name.dp for name in names if name.role is Role.SHARDED_MODEL}
     missing = [rank for rank in range(ranks) if rank not in present] if stage == 3 and 0 in models else []
     notes: tuple[str, ...] = ()
-    if missing:  # rank 0's file has everything but frozen shards (DeepSpeed issue 7546)
+    if missing:  # rank 0's file has everything except the other ranks' frozen chunks (DeepSpeed issue 7546)
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         notes = (f"no model-states file of rank {shown}: only the client state of those ranks is lost",)
     return SavedRun(models=models, optimizers=optimizers, ranks=ranks, stage=stage, notes=notes)
 
 
 def _find_stage(names: Iterable[FileName], models: Iterable[ModelStates], optimizers: Iterable[OptimizerFile]) -> int:
-    """ZeRO stage that the optimizer files record, else that the names and the model-states file imply."""
+    """ZeRO stage that the optimizer files record, else the one that file names and the model-states file imply."""
     recorded = next((file.stage for file in optimizers if file.stage is not None), None)
     roles = {name.role for name in names}
     if recorded is not None or Role.SHARDED_MODEL in roles:
@@ -294,20 +298,20 @@ def _find_stage(names: Iterable[FileName], models: Iterable[ModelStates], optimi
     if Role.OPTIMIZER in roles:
         return 1
     for model in models:
-        # with ZeRO the optimizer is in other files; without, ucp keeps the names of its parameters in param_shapes
+        # param_shapes without an optimizer means ZeRO; a run without ZeRO that ucp wrote has both in this file
         if model.param_shapes is not None and model.optimizer is None:
             return 2 if model.config.zero_stage == 2 else 1
     return 0
 
 
 def _check_names(names: Sequence[FileName], layout: tuple[int, int, int], problems: Problems, *, prefix: str) -> None:
-    """`layout`: ZeRO stage, ranks, and the model-parallel rank whose files these are."""
+    """Check that a model-parallel rank has all its files and no others; `layout`: ZeRO stage, ranks, and that rank."""
     stage, ranks, mp = layout
     seen: dict[tuple[bool, int], str] = {}
     for name in names:
         other = seen.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
         if other != name.name:
-            problems.wrong.append(f"extra: {name.name} and {other} are the same part of a checkpoint, of another run")
+            problems.wrong.append(f"extra: {name.name} and {other} hold the same part: one is of another run")
     model = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt" if stage == 3 else "mp_rank_{1:02d}_model_states.pt"
     optimizer = prefix + "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
     counts = {Role.OPTIMIZER: ranks if stage else 0, Role.SHARDED_MODEL if stage == 3 else Role.MODEL: 1}
@@ -327,7 +331,7 @@ def _check_names(names: Sequence[FileName], layout: tuple[int, int, int], proble
 
 
 def _check_same_run(models: Collection[ModelStates], optimizers: Collection[OptimizerFile], problems: Problems) -> None:
-    """Check that all files of a model-parallel rank record the same."""
+    """Check that all files of a model-parallel rank record the same values."""
     files: list[ModelStates | OptimizerFile] = [*models, *optimizers]
     _check_steps(models, problems)
     problems.check_agreement("ds_version", {file.name.name: file.file.version for file in files})
@@ -338,7 +342,7 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
         known = [value for model in models if (value := model.file.root.get(key)) is not None]
         if any(other != known[0] for other in known[1:]):
             names = ", ".join(model.name.name for model in models)
-            problems.wrong.append(f"{names}: of another run: {key} differs among them")
+            problems.wrong.append(f"{names}: {key} differs between these files: some are of another run")
 
 
 def _check_steps(models: Iterable[ModelStates], problems: Problems) -> None:
@@ -347,7 +351,7 @@ def _check_steps(models: Iterable[ModelStates], problems: Problems) -> None:
 
 
 def _check_runs_agree(runs: Mapping[int, SavedRun], folder: TagFolder, size: int, problems: Problems) -> None:
-    """Check that the files of all model-parallel ranks record the same."""
+    """Check that the files of all model-parallel ranks record the same values."""
     problems.wrong += [
         f"extra: {name.name} is for model-parallel rank {name.mp} of {size}"
         for name in folder.files
@@ -385,8 +389,8 @@ def _check_layers(
         if name is not None and match[2] not in {*layers[name].tensors, *layers[name].others}:
             absent.setdefault(name.name, []).append(match[0])
     problems.wrong += [
-        f"{file}: expected {', '.join(params)}, as its stage records; they are not in it: it is the file of another "
-        "layer, or of another run"
+        f"{file}: expected {', '.join(params)}, which the pipeline stage records; the file does not hold them: it is "
+        "the file of another layer, or of another run"
         for file, params in absent.items()
     ]
     problems.wrong += [

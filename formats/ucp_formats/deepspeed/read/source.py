@@ -19,14 +19,14 @@ def _scale(index: Index) -> LossScale | None:
 
 
 RUN = RunExtras(scheduler=LR_SCHEDULER, scale=_scale, client="client_state")
-"""Values beside tensors that a run of DeepSpeed resumes with, in both formats."""
+"""Values other than tensors with which a DeepSpeed run resumes, in both formats."""
 
 
 class DeepSpeedFormat(Format):
     """Format `deepspeed`.
 
-    `group_names`: names of the parameters of every optimizer group, in its order; only for checkpoints without ZeRO
-    whose optimizer does not record them (the error then says so). `options`: the model family whose rules state how
+    `group_names`: the parameter names of each optimizer group, in its order; only for checkpoints without ZeRO whose
+    optimizer does not record them (the error then asks for them). `options`: the model family whose rules state how
     tensor-parallel ranks split parameters, for checkpoints that do not record it.
     """
 
@@ -59,7 +59,7 @@ class DeepSpeedFormat(Format):
         return None if located is None else located.evidence
 
     def owns(self, name: str) -> bool:
-        """Whether `name` is that of a file of a tag folder."""
+        """Whether DeepSpeed gives this name to a file of a tag folder."""
         return parse_name(name) is not None
 
     def read(self, path: Path) -> Index:

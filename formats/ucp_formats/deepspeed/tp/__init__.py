@@ -1,1 +1,1 @@
-"""Tensor parallelism: how each parameter is split, from the checkpoint's record or a model family."""
+"""Tensor parallelism: how each parameter is split, as the checkpoint records or a model family states."""

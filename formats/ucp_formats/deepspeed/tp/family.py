@@ -1,6 +1,6 @@
 """Layouts over tensor-parallel ranks by the rules of a model family, for checkpoints that do not record them.
 
-Names stay as they are in the files: a family only states which parameter a name stands for, and how it is split.
+Names stay those of the files: a family only states which parameter a name stands for, and how it is split.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def script_arguments(saved: object) -> dict[str, object]:
 
 
 class FamilyRules:
-    """Rules of the family of one checkpoint, which `options` name or which follows from names, shapes and arguments.
+    """Rules of a checkpoint's model family: the one in `options`, or one chosen by names, shapes and arguments.
 
-    `arguments`: of the training script, as recorded. `where`: the checkpoint, for messages.
+    `arguments`: those of the training script, as recorded. `where`: the checkpoint, for messages.
     """
 
     def __init__(self, options: SourceOptions, arguments: Mapping[str, object], where: str) -> None:
@@ -48,18 +48,18 @@ class FamilyRules:
         self.notes: list[str] = []
         """How the family was chosen."""
         self.known_from: Mapping[str, str] = {}
-        """Axis to the family that states how tensors lie over it."""
+        """Axis to the family that states how tensors are split over it."""
 
     def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
-        """Layout of every tensor. Raises UnknownFamilyError, FamilyError, and others with all names concerned."""
+        """Layout of every tensor. Raises UnknownFamilyError, FamilyError or MalformedError, listing all tensors."""
         parts = max((len(shapes.local) for shapes in tensors.values()), default=1)
         family = self._choose_family({name: shapes.local[0] for name, shapes in tensors.items()}, parts)
         return self._find_layouts(family, tensors)
 
     def layouts_of(self, tensors: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
-        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether it must have a rule.
+        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether a rule must name it.
 
-        Raises UnknownFamilyError, FamilyError, TopologyError and MalformedError, each with all names concerned.
+        Raises UnknownFamilyError, FamilyError, TopologyError or MalformedError, listing every tensor it is about.
         """
         family = self._choose_family({name: shape for name, (shape, _) in tensors.items()}, 1, over=parts)
         local = even_parts({name: (shape, find_cut_dim(family, name)) for name, (shape, _) in tensors.items()}, parts)
@@ -67,7 +67,7 @@ class FamilyRules:
         return self._find_layouts(family, shapes)
 
     def _choose_family(self, shapes: Mapping[str, Shape], parts: int, *, over: int = 0) -> Family:
-        """The family of tensors with these shapes on one of `parts` ranks; `over`: ranks of the target."""
+        """The family of the tensors that have these shapes on each of `parts` ranks; `over`: ranks of a target."""
         try:
             family, why = registry.choose_family(
                 names=list(shapes),
@@ -83,11 +83,11 @@ class FamilyRules:
                     f"split over {over} tensor-parallel ranks; {error}"
                 ) from None
             raise UnknownFamilyError(
-                f"expected universal_checkpoint_info in the model-states files of {self._where}, which says how "
+                f"expected universal_checkpoint_info in the model-states files of {self._where}, which records how "
                 f"{format_count(len(shapes), 'tensor is', 'tensors are')} "
                 f"split over {parts} tensor-parallel ranks; there is none, and {error}"
             ) from None
-        self.notes.append(f"tensor-parallel layout inferred by the family {family.name}: {', '.join(why)}")
+        self.notes.append(f"tensor-parallel layout inferred from the family {family.name}: {', '.join(why)}")
         self.known_from = {"tp": f"family {family.name}"}
         return family
 
@@ -109,7 +109,7 @@ class FamilyRules:
             raise MalformedError(
                 f"the rules of the family {family.name} do not fit {format_count(len(wrong), 'parameter')} "
                 f"of {self._where}:\n"
-                f"{format_list(wrong)}\npass another with --family, or rules of your own with --patterns"
+                f"{format_list(wrong)}\nName another family with --family, or pass a file of rules with --patterns"
             )
         return layouts
 
@@ -119,7 +119,7 @@ class FamilyRules:
 
 
 def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> TensorLayout:
-    """Layout of a tensor that is a canonical tensor, or one of several that are joined to one."""
+    """Layout of a tensor that is a canonical tensor of the family, or one of several parts of it."""
     if named.stacked:
         raise UnsupportedError(f"{named.canonical}: DeepSpeed has no tensors that stack several layers")
     degrees = {"tp": len(shapes), "etp": 1}
@@ -128,7 +128,7 @@ def _find_layout(family: Family, named: ParsedName, shapes: Sequence[Shape]) -> 
     if alias is not None and (len(alias.names) > 1 or alias.view or alias.order or alias.groups is not None):
         dims = {axis.dim for axis in match.rule.axes if axis.axis == "tp" and axis.pattern == "shard"}
         if alias.view or alias.order or len(alias.names) == 1 or len(dims) > 1:
-            raise MisfitError(f"it is {named.canonical} in another arrangement, for which the family has no rule")
+            raise MisfitError(f"the family has no rule for its arrangement of {named.canonical}")
         return cut_layout(dims.pop(), shapes, None) if dims else equal_layout("replicate", shapes)
     if not match.axes(degrees):
         return equal_layout("replicate", shapes)

@@ -1,15 +1,16 @@
-"""How one parameter is split over the tensor-parallel ranks: a pattern that fits the shapes that the ranks hold.
+"""How one parameter is split over the tensor-parallel ranks: a pattern that fits the shapes of the ranks' shards.
 
 >>> layout = cut_layout(0, [(4, 8), (4, 8)], None)
 >>> layout.pattern.name, layout.global_shape
 ('shard(dim=0)', (8, 8))
 
-`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py): each rank lists blocks of the global tensor, as views with
+`affine_map` of DeepSpeed 0.19.8 (checkpoint/affine.py) lists, for each rank, blocks of the global tensor as views with
 strides.
 
-1. A block becomes boxes. It is one box if its strides are those of the dims of both the global tensor and the rank's;
-   else it is split into consecutive ranges.
-2. Boxes that cut one dim make a `cut` or `shard`, the full tensor on every rank is `replicate`, all else is `pieces`.
+1. A block becomes boxes. It is one box if its strides are those of the global tensor and of the rank's tensor, dim by
+   dim; else it is split into ranges that are consecutive in both.
+2. If the boxes split one dim, the pattern is `shard` or `cut`; if every rank holds the full tensor, it is `replicate`;
+   otherwise it is `pieces`.
 
 >>> whole = {"shape": [2, 4], "source": [8, [4, 1]], "dest": [0, [4, 1]], "locations": [1]}
 >>> [str(pair.global_box) for pair in _pairs(whole, (4, 4), (2, 4))]
@@ -34,7 +35,7 @@ from ucp.io.pickle.fields import Shape, require_integer, require_mapping, requir
 
 
 def shared_divisors(lengths: Iterable[int]) -> str:
-    """Degrees that divide all lengths, for a message.
+    """Degrees that divide all lengths, as text for a message.
 
     >>> shared_divisors([8, 12])
     '1, 2, 4'
@@ -44,9 +45,9 @@ def shared_divisors(lengths: Iterable[int]) -> str:
 
 
 def even_parts(tensors: Mapping[str, tuple[Shape, int | None]], parts: int) -> dict[str, tuple[Shape, ...]]:
-    """Shapes that `parts` ranks hold of tensors, given by shape and the dim that is cut (None: of none).
+    """Shape of each tensor's shard on each of `parts` ranks; `tensors`: global shape, and the dim to split or None.
 
-    Raises TopologyError with all that cannot be cut evenly.
+    Raises TopologyError that lists all tensors that cannot be split evenly.
 
     >>> even_parts({"a": ((4, 6), 1), "b": ((3,), None)}, 2)
     {'a': ((4, 3), (4, 3)), 'b': ((3,), (3,))}
@@ -59,8 +60,8 @@ def even_parts(tensors: Mapping[str, tuple[Shape, int | None]], parts: int) -> d
     if uneven:
         lengths = (n for shape, dim in tensors.values() if dim is not None for n in shape[dim : dim + 1])
         raise TopologyError(
-            f"expected tensors that {parts} tensor-parallel ranks can cut evenly; got\n{format_list(uneven)}\nchoose a "
-            f"degree that divides them, and all others that are cut: {shared_divisors(lengths)}"
+            f"expected tensors that {parts} tensor-parallel ranks can split evenly; got\n{format_list(uneven)}\n"
+            f"Choose a degree that divides the split dims of all tensors: {shared_divisors(lengths)}"
         )
     return {
         name: (shape if dim is None else (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :]),) * parts
@@ -70,35 +71,35 @@ def even_parts(tensors: Mapping[str, tuple[Shape, int | None]], parts: int) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShapes:
-    """What the ranks hold of one parameter."""
+    """The shards of one parameter or buffer."""
 
     local: tuple[Shape, ...]
     """Shape on each tensor-parallel rank."""
     declared: bool = True
-    """Whether a tensor that the record does not name is cut, as parameters are; buffers are equal on all ranks."""
+    """Whether the tensor is split if the record does not name it: parameters are; buffers are equal on all ranks."""
 
 
 class MisfitError(ValueError):
-    """The shapes that the ranks hold do not fit the pattern; the argument says how, in a few words."""
+    """The shapes of the shards do not fit the pattern; the argument says why, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """A pattern over some ranks, for a tensor of one shape."""
+    """How one tensor is split over the tensor-parallel ranks."""
 
     pattern: Pattern
-    """How the tensor is split over them."""
+    """The pattern of the split."""
     global_shape: Shape
     """Shape of the global tensor."""
     parts: int
-    """Ranks."""
+    """Number of ranks."""
 
     def __post_init__(self) -> None:
         self.regions(0)
 
     @property
     def overlap(self) -> Overlap:
-        """What it means if several ranks hold an element."""
+        """How to treat an element that several ranks hold."""
         return Overlap.MEAN if self.pattern.overlap is Overlap.MEAN else Overlap.EXCLUSIVE
 
     def local_shape(self, index: int) -> Shape:
@@ -108,9 +109,9 @@ class TensorLayout:
         )
 
     def block_widths(self) -> tuple[int, list[tuple[int, ...]]] | None:
-        """Dim that is cut, and the elements of each block on each rank; None for a tensor that all ranks hold in full.
+        """The dim that is split, and the width of each block on each rank; None if all ranks hold the full tensor.
 
-        Raises MisfitError for pieces that are not such blocks.
+        Raises MisfitError if the tensor is not split along one dim, block by block.
         """
         regions = [self.regions(index) for index in range(self.parts)]
         full = Box.full(self.global_shape)
@@ -120,28 +121,29 @@ class TensorLayout:
             blocks = _blocks(regions, self.global_shape, dim)
             if blocks is not None:
                 return dim, blocks
-        raise MisfitError(f"{self.pattern.name} does not cut one dim, block by block")
+        raise MisfitError(f"{self.pattern.name} does not split one dim, block by block")
 
     def regions(self, index: int) -> tuple[RegionPair, ...]:
-        """What rank `index` holds, in increasing local offset."""
+        """The boxes that rank `index` holds, in increasing local offset."""
         return self.pattern.regions(self.global_shape, self.parts, index)
 
 
 def equal_layout(name: str, shapes: Sequence[Shape]) -> TensorLayout:
-    """The layout of a tensor that all ranks hold in full, under pattern `name`. Raises MisfitError."""
+    """The layout of a tensor that all ranks hold in full, with the pattern called `name`. Raises MisfitError."""
     if len(set(shapes)) > 1:
-        raise MisfitError(f"expected one shape on all ranks; got {_format_shapes(shapes)}")
+        raise MisfitError(f"expected the same shape on all ranks; got {_format_shapes(shapes)}")
     return TensorLayout(pattern(name), shapes[0], len(shapes))
 
 
 def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]] | None) -> TensorLayout:
-    """The layout of a tensor that ranks split along `dim`. Raises MisfitError.
+    """The layout of a tensor that is split along `dim`. Raises MisfitError.
 
-    `shapes`: of what each rank holds. `widths`: elements of each block on each rank; None for one block.
+    `shapes`: the shard's shape on each rank. `widths`: for each block of `dim`, its length on each rank; None if `dim`
+    is one block.
     """
     parts = len(shapes)
     if any(dim >= len(shape) for shape in shapes):
-        raise MisfitError(f"expected tensors with a dim {dim}, along which they are cut; got {_format_shapes(shapes)}")
+        raise MisfitError(f"expected tensors with a dim {dim}, the one that is split; got {_format_shapes(shapes)}")
     if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise MisfitError(f"expected shapes that differ in dim {dim} only; got {_format_shapes(shapes)}")
     lengths = [shape[dim] for shape in shapes]
@@ -150,11 +152,11 @@ def cut_layout(dim: int, shapes: Sequence[Shape], widths: Sequence[Sequence[int]
         raise MisfitError(f"expected a width for each of {parts} ranks; got {[list(block) for block in blocks]}")
     sums = [sum(rank_widths) for rank_widths in zip(*blocks, strict=True)]
     if sums != lengths:
-        raise MisfitError(f"expected {sums} elements of dim {dim} on the ranks, as the widths say; got {lengths}")
+        raise MisfitError(f"expected dim {dim} to be {sums} on the ranks, the sums of the widths; got {lengths}")
     global_shape = (*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :])
     totals = [sum(block) for block in blocks]
     even = [tuple((total + count) // parts for count in reversed(range(parts))) for total in totals]
-    if blocks == even:  # `shard` has this arithmetic
+    if blocks == even:  # what `shard` computes
         cut = pattern("shard", dim=dim, blocks=tuple(totals) if len(blocks) > 1 else ())
     else:
         cut = pattern("cut", dim=dim, widths=tuple(blocks))
@@ -187,17 +189,17 @@ AFFINE_VERSION = 1
 """Supported version of the map (`AFFINE_MAP_FORMAT_VERSION`, 0.19.8)."""
 
 _MOST_PAIRS = 200_000
-"""Boxes of one parameter; a map with more is damaged."""
+"""The most boxes that one rank's part of a parameter can have; a map with more is damaged."""
 
 
 class RefusedError(ValueError):
-    """A layout that cannot be undone bit for bit; the argument says why, in a few words."""
+    """The global tensor cannot be restored bit for bit from this layout; the argument says why, in a few words."""
 
 
 def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorLayout:
-    """The layout that the map `entry` of one parameter records; `shapes`: of what each rank holds.
+    """The layout that `entry`, the map of one parameter, records; `shapes`: the shard's shape on each rank.
 
-    Raises MisfitError if it contradicts them or itself, RefusedError if values are scaled.
+    Raises MisfitError if the map contradicts the shapes or itself, RefusedError if values are scaled.
     """
     saved = require_mapping(entry, where)
     logical = _sizes(saved.get("logical_shape"), f"logical_shape of {where}")
@@ -217,14 +219,14 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
         for piece in pieces:
             scale = piece.get("scale", 1.0)
             if scale != 1.0:
-                raise RefusedError(f"ranks hold it multiplied by {scale}, as some biases of AutoTP are")
+                raise RefusedError(f"ranks hold it multiplied by {scale}, as AutoTP does with some biases")
             pairs += _pairs(piece, logical, shape)
             if len(pairs) > _MOST_PAIRS:
                 raise MisfitError(f"more than {_MOST_PAIRS} pieces on rank {rank}")
         if prod(shape) and (len(shape) != len(logical) or find_gaps(shape, [pair.local for pair in pairs], most=1)):
             raise MisfitError(f"the pieces of rank {rank} do not fill its tensor {list(shape)} exactly")
         regions.append(tuple(sorted(pairs, key=lambda pair: pair.local.offsets)))
-    # boxes that several ranks hold are numbered in the order of the ranks: two boxes are equal or do not overlap
+    # the copies of a box are numbered in the order of the ranks that hold them; two different boxes do not overlap
     seen: Counter[Box] = Counter()
     numbered = []
     for own_pairs in regions:
@@ -239,7 +241,7 @@ def affine_layout(entry: object, shapes: Sequence[Shape], where: str) -> TensorL
 
 
 def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list[RegionPair]:
-    """Boxes of a block of the map."""
+    """The boxes of one block (`piece`) of the map, in the global tensor (`logical`) and in the rank's (`local`)."""
     where = "a piece of affine_map"
     sizes = _sizes(piece.get("shape"), where)
     sides = []
@@ -247,12 +249,14 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
         offset, strides = (*require_sequence(piece.get(key), where), None, None)[:2]
         sides.append(_Side(require_integer(offset, where), _sizes(strides, where), shape))
     if any(len(side.strides) != len(sizes) for side in sides):
-        raise MisfitError(f"a piece of {list(sizes)} has strides {[list(side.strides) for side in sides]}")
+        raise MisfitError(f"a piece of shape {list(sizes)} has the strides {[list(side.strides) for side in sides]}")
     if not prod(sizes):
         return []
     ends = [side.offset + sum((n - 1) * by for n, by in zip(sizes, side.strides, strict=True)) for side in sides]
     if any(side.offset < 0 or end >= prod(side.shape) for side, end in zip(sides, ends, strict=True)):
-        raise MisfitError(f"a piece of {list(sizes)} leaves the tensor: {list(logical)} or {list(local)}")
+        raise MisfitError(
+            f"a piece of shape {list(sizes)} exceeds the global tensor {list(logical)} or the rank's {list(local)}"
+        )
     boxes = [side.box(sizes) for side in sides]
     if boxes[0] is not None and boxes[1] is not None:
         return [RegionPair(boxes[0], boxes[1])]
@@ -260,14 +264,14 @@ def _pairs(piece: Mapping[object, object], logical: Shape, local: Shape) -> list
 
 
 class _Side(NamedTuple):
-    """One side of a block: the global tensor, or the rank's."""
+    """A block as a view of a tensor: of the global one, or of the rank's."""
 
     offset: int
     strides: Shape
     shape: Shape
 
     def box(self, sizes: Shape) -> Box | None:
-        """The block as a box; None where its strides are not those of the tensor's dims."""
+        """The block as a box; None if its strides are not those of the tensor."""
         strides = contiguous_strides(self.shape)
         if len(strides) != len(sizes) or any(
             n > 1 and stride != step for n, stride, step in zip(sizes, self.strides, strides, strict=True)
@@ -282,14 +286,14 @@ class _Side(NamedTuple):
 
 
 def _split_block(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPair]:
-    """The block in ranges that are consecutive on both sides."""
+    """The boxes of a block, from ranges that are consecutive both in the global tensor and in the rank's."""
     inner = len(sizes)
     length = 1
     while inner and all(sizes[inner - 1] == 1 or side.strides[inner - 1] == length for side in (source, dest)):
         inner -= 1
         length *= sizes[inner]
     if prod(sizes[:inner]) > _MOST_PAIRS:
-        raise MisfitError(f"a piece of {list(sizes)} splits into {prod(sizes[:inner])} ranges")
+        raise MisfitError(f"a piece of shape {list(sizes)} splits into {prod(sizes[:inner])} ranges, too many")
     for index in product(*map(range, sizes[:inner])):
         starts = [
             side.offset + sum(at * stride for at, stride in zip(index, side.strides, strict=False))
@@ -299,7 +303,7 @@ def _split_block(sizes: Shape, source: _Side, dest: _Side) -> Iterator[RegionPai
 
 
 def _match_boxes(logical: Shape, local: Shape, starts: list[int], length: int) -> Iterator[RegionPair]:
-    """Boxes of a range, each as large as it can be and still be one box on both sides."""
+    """The boxes of a range, each as large as possible while it is one box in both tensors."""
     if len(logical) != len(local):
         raise MisfitError(f"the global tensor {list(logical)} and a rank's {list(local)} differ in number of dims")
     source, dest = starts

@@ -1,11 +1,11 @@
 """`universal_checkpoint_info`: which pattern each parameter has over the tensor-parallel ranks.
 
-The record lists regular expressions by category; a category with a match decides, in the order of DeepSpeed's own
-converter (`merge_tp_slices`, checkpoint/ds_to_universal.py, 0.19.8):
+The record lists regular expressions on parameter names by category. The category whose expression matches decides, as
+in DeepSpeed's converter (`merge_tp_slices`, checkpoint/ds_to_universal.py, 0.19.8):
 
 | category | pattern |
 |---|---|
-| `affine_map` | as listed, piece by piece |
+| `affine_map` | the pieces that it lists for each rank |
 | `tp_replicated_parameter_patterns` | replicate |
 | `parameter_to_average_patterns` | partial |
 | `parameter_with_2_sub_params_cat_dim_0` | shard of dim 0, two equal blocks |
@@ -13,8 +13,9 @@ converter (`merge_tp_slices`, checkpoint/ds_to_universal.py, 0.19.8):
 | `parameter_with_row_parallelism_patterns` | shard of dim 1 |
 | none | shard of dim 0 |
 
-If two categories contradict each other and there is no `affine_map`, DeepSpeed's converter takes the first; here that
-is an error. `vocabulary_parameter_patterns` only make DeepSpeed cut off the padding; here the padded tensor is kept.
+If two categories match a name and there is no `affine_map` for it, DeepSpeed's converter takes the first; here that is
+an error, unless both mean the same split. `vocabulary_parameter_patterns` name embeddings whose padding DeepSpeed cuts
+off; here the padded tensor is kept.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _AFFINE = "affine_map"
 
 
 class _Patterns:
-    r"""Regular expressions; an expression for one full name (`^a\.b$`, as AutoTP writes) is looked up."""
+    r"""Regular expressions; one for a single full name (`^a\.b$`, as AutoTP writes) is looked up, not searched for."""
 
     def __init__(self, patterns: Iterable[object], where: str) -> None:
         self._literal: dict[str, str] = {}
@@ -82,9 +83,9 @@ class UniversalCheckpointInfo:
     """The record of one checkpoint; `where`: for messages."""
 
     notes: tuple[str, ...] = ()
-    """Notes on assumptions: none, as the layouts are recorded."""
+    """Notes on assumptions: none, because the layouts are recorded."""
     known_from: Mapping[str, str] = MappingProxyType({})
-    """Source of layouts other than the record: none."""
+    """Axis to the source of its layouts, where that is not the record: none."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
@@ -93,8 +94,8 @@ class UniversalCheckpointInfo:
         self._version = float(version) if isinstance(version, int | float) else 0.0
         if self._version > _KNOWN_VERSION:
             raise UnsupportedError(
-                f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. Its "
-                "layouts are not known here: save with an older DeepSpeed, or use a newer ucp"
+                f"expected universal_checkpoint_version up to {_KNOWN_VERSION} in {where}; got {self._version}. This "
+                "ucp does not know its layouts: save with an older DeepSpeed, or use a newer ucp"
             )
         lists: dict[str, Sequence[object]] = {
             key: [] if info.get(key) is None else require_sequence(info[key], f"{key} of {where}")
@@ -125,7 +126,7 @@ class UniversalCheckpointInfo:
         self._unsupported_patterns = _Patterns(self._unsupported, f"{_UNSUPPORTED} of {where}")
 
     def layouts(self, tensors: Mapping[str, TensorShapes]) -> dict[str, TensorLayout]:
-        """Layout of every tensor. Raises UnsupportedError and MalformedError, each with all names concerned."""
+        """Layout of every tensor. Raises UnsupportedError or MalformedError, listing every tensor that it is about."""
         layouts: dict[str, TensorLayout] = {}
         wrong: list[str] = []
         unsupported: list[str] = []
@@ -138,21 +139,22 @@ class UniversalCheckpointInfo:
                 wrong.append(f"{name}: {error}")
         if unsupported:
             raise UnsupportedError(
-                f"{self._where} records layouts over the tensor-parallel ranks that cannot be undone bit for bit:\n"
-                f"{format_list(unsupported)}\nresume in DeepSpeed with tensor-parallel degree 1 and save again"
+                f"{self._where} records layouts over the tensor-parallel ranks from which the global tensors cannot "
+                f"be restored bit for bit:\n{format_list(unsupported)}\nResume in DeepSpeed with tensor-parallel "
+                "degree 1 and save again"
             )
         if wrong:
             raise MalformedError(
                 f"universal_checkpoint_info of {self._where} does not fit {format_count(len(wrong), 'parameter')}:\n"
-                f"{format_list(wrong)}\nthe record is of another model or contradicts itself: correct the patterns "
-                "where they are made (universal_checkpoint_info() of the model) and save again"
+                f"{format_list(wrong)}\nThe record is of another model, or it contradicts itself: correct the patterns "
+                "that universal_checkpoint_info() of the model returns, and save again"
             )
         return layouts
 
     def layouts_of(self, tensors: Mapping[str, tuple[Shape, bool]], parts: int) -> dict[str, TensorLayout]:
-        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether it is cut by default.
+        """Layout of global tensors over `parts` ranks; `tensors`: name to shape, and whether it is split by default.
 
-        Raises TopologyError, UnsupportedError and MalformedError, each with all names concerned.
+        Raises TopologyError, UnsupportedError or MalformedError, listing every tensor that the error is about.
         """
         rules = UniversalCheckpointInfo(self.for_degree(parts), self._where)
         recorded = {name: self._recorded_layout(name, shape, parts) for name, (shape, _) in tensors.items()}
@@ -166,7 +168,7 @@ class UniversalCheckpointInfo:
         return {**known, **rules.layouts(shapes)}
 
     def _recorded_layout(self, name: str, shape: Shape, parts: int) -> TensorLayout | None:
-        """The recorded layout of a tensor of this shape over this number of ranks; None if there is none."""
+        """The layout over exactly `parts` ranks that the record spells out for a tensor of this shape; None if none."""
         where = f"{_AFFINE} of {name}"
         for pattern in self._affine_patterns.matching(name):
             ranks = require_mapping(self._affine[pattern], where).get("ranks")
@@ -187,12 +189,12 @@ class UniversalCheckpointInfo:
         return None
 
     def for_degree(self, parts: int) -> dict[object, object]:
-        """The record for another number of ranks: without maps and widths, which hold for one number only."""
+        """The record for another number of ranks: without maps and widths, which hold for one number of ranks only."""
         info = {key: value for key, value in self._info.items() if key not in (_AFFINE, _WIDTHS)}
         saved = self._info.get(_WIDTHS)
         if isinstance(saved, dict):
             widths: dict[object, object] = dict(saved)
-            for pattern, blocks in self._widths.items():  # evened out where all ranks have as much of each
+            for pattern, blocks in self._widths.items():  # equal widths stay equal over the new number of ranks
                 totals = [sum(block) for block in blocks]
                 if all(len(set(block)) == 1 for block in blocks) and all(total % parts == 0 for total in totals):
                     widths[pattern] = [[total // parts] * parts for total in totals]
@@ -200,15 +202,15 @@ class UniversalCheckpointInfo:
         return info
 
     def _subs_of(self, name: str) -> list[tuple[_SubParams, str]]:
-        """Entries about a tensor, each with the pattern that matches."""
+        """Entries of `parameter_with_sub_params` that match a tensor, each with the pattern that matches."""
         return [(sub, pattern) for sub, patterns in self._subs for pattern in patterns.matching(name)]
 
     def _match_categories(self, name: str) -> dict[str, list[str]]:
-        """Categories of a tensor, each with the patterns that match."""
+        """Categories that match a tensor, each with the patterns that match."""
         return {key: matching for key, patterns in self._categories.items() if (matching := patterns.matching(name))}
 
     def _cut_dim(self, name: str, *, declared: bool) -> int | None:
-        """Dim that a tensor is cut along, by its categories; None if all ranks hold it in full."""
+        """Dim along which a tensor is split, by its categories; None if all ranks hold it in full."""
         matched = self._match_categories(name).keys()
         if matched & {_REPLICATED, _AVERAGED}:
             return None
@@ -217,7 +219,7 @@ class UniversalCheckpointInfo:
         return 1 if _ROW in matched else 0 if _TWO in matched or declared else None
 
     def file_keys(self, name: str) -> dict[str, object]:
-        """What a universal checkpoint records besides the tensor, for DeepSpeed to split it (`merge_tp_slices`)."""
+        """Keys beside the tensor in a universal checkpoint, by which DeepSpeed splits it (`merge_tp_slices`)."""
         matched = self._match_categories(name).keys()
         is_whole = bool(matched & {_REPLICATED, _AVERAGED})
         subs = self._subs_of(name)
@@ -232,7 +234,7 @@ class UniversalCheckpointInfo:
         return keys
 
     def padded_vocabulary(self, name: str, global_shape: Shape) -> int | None:
-        """Rows that are not padding, if `name` is a vocabulary with padding."""
+        """Number of rows that are not padding, if `name` is an embedding with padding; else None."""
         size = self._info.get("original_vocab_size")
         if not isinstance(size, int) or not self._vocabulary.matching(name):
             return None
@@ -243,7 +245,7 @@ class UniversalCheckpointInfo:
             raise RefusedError(str(self._unsupported[pattern]))
         affine = self._affine_patterns.matching(name)
         if len(affine) > 1:
-            raise MisfitError(f"two patterns of {_AFFINE} match it: {affine}")
+            raise MisfitError(f"several patterns of {_AFFINE} match it: {affine}")
         if affine:
             return affine_layout(self._affine[affine[0]], shapes.local, f"{_AFFINE} of {name}")
         matched = self._match_categories(name)
@@ -256,7 +258,7 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"the patterns contradict one another: it is matched by {' and '.join(categories)}")
         if len(specs := {(sub.dim, sub.spec) for sub, _ in subs}) > 1:
             twice = sorted(map(str, specs))
-            raise MisfitError(f"the patterns contradict one another: {_SUB} has it twice, with {twice}")
+            raise MisfitError(f"the patterns contradict one another: {_SUB} lists it with several splits: {twice}")
         if _AVERAGED in matched:
             return equal_layout("partial", shapes.local)
         if _REPLICATED in matched or not (matched or subs or shapes.declared):
@@ -264,7 +266,7 @@ class UniversalCheckpointInfo:
         if _TWO in matched:
             if any(not shape or shape[0] % 2 for shape in shapes.local):
                 shown_shapes = [list(shape) for shape in shapes.local]
-                raise MisfitError(f"expected two equal blocks of dim 0 on each rank; got {shown_shapes}")
+                raise MisfitError(f"expected dim 0 to be two equal blocks on each rank; got shapes {shown_shapes}")
             return cut_layout(0, shapes.local, [[shape[0] // 2 for shape in shapes.local]] * 2)
         if subs:
             return cut_layout(subs[0][0].dim, shapes.local, self._blocks(*subs[0], shapes.local))
@@ -274,7 +276,7 @@ class UniversalCheckpointInfo:
         """Elements of every sub-parameter on every rank."""
         if pattern in self._widths:
             return self._widths[pattern]
-        if self._version >= 0.4:  # since then the widths are recorded, and a cut without them is not known to be even
+        if self._version >= 0.4:  # this version records the widths; without them the split need not be even
             raise MisfitError(f"expected widths of its sub-parameters under {pattern!r} in {_WIDTHS}; got none")
         if any(sub.dim >= len(shape) for shape in shapes):
             raise MisfitError(f"expected tensors with a dim {sub.dim}; got {[list(shape) for shape in shapes]}")
@@ -285,12 +287,12 @@ class UniversalCheckpointInfo:
             raise MisfitError(f"sub-parameters {how} do not add up to {total}")
         for size in sizes:
             if size % len(shapes):
-                raise MisfitError(f"a sub-parameter of {size} elements is not cut evenly over {len(shapes)} ranks")
+                raise MisfitError(f"{len(shapes)} ranks do not divide a sub-parameter of {size} elements")
         return [[size // len(shapes)] * len(shapes) for size in sizes]
 
 
 def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object]:
-    """`universal_checkpoint_info` that records these layouts, a pattern for each name. Raises UnsupportedError."""
+    """A `universal_checkpoint_info` that records these layouts, with one pattern per name. Raises UnsupportedError."""
     info: dict[object, object] = {"universal_checkpoint_version": _KNOWN_VERSION, _VOCABULARY: []}
     replicated: list[str] = []
     averaged: list[str] = []
@@ -302,7 +304,9 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object
         try:
             blocks = layout.block_widths()
         except MisfitError as error:
-            raise UnsupportedError(f"{name}: universal_checkpoint_info cannot record how it is cut: {error}") from error
+            raise UnsupportedError(
+                f"{name}: universal_checkpoint_info cannot record how it is split: {error}"
+            ) from error
         if blocks is None:
             (averaged if layout.overlap is Overlap.MEAN else replicated).append(pattern)
             continue
@@ -314,7 +318,7 @@ def recorded_layouts(layouts: Mapping[str, TensorLayout]) -> dict[object, object
         elif dim == 1:
             rows.append(pattern)
         elif dim:
-            raise UnsupportedError(f"{name}: DeepSpeed cuts dim 0 or 1 of a tensor; got dim {dim}")
+            raise UnsupportedError(f"{name}: DeepSpeed splits tensors along dim 0 or 1; got dim {dim}")
     return {**info, _REPLICATED: replicated, _AVERAGED: averaged, _ROW: rows, _SUB: subs, _WIDTHS: widths}
 
 
@@ -323,11 +327,11 @@ class _SubParams:
     """An entry of `parameter_with_sub_params` (`SubparamShape`, checkpoint/universal_checkpoint.py)."""
 
     patterns: tuple[str, ...]
-    """Names that it applies to."""
+    """Regular expressions on the names that it applies to."""
     dim: int
-    """Dim that is cut."""
+    """Dim that is split."""
     spec: int | tuple[int, ...]
-    """Sizes of the sub-parameters along it, or the number of equal ones."""
+    """Sizes of the sub-parameters along that dim, or the number of sub-parameters if they are equal."""
     shape: tuple[object, ...]
     """Shape as recorded."""
 

@@ -1,1 +1,1 @@
-"""The files that a DeepSpeed run would have saved."""
+"""Writes the files that a DeepSpeed run would have saved."""

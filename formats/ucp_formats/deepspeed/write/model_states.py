@@ -1,7 +1,7 @@
 """The model-states file of DeepSpeed: the module, and every other value of a run except its optimizer.
 
-Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8); the client state is among
-them, at the top level.
+Keys and their order are those of `_common_checkpoint_state` (runtime/engine.py, 0.19.8). The keys of the client state
+are at the top level too.
 """
 
 from __future__ import annotations
@@ -63,25 +63,26 @@ def _add_rest(draft: AtomDraft, facts: RunFacts, module: Module, rank: int) -> M
 
 
 def _list_unowned(index: Index) -> list[AtomIndex]:
-    """Parameters that the optimizer does not own: frozen, or without elements."""
+    """Parameters that the optimizer does not update: frozen, or without elements."""
     return [atom for atom in index.atoms.values() if atom.kind is not Kind.BUFFER and not is_optimized(atom)]
 
 
 def has_frozen(index: Index) -> bool:
     """Whether there is a frozen parameter with elements.
 
-    If not, the source may have been saved without them: a loader that finds one frozen parameter asks for all others.
+    If there is none, no frozen parameters are written: the source may have been saved without them, and a loader that
+    finds one in the file requires all of the model's.
     """
     return any(0 not in atom.global_shape for atom in _list_unowned(index))
 
 
 def frozen_shapes(index: Index) -> OrderedDict[object, object]:
-    """Shapes of the parameters that the optimizer does not own."""
+    """Shapes of the parameters that the optimizer does not update."""
     return OrderedDict((atom.name, TorchSize(atom.global_shape)) for atom in _list_unowned(index))
 
 
 def frozen_fragments(draft: AtomDraft, facts: RunFacts, rank: int) -> OrderedDict[object, object]:
-    """Values of these parameters: full under stage 2, the chunk of `rank` under stage 3."""
+    """Values of the parameters that the optimizer does not update: full under stage 2, a rank's chunk under stage 3."""
     fragments: OrderedDict[object, object] = OrderedDict()
     for atom in _list_unowned(facts.index):
         dtype = facts.module_dtype(atom)
@@ -100,10 +101,10 @@ def shapes(index: Index, groups: Iterable[Sequence[str]]) -> list[object]:
 
 
 def model_state(draft: AtomDraft, facts: RunFacts, rank: int, values: Mapping[str, object]) -> dict[str, object]:
-    """The value of the file of `rank`.
+    """The dict that the file of `rank` holds.
 
-    `own`: `module`, and those of `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
-    `frozen_param_fragments` that the stage has, the others are None; and `EMPTY_SHAPES`, where it is needed.
+    `values`: `module`; those keys among `optimizer`, `param_shapes`, `frozen_param_shapes`, `shared_params` and
+    `frozen_param_fragments` that the stage saves (the others are written as None); and `EMPTY_SHAPES` where needed.
     """
     extras, index = facts.extras, facts.index
     engine = extras.mapping("engine", rank)

@@ -1,7 +1,7 @@
 """Plans the files of one model-parallel rank: model states and optimizer states, in the form of the ZeRO stage.
 
-Optimizer groups of experts are partitioned over the data-parallel ranks that hold the same experts, and number them on
-each rank (see `experts`).
+Optimizer groups of experts are partitioned over the data-parallel ranks that hold the same experts; in their files,
+each rank numbers its experts from 0 (see `experts`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from ucp_formats.deepspeed.write.run import EMULATED, AtomDraft, RunFacts, tag
 
 
 class RankFiles:
-    """Plans the files of one rank; `facts`: with its parameters and local shapes.
+    """Plans the files of one model-parallel rank; `facts`: a view with its parameters and local shapes.
 
-    `experts`, `ep`: experts, and the number of ranks that they are split over. `is_stage`: whether the rank is a stage
-    of a pipeline, whose modules are in layer files.
+    `experts`, `ep`: the experts, and the number of ranks that they are split over. `is_stage`: whether the rank is a
+    pipeline stage, whose module is in layer files.
     """
 
     def __init__(self, facts: RunFacts, experts: ExpertNumbers, ep: int, *, is_stage: bool) -> None:
@@ -72,7 +72,7 @@ class RankFiles:
             notes = tuple(group_notes(groups, flat=True))
             if facts.stage < 3 and (count := sum(not group.params for group in groups)):
                 groups = tuple(group for group in groups if group.params)
-                notes = (*notes, f"{count} parameter groups without a trained parameter are left out")
+                notes = (*notes, f"parameter groups without a trained parameter are left out: {count}")
             files = list(self._draft_stage3() if facts.stage == 3 else self._draft_stages12(groups))
         for (layer, expert), names in self.experts.params_by_file(facts.index.atoms).items():
             name = f"layer_{layer}_expert_{expert}_mp_rank_{facts.mp:02d}_model_states.pt"
@@ -82,21 +82,21 @@ class RankFiles:
         return files, notes
 
     def _module(self, draft: AtomDraft) -> Module | None:
-        """The module without experts, which are in separate files; None for a stage of a pipeline."""
+        """The module without experts, which have separate files; None for a pipeline stage, which has layer files."""
         index = self.facts.index
         atoms = {name: atom for name, atom in index.atoms.items() if not is_expert(name)}
         return None if self.is_stage else module_tensors(draft, replace(self.facts, index=narrow_index(index, atoms)))
 
     def _select_experts(self, group: Group, rank: int) -> Group:
-        """A group with the experts of one expert-parallel rank only."""
+        """`group` with only those experts that expert-parallel rank `rank` holds."""
         owners = {atom.name: self.experts.owner(atom.name, self.ep) for atom in group.params}
         experts = [name for name, owner in owners.items() if owner is not None]
         if self.facts.stage and 0 < len(experts) < len(owners):
             other = next(name for name, owner in owners.items() if owner is None)
             raise UnsupportedError(
-                "expected parameter groups of experts alone, as every run with ZeRO has them; "
-                f"{self.facts.index.path} has one with {experts[0]} and {other}. Write files of a run without ZeRO "
-                "(--topology with zero=0)"
+                "expected parameter groups that hold either experts or other parameters, as DeepSpeed requires with "
+                f"ZeRO; {self.facts.index.path} has one with {experts[0]} and {other}. Write files for a run without "
+                "ZeRO (--topology with zero=0)"
             )
         hyper = dict(group.hyper)
         if self.experts.counts and hyper.get("moe") is True:
@@ -120,12 +120,12 @@ class RankFiles:
             check_flat(self.groups)
         if index.topology.zero != 0 and kind is not Wrapper.PLAIN:
             written = f"the optimizer is written in the form of DeepSpeed {EMULATED}'s {kind}"
-            notes.insert(0, f"{written}, for an engine of {facts.precision}")
+            notes.insert(0, f"{written}, for an engine that computes in {facts.precision}")
         elif index.topology.zero != 0 and frozen_shapes(index):
             notes.insert(
                 0,
-                "an optimizer of stage 0 numbers its parameters: ucp assumes that it numbers trained ones without "
-                "elements, and does not number frozen ones",
+                "an optimizer of stage 0 numbers its parameters: ucp assumes that trained parameters without elements "
+                "have a number, and frozen ones have none",
             )
         files = []
         for rank in range(self.ep):
@@ -192,8 +192,8 @@ class RankFiles:
                 values["frozen_param_shapes"] = frozen_shapes(facts.index)
                 values["frozen_param_fragments"] = frozen_fragments(draft, facts, rank)
             elif empty := frozen_shapes(facts.index):
-                # DeepSpeed saves them with the frozen ones, but under `exclude_frozen_parameters` as an empty
-                # placeholder only, and its loader asks for every frozen parameter as soon as it finds some
+                # DeepSpeed saves parameters without elements among the frozen ones. They cannot be written so here:
+                # the source may lack frozen parameters, and a loader that finds one requires all of the model's
                 values[EMPTY_SHAPES] = empty
             yield draft.finish(model_state(draft, facts, rank, values))
             draft = facts.draft(self._path("optim", rank))

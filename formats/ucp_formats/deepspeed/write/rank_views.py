@@ -1,6 +1,6 @@
-"""The source as each model-parallel rank of a target sees it: its parameters, with local shapes.
+"""Narrows the source to what each model-parallel rank of a target holds: its parameters, with local shapes.
 
-The code that writes the files of a data-parallel run then writes those of one model-parallel rank.
+With such a view, the code that writes the files of a data-parallel run writes those of one model-parallel rank.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def rank_views(
     *,
     uncut: Collection[str] = (),
 ) -> list[RunFacts]:
-    """Facts of every model-parallel rank of a run of `wanted`.
+    """Facts for every model-parallel rank of a run of topology `wanted`.
 
-    `stages`: the names of each stage, numbered in the order of its optimizer's groups. `uncut`: names of the tensors
-    that every tensor-parallel rank holds in full.
+    `stages`: for each stage, its parameters and buffers, numbered in the order that they have in the optimizer's
+    groups. `uncut`: names of tensors that every tensor-parallel rank holds in full.
     """
     facts = replace(facts, tp=wanted.tp, pp=wanted.pp)
     layouts: Mapping[str, TensorLayout] = {}
@@ -42,7 +42,7 @@ def rank_views(
         for rank in range(wanted.tp):
             atoms = {name: atom for name, atom in facts.index.atoms.items() if name in names}
             for name, atom in atoms.items():
-                if name in layouts:  # with the local shape; fragments still refer to the global tensor
+                if name in layouts:  # the shape becomes the local one; fragments still refer to the global tensor
                     shape = layouts[name].local_shape(rank)
                     states = {
                         key: replace(state, global_shape=shape) if state.global_shape == atom.global_shape else state
@@ -66,46 +66,49 @@ def narrow_index(index: Index, atoms: Mapping[str, AtomIndex]) -> Index:
 
 
 _SET_STAGES = (
-    "say which layers the stages have (--set stages=FIRST,FIRST,...,COUNT, or --set partition=uniform --set layers=N)"
+    "state the layers of each stage (--set stages=FIRST,FIRST,...,COUNT, or --set partition=uniform --set layers=N)"
 )
 
 
 def check_degrees(facts: RunFacts, wanted: Topology, *, is_pipeline: bool) -> None:
-    """Raise TopologyError where DeepSpeed, or this source, cannot have the degrees of `wanted`."""
+    """Raise TopologyError if DeepSpeed does not support the degrees of `wanted`, or this source does not allow them."""
     if wanted.cp > 1:
-        raise TopologyError(f"DeepSpeed counts sequence-parallel ranks as data-parallel ones: drop cp; got {wanted}")
+        raise TopologyError(
+            f"DeepSpeed counts sequence-parallel ranks as data-parallel ones: count them in dp, drop cp; got {wanted}"
+        )
     if wanted.vpp > 1 or wanted.etp is not None:
         raise TopologyError(
-            f"a virtual pipeline and expert tensor parallelism are Megatron's: drop vpp and etp; got {wanted}"
+            f"only Megatron has a virtual pipeline and expert tensor parallelism: drop vpp and etp; got {wanted}"
         )
     if not is_pipeline:
         if wanted.pp > 1 and was_pipeline(facts):
             raise TopologyError(
-                f"expected the files of the layers of a pipeline for {wanted}; {facts.index.path} has none, as it is a "
-                "universal checkpoint, and which stage has a layer without parameters is not recorded. Convert from "
-                f"the checkpoint that it was made from, {_SET_STAGES}, or write files for pp=1"
+                f"expected the layer files of a pipeline for {wanted}; {facts.index.path} is a universal checkpoint, "
+                "which has none, so it is not recorded which stage has a layer without parameters. Convert from the "
+                f"checkpoint that it was made from, {_SET_STAGES}, or write files for pp=1"
             )
         if wanted.pp > 1:
             raise TopologyError(
-                f"expected a source that was a pipeline of DeepSpeed for {wanted}; {facts.index.path} was none, so "
-                "which module of a PipelineModule holds a parameter is not recorded. Bring its names to those of one "
-                f"(--names pipeline, or --rename) and {_SET_STAGES}, or write files for pp=1"
+                f"expected a source that a DeepSpeed pipeline saved for {wanted}; {facts.index.path} is from another "
+                "run, so it is not recorded which layer of a PipelineModule holds a parameter. Rename its parameters "
+                f"to those of a PipelineModule (--names pipeline, or --rename) and {_SET_STAGES}, or write files for "
+                "pp=1"
             )
         return
     stage = facts.stage
     if stage > 1 or (stage == 0 and facts.precision is Precision.BF16):
         raise TopologyError(
-            f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}: "
-            "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume those of bf16 without ZeRO"
+            f"expected zero=1 for a pipeline, or zero=0 for one that does not compute in bf16; got zero={stage}. "
+            "DeepSpeed has no pipelines with ZeRO 2 or 3, and 0.19.8 cannot resume a bf16 pipeline without ZeRO"
         )
 
 
 def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> ExpertNumbers:
-    """The experts of a source, if they fit `wanted`. Raises TopologyError, and MissingStateError for missing ones."""
+    """The experts of a source. Raises MissingStateError if some are missing, TopologyError if they misfit `wanted`."""
     experts = ExpertNumbers.of(names)
     if experts.missing:
         raise MissingStateError(
-            f"expected every expert of a layer of {facts.index.path} that has experts with higher numbers; missing:\n"
+            f"expected {facts.index.path} to have all experts of a layer, from number 0 to its highest; missing:\n"
             f"{format_list(experts.missing)}\nDeepSpeed's files number experts without gaps: include these experts, or "
             "exclude all experts of the layer"
         )
@@ -113,20 +116,20 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
         if wanted.ep > 1:
             raise TopologyError(
                 f"expected experts of DeepSpeed's MoE layer (deepspeed_experts.N) in {facts.index.path} for {wanted}; "
-                "there are none: drop ep. Experts of another framework are written as parameters like others"
+                "there are none: drop ep. Experts of other frameworks are written like any other parameters"
             )
         return experts
     uneven = [f"{prefix}*: {count} experts" for prefix, count in experts.counts.items() if count % wanted.ep]
     uneven += [f"dp={wanted.dp}"] if wanted.dp % wanted.ep else []
     if uneven:
         raise TopologyError(
-            f"expected ep to divide dp and the numbers of experts; got {wanted}, which does not divide\n"
-            f"{format_list(uneven)}\nchoose ep among {shared_divisors(experts.counts.values())}, and a dp that it "
-            "divides"
+            f"expected ep to divide dp and the number of experts of each layer; got {wanted}, whose ep does not "
+            f"divide\n{format_list(uneven)}\nChoose ep among {shared_divisors(experts.counts.values())}, and a dp that "
+            "it divides"
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
         raise TopologyError(
-            f"experts are written for tp=1, pp=1 and zero 0 to 2; got {wanted}. DeepSpeed has no native experts with "
-            "ZeRO 3"
+            f"expected tp=1, pp=1 and zero=0 to 2 for a model with DeepSpeed's experts, as ucp writes no others; got "
+            f"{wanted}. DeepSpeed has no native experts with ZeRO 3"
         )
     return experts

@@ -1,6 +1,6 @@
-"""Facts of the run that every file of a destination needs: source, extras, configuration, ranks and stage.
+"""Facts about the target run that every file of a destination needs: source, extras, configuration, ranks, stage.
 
-A file is drafted (`ucp.io.torch_file.draft`) from tensors that are named by parameter and state.
+Files are drafted (`ucp.io.torch_file.draft`) from tensors that are asked for by parameter and state.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ucp_formats.deepspeed.tp.universal_info import UniversalCheckpointInfo, rec
 
 
 class ParamRange(NamedTuple):
-    """A range of a parameter in a tensor of a file."""
+    """A range of a parameter's elements in a flat tensor of a file."""
 
     param: str
     """Parameter."""
     offset: int
     """Element of the file's tensor where the range starts."""
     pairs: tuple[RegionPair, ...]
-    """Boxes of the global tensor that the model-parallel rank has."""
+    """Boxes of the global tensor that the model-parallel rank holds."""
     local_shape: tuple[int, ...]
     """Shape of the model-parallel rank's tensor."""
     start: int
@@ -58,7 +58,7 @@ class ParamRange(NamedTuple):
 
 
 class AtomDraft(FileDraft):
-    """Hands out the tensors of one file, by parameter and state."""
+    """Makes the tensors of one file, by parameter and state."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class AtomDraft(FileDraft):
         *,
         known_from: str = "",
     ) -> None:
-        """`index`: with the shapes in this file. `cuts`: layouts of tensors that are split over tensor-parallel ranks.
+        """`index`: the source, with the shapes that this file holds.
 
-        `tp`: the rank among these. `known_from`: the source of `cuts`.
+        `cuts`: layouts of tensors that are split over tensor-parallel ranks; `known_from`: where these layouts come
+        from. `tp`: the tensor-parallel rank that the file is for.
         """
         super().__init__(path)
         self._index = index
@@ -81,9 +82,9 @@ class AtomDraft(FileDraft):
         self._full_tensors: dict[tuple[str, str, DType], NewTensor] = {}
 
     def full(self, param: str, state: str, dtype: DType, *, shape: tuple[int, ...] | None = None) -> NewTensor:
-        """The rank's full tensor of a state; the same object each time, so that it is stored once.
+        """All that the rank holds of a state, as one tensor; the same object each time, so that it is stored once.
 
-        `shape`: its shape in the file, where that differs.
+        `shape`: its shape in the file, if it is another one.
         """
         key = (param, state, dtype)
         if key not in self._full_tensors:
@@ -98,7 +99,7 @@ class AtomDraft(FileDraft):
         return self._full_tensors[key]
 
     def ranges(self, layout: FlatLayout, axes: Mapping[str, AxisLayout], rank: int) -> list[ParamRange]:
-        """The range of each parameter in the flat tensor of data-parallel rank `rank`; `axes`: those of `layout`."""
+        """The range of each parameter in the flat tensor of data-parallel rank `rank`; `axes`: of each, in `layout`."""
         ranges = []
         for param, (start, _) in layout.spans(rank).items():
             placement = self._layout(param, axes[param])
@@ -130,12 +131,12 @@ class AtomDraft(FileDraft):
         return self.add_tensor(dtype, (numel,), parts)
 
     def _layout(self, param: str, *flat: AxisLayout) -> Layout:
-        """How a parameter is split over the ranks; `flat` cuts the row-major order of a model-parallel rank's part."""
+        """How a parameter is split over tp; then `flat` splits the rank's part in row-major order."""
         cut = self._cuts.get(param)
         return _one_layout(() if cut is None else (cut.pattern, cut.parts, self._known_from), flat)
 
     def _part(self, param: str, layout: Layout, rank: int = 0) -> LocalPart:
-        """The part of a parameter that data-parallel rank `rank` has."""
+        """The part of a parameter that data-parallel rank `rank` holds."""
         cut = self._cuts.get(param)
         shape = self._index.atoms[param].global_shape if cut is None else cut.global_shape
         return locate_shard(layout, shape, coords={"tp": self._tp, "dp": rank})
@@ -143,7 +144,7 @@ class AtomDraft(FileDraft):
 
 @lru_cache(maxsize=1 << 14)
 def _one_layout(cut: tuple[Pattern, int, str] | tuple[()], flat: tuple[AxisLayout, ...]) -> Layout:
-    """One object for all ranks and states of a parameter."""
+    """The layout; the same object for all ranks and states of a parameter."""
     return Layout((AxisLayout("tp", cut[1], cut[0], cut[2]),) if cut else (), flat)
 
 
@@ -154,43 +155,46 @@ def _pairs(part: LocalPart) -> tuple[RegionPair, ...]:
 EMULATED = "0.19.8"
 """Version of DeepSpeed whose files are written."""
 
-_AS_THE_FAMILY = "the run that loads the files must split parameters as this family does: DeepSpeed compares no names"
-"""Note for layouts that come from a family, not from a record of the source."""
+_AS_THE_FAMILY = (
+    "the run that loads the files must split parameters as this family does: DeepSpeed does not check names, so it "
+    "would not notice"
+)
+"""Note for layouts that come from a family, not from the source's record."""
 _RECORD = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The run, as every file of it needs it."""
+    """What the planning of any file needs to know about the target run and its source."""
 
     index: Index
     """The source."""
     extras: CarriedExtras
-    """Its extras."""
+    """The extras of the source."""
     config: RunConfig
-    """Its configuration."""
+    """The configuration of the source; empty if it has none."""
     precision: Precision
-    """Its precision, which the target shares."""
+    """The precision of the source, and so of the target."""
     dtypes: Mapping[str, str]
-    """State name to the dtype asked for."""
+    """State name to the dtype that the user asked for."""
     optimizer: OptimizerPlan
-    """Its optimizer."""
+    """The optimizer of the source."""
     step_dtype: DType | None
-    """Type that steps are written in: int64 for a Python number, else a 0-d tensor; None for that of the source."""
+    """How steps are written: float32: as 0-d tensors; int64: Python numbers as integers; None: as in the source."""
     unpacks_steps: bool = False
-    """Whether steps that are tensors become Python numbers too; any optimizer resumes with them in native files."""
+    """Whether int64 turns tensors into Python numbers too; not in native files, where any optimizer takes a tensor."""
     ranks: int
     """Data-parallel ranks of the target."""
     stage: int
     """ZeRO stage of the target."""
     rules: UniversalCheckpointInfo | None
-    """How parameters are split over tensor-parallel ranks, if the source or a model family says so."""
+    """How parameters are split over tensor-parallel ranks, if the source or a model family says it."""
     rules_notes: tuple[str, ...] = ()
-    """Notes on that family."""
+    """Notes on the model family that the rules come from."""
     is_foreign: bool
     """Whether another framework saved the source, so that its optimizer is not in DeepSpeed's form."""
     keeps_zeros: bool = False
-    """Whether lost moments become zeros."""
+    """Whether the user accepts zeros for lost moments."""
     tp: int = 1
     """Tensor-parallel ranks of the target."""
     pp: int = 1
@@ -201,16 +205,16 @@ class RunFacts:
     """Layouts of tensors that are split over tensor-parallel ranks."""
 
     def draft(self, path: str) -> AtomDraft:
-        """A file of that rank."""
+        """A new file of model-parallel rank `mp`."""
         return AtomDraft(path, self.index, self.cuts, self.mp % self.tp, known_from=self.tp_known_from)
 
     @property
     def tp_known_from(self) -> str:
-        """The source of the tensor-parallel layouts."""
+        """Where the tensor-parallel layouts come from."""
         return "" if self.rules is None else self.rules.known_from.get("tp", _RECORD)
 
     def module_dtype(self, atom: AtomIndex) -> DType:
-        """Type of a parameter or buffer in the module."""
+        """Dtype of a parameter or buffer in the module."""
         return atom.model_dtype or atom.dtype_of(WEIGHT, self.dtypes)
 
 
@@ -238,7 +242,7 @@ def run_facts(index: Index, options: TargetOptions, *, ranks: int, stage: int, t
         precision=precision,
         dtypes=options.dtypes,
         optimizer=optimizer,
-        # what an optimizer of DeepSpeed saved is for the same one
+        # an optimizer in DeepSpeed saved the step in the form that the same optimizer loads
         step_dtype=DType.INT64 if is_foreign else None,
         ranks=ranks,
         stage=stage,
@@ -259,9 +263,10 @@ def is_plain_number(atom: AtomIndex, state: str) -> bool:
 def _tensor_rules(
     index: Index, extras: CarriedExtras, options: TargetOptions, tp: int
 ) -> tuple[UniversalCheckpointInfo | None, tuple[str, ...]]:
-    """The record of the source, else one made from a family's rules for `tp` ranks, with notes on the family.
+    """The record of the source, or one made from a family's rules for `tp` ranks, and notes on that family.
 
-    A family that the user names overrides the record, unless the source was read with that family.
+    A family is used if there is no record, or if the user names one and the source had one tensor-parallel rank (with
+    several, the source was read with that family already).
     """
     info = extras.get(_RECORD)
     stated = SourceOptions(options.family or None, Path(options.patterns) if options.patterns else None)
@@ -276,26 +281,26 @@ def _tensor_rules(
     try:
         layouts = family.layouts_of(shapes, tp)
     except UnknownFamilyError as error:
-        raise TopologyError(f"{error}\nOr write files for tp=1") from None
+        raise TopologyError(f"{error}\nOr write files for a run with tp=1") from None
     rules = UniversalCheckpointInfo(recorded_layouts(layouts), index.path)
     rules.known_from = family.known_from
     return rules, (*family.notes, _AS_THE_FAMILY)
 
 
 def tag(index: Index) -> str:
-    """Name of the tag folder: the tag of the source, or `global_step{N}`, as DeepSpeed names it."""
+    """Name of the tag folder: the tag of the source, or DeepSpeed's default, `global_step{N}`."""
     named = (extra.value for extra in index.extras if extra.name == TAG and isinstance(extra.value, str))
     return next(named, f"global_step{index.step or 0}")
 
 
 def check_tag(index: Index, *, error: type[DestinationError] = DestinationError) -> None:
-    """Raise `error` for a tag that cannot be a folder of the destination, or is named like a file."""
+    """Raise `error` for a tag that cannot be a folder of the destination, or that looks like a file of a checkpoint."""
     name = tag(index)
     faults = []
     if not name.isprintable() or name != name.strip():
-        faults.append((name, "unprintable characters, and blanks at its ends, are lost in the file that names it"))
+        faults.append((name, "the file `latest` cannot hold unprintable characters, or blanks at either end"))
     if any(parse_name(part) for part in name.split("/")):
-        faults.append((name, "files of a checkpoint are named so"))
+        faults.append((name, "it is the name of a file of a checkpoint"))
     check_named(
         [(name, name)],
         expected="a tag that can be a folder in the destination, such as global_step100",
@@ -307,19 +312,19 @@ def check_tag(index: Index, *, error: type[DestinationError] = DestinationError)
 
 
 class EngineTarget(Target):
-    """What both targets have in common: DeepSpeed engines load their files."""
+    """What the two targets whose files DeepSpeed engines load have in common."""
 
     resumes = True
     scheduler = LR_SCHEDULER
     pointers: tuple[str, ...] = (LATEST,)
-    """Files at the root that name the tag to load; the one that counts comes last."""
+    """Files at the root that name the tag to load; the last one is the one that the run reads."""
 
     def takes_family(self, topology: Topology | None) -> bool:
-        """Whether a family is needed: for several tensor-parallel ranks."""
+        """Whether --family means something: only if there are several tensor-parallel ranks."""
         return topology is not None and topology.tp > 1
 
     def seal(self, index: Index, plan: TargetPlan, receipts: Receipts) -> tuple[OutputFile, ...]:
-        """The pointers, which make this tag the one that is loaded."""
+        """The pointer files, which make this tag the one that a run loads."""
         text = tag(index).encode()
         return tuple(
             OutputFile(path=path, nbytes=len(text), literals=(Literal(0, text),), is_pointer=True)
@@ -329,7 +334,7 @@ class EngineTarget(Target):
     def _finish_plan(
         self, facts: RunFacts, plan: TargetPlan, zeros: Mapping[str, frozenset[str]] = MappingProxyType({})
     ) -> TargetPlan:
-        """The plan, with notes on states and extras, and with the files beside the tag folder."""
+        """The plan, completed by casts, notes, left-out extras and the files beside the tag folder."""
         plan = replace(
             plan,
             casts=(*plan.casts, *facts.optimizer.casts),

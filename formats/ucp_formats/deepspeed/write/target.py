@@ -7,10 +7,10 @@
     DST/global_step100/layer_{n}-model_states.pt                  pipelines, one per layer (and tensor-parallel rank)
     DST/global_step100/layer_{n}_expert_{e}_mp_rank_00_model_states.pt      experts
 
-Each tensor-parallel rank and pipeline stage has the files of `mp_rank_00`, under its own number.
+Each further tensor-parallel rank and pipeline stage has the same files as `mp_rank_00`, with its number in the names.
 
-No `load_universal` is needed. Unlike a universal load, this restores frozen parameters, buffers, and the
-hyper-parameters of every group.
+The run that loads these files does not need `load_universal`. Unlike a universal load, a plain load restores frozen
+parameters, buffers, and the hyper-parameters of every group.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ class DeepSpeedTarget(EngineTarget):
     settings = SETTINGS
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """Files of a run of `topology`; by default the source's own. Raises UsageError, MissingStateError."""
+        """Files for a run of `topology`, by default the source's. Raises UsageError, MissingStateError and others."""
         wanted = _target_topology(index, topology)
         stage = wanted.zero or 0
         facts = run_facts(index, options, ranks=wanted.dp, stage=stage, tp=wanted.tp)
         groups = optimizer_groups(facts)
         if stage and not groups:
             raise MissingStateError(
-                f"expected optimizer groups and states, because ZeRO stage {stage} keeps the weights among them; "
-                f"{index.path} {describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or write "
-                "stage-0 model files (--topology zero=0), to load with load_module_only=True"
+                f"expected optimizer groups and states, because ZeRO stage {stage} loads weights from the optimizer "
+                f"files; {index.path} {describe_without_groups(index)}. Start a new optimizer (--optimizer zero), or "
+                "write stage-0 model files (--topology zero=0), to load with load_module_only=True"
             )
         if groups and index.unordered:
             raise UnsupportedError(
-                "expected parameters in the order of the model, since DeepSpeed's optimizer files hold no names; for "
-                f"{index.path} it is not known. Write --to deepspeed-universal, which is loaded by name "
+                "expected parameters in the order of the model, because DeepSpeed's optimizer files hold no names; "
+                f"the order is not known for {index.path}. Write --to deepspeed-universal, which is loaded by name "
                 "(load_universal in the configuration of the run)"
             )
-        # all parameters of a group share one buffer and one step; a state that a parameter lacks becomes zeros
+        # flat: all parameters of a group share one buffer and one step, so a state that one of them lacks becomes zeros
         flat = stage > 0 or (bool(groups) and choose_wrapper(facts, groups) is Wrapper.FUSED)
         check_stepped(facts, groups, flat=flat)
         drafted, notes, axes_of = _files(facts, wanted, parse_stage_settings(options.settings))
@@ -81,7 +81,7 @@ class DeepSpeedTarget(EngineTarget):
 
 
 def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
-    """The plan, with the states that are in no file because no optimizer group takes them."""
+    """The plan, with a record of the states that it leaves out because no optimizer group has their parameters."""
     lost = {atom.name: frozenset(atom.states) - {WEIGHT} for atom in index.atoms.values()}
     lost = {name: states for name, states in lost.items() if states}
     names = ", ".join(dict.fromkeys(state for states in lost.values() for state in sorted(states)))
@@ -99,13 +99,13 @@ def _target_topology(index: Index, topology: Topology | None) -> Topology:
     example = replace(wanted if topology else Topology(dp=wanted.dp), zero=1 if saved is None else saved)
     if topology is None:
         raise TopologyError(
-            f"expected the run that will load the files, as in --topology {example}: {index.path} is of {wanted}, "
-            "and has no ZeRO stage to keep"
+            f"expected the topology of the run that will load the files, as in --topology {example}: {index.path} "
+            f"was saved with {wanted}, and records no ZeRO stage that could be kept"
         )
-    without = f"; without --topology the files are for a run as the source was, {index.topology}"
+    without = f". Without --topology, the files are for a run like the source: {index.topology}"
     raise TopologyError(
-        f"expected the ZeRO stage of the run that will load the files, as in --topology {example}; got {wanted}. Axes "
-        f"that --topology leaves out are 1, zero it has to say{'' if saved is None else without}"
+        f"expected the ZeRO stage of the run that will load the files, as in --topology {example}; got {wanted}. "
+        f"--topology must state zero; axes that it leaves out are 1{'' if saved is None else without}"
     )
 
 
@@ -121,7 +121,9 @@ def _files(
     experts = check_experts(facts, wanted, facts.index.atoms)
     check_degrees(facts, wanted, is_pipeline=pipeline is not None)
     if pipeline is None and settings.partitions:
-        raise UsageError(f"--set states the layers of stages, and {facts.index.path} was not a pipeline: drop it")
+        raise UsageError(
+            f"--set states the layers of pipeline stages, but no pipeline saved {facts.index.path}: drop --set"
+        )
     drafted, layers = list[FinishedFile](), list[FinishedFile]()
     if pipeline is None:
         stages, views = Stages(()), rank_views(facts, wanted)
@@ -138,7 +140,7 @@ def _files(
         notes += rank_notes
 
     def axes_of(param: str) -> tuple[AxisLayout, ...]:
-        """Axes of the run; ranks hold copies of what ZeRO and tensor parallelism do not split."""
+        """Axes of the run that hold a parameter: copies of it, apart from what ZeRO and tensor parallelism split."""
         owner = experts.owner(param, wanted.ep)
         ranks = wanted.dp if owner is None else wanted.dp // wanted.ep
         return (

@@ -1,4 +1,4 @@
-"""A DeepSpeed universal checkpoint that loads with `load_universal` under ZeRO 1, 2 and 3, at any number of ranks.
+"""Writes a DeepSpeed universal checkpoint, for `load_universal` under ZeRO 1, 2 and 3 with any number of ranks.
 
     DST/latest, DST/latest_universal                            the tag; written last
     DST/global_step100/mp_rank_00_model_states.pt               read by stages 1 and 2
@@ -6,8 +6,8 @@
     DST/global_step100/zero/optimizer_state.pt                  loss scale and groups, for all stages
     DST/global_step100/zero/<parameter>/fp32.pt, exp_avg.pt, ..., step.pt
 
-DeepSpeed's own converter makes a directory for stages 1 and 2 or one for stage 3. This one is the union of both, and
-the model-states files hold what no other file does (frozen parameters and buffers), not a copy of the weights.
+DeepSpeed's own converter makes a folder for stages 1 and 2 or one for stage 3. This folder is the union of both. Its
+model-states files hold what no other file has (frozen parameters and buffers), not a copy of the weights.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _FILE_NAMES = {WEIGHT: "fp32"}
 """State to the stem of its file, where they differ."""
 
 _STAGE3_STATES = ("exp_avg", "exp_avg_sq", STEP)
-"""States that the loader of stage 3 asks for, and no others."""
+"""The states that the loader of stage 3 reads; it ignores others."""
 
 _OPTIMIZERS = {"torch": DType.FLOAT32, "deepspeed": DType.INT64}
-"""The optimizer that loads the files, to the type of step that it continues from (see `optimizer.groups`)."""
+"""Kind of optimizer that loads the files to the dtype of the step from which it continues (see `optimizer.groups`)."""
 _SETTINGS = {"optimizer": "torch or deepspeed: the optimizer that loads the files, which decides the form of the step"}
 
 
@@ -64,13 +64,13 @@ class DeepSpeedUniversalTarget(EngineTarget):
     pointers = (LATEST, LATEST_UNIVERSAL)
 
     def plan(self, index: Index, topology: Topology | None, options: TargetOptions) -> TargetPlan:
-        """Files for every stage and number of ranks. Raises UsageError for a `topology`, MissingStateError."""
+        """Files for every ZeRO stage and number of ranks; `topology` may have tp and pp only."""
         wanted = topology or Topology()
         if wanted != Topology(tp=wanted.tp, pp=wanted.pp):
             raise TopologyError(
                 "a universal checkpoint is the same for all ZeRO stages and all numbers of ranks: drop --topology, or "
-                f"write native files for {wanted} alone with --to deepspeed. Only tp and pp mean something here: "
-                "DeepSpeed before 0.19.8 wants as many model-states files as the run that loads them has such ranks"
+                f"write native files for {wanted} only, with --to deepspeed. Only tp and pp have an effect here: "
+                "DeepSpeed before 0.19.8 needs one model-states file for each model-parallel rank of the run"
             )
         if not any(is_optimized(index.atoms[name]) for group in index.groups for name in group.params):
             raise MissingStateError(
@@ -88,8 +88,8 @@ class DeepSpeedUniversalTarget(EngineTarget):
         facts = replace(facts, tp=wanted.tp, pp=wanted.pp, step_dtype=step_dtype, unpacks_steps=True)
         if facts.pp > 1 and not is_pipeline(facts):
             raise TopologyError(
-                f"expected a source that was a pipeline of DeepSpeed for pp={facts.pp}, with parameters named by "
-                f"layers; {index.path} was none: drop pp"
+                f"expected a source that a DeepSpeed pipeline saved, with parameters named by layers, for "
+                f"pp={facts.pp}; {index.path} is from another run: drop pp"
             )
         groups = [group for group in optimizer_groups(facts) if group.params]
         check_stepped(facts, groups)
@@ -109,23 +109,23 @@ class DeepSpeedUniversalTarget(EngineTarget):
 
 
 def _check_counts(groups: Sequence[Group]) -> None:
-    """Raise UnsupportedError for counts that `load_hp_checkpoint_state` takes for tensors, and fails with (0.19.8)."""
+    """Raise UnsupportedError for counts other than `step`: `load_hp_checkpoint_state` fails with them (0.19.8)."""
     others = dict.fromkeys(name for group in groups for name in group.counts if name != STEP)
     if others:
         left_out = " ".join(f"--exclude '*/{name}'" for name in others)
         raise UnsupportedError(
-            f"expected no state that is one number for a parameter but {STEP}, as a universal load of DeepSpeed "
-            f"{EMULATED} takes no other; got {', '.join(others)}. Write native files (--to deepspeed), or leave it out "
-            f"({left_out})"
+            f"expected {STEP} to be the only state with one number per parameter, because a universal load of "
+            f"DeepSpeed {EMULATED} fails with others; got {', '.join(others)}. Write native files (--to deepspeed), or "
+            f"leave it out ({left_out})"
         )
 
 
 def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedFile]:
-    """The model-states files; the loader needs their counters and extras, no weights.
+    """The model-states files; the loader reads their counters and extras, and no weights.
 
     DeepSpeed before 0.19.8 needs a file for each model-parallel rank of the run that loads them.
     """
-    uncut = set()  # what has no dim to cut, or is a vocabulary that a run pads to other rows before it cuts them
+    uncut = set()  # tensors without dims, and embeddings whose rows tp does not divide: a run pads them anew
     for name, atom in facts.index.atoms.items():
         shape = atom.global_shape
         padded = facts.rules is not None and facts.rules.padded_vocabulary(name, shape) is not None
@@ -135,7 +135,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedF
         restored = (Kind.FROZEN, Kind.BUFFER) if view.mp < facts.tp else ()
         for start, kinds in (("", restored), ("zero_pp_rank_0_", ())):
             draft = view.draft(f"{tag(facts.index)}/{start}mp_rank_{view.mp:02d}_model_states.pt")
-            module = module_tensors(draft, view, kinds)  # what a universal load does not restore, for scripts that do
+            module = module_tensors(draft, view, kinds)  # a universal load does not restore these; a script can
             for frozen in frozen_shapes(view.index) if kinds else ():
                 atom = view.index.atoms[str(frozen)]
                 module.setdefault(atom.name, draft.full(atom.name, WEIGHT, view.module_dtype(atom)))
@@ -154,12 +154,12 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
     entries = [group_entry(draft, facts, group, [number]) for number, group in enumerate(groups)]
     shared = _shared_by_all(entries)
     if facts.extras.get("lr_scheduler") is not None and "lr" in entries[0]:
-        # a scheduler sets learning rates after the first step; until then the first group's is the nearest
+        # a scheduler sets learning rates only after the first step; for that step, all take the first group's
         shared["lr"] = entries[0]["lr"]
     counts = {name: write_count(draft, facts, atom, name) for name, atom in groups[0].counters.items()}
     common = common_keys(facts, 0)
     if facts.precision is not Precision.FP16:
-        del common["loss_scaler"]  # without the key an engine keeps its own scaler
+        del common["loss_scaler"]  # without this key, an engine keeps its own scaler
     root: dict[str, object] = {
         **common,
         **clipping_keys(facts, 0),
@@ -174,8 +174,8 @@ def _globals(facts: RunFacts, groups: Sequence[Group]) -> FinishedFile:
 def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, object]:
     """Hyper-parameters on which all groups agree.
 
-    The loader of stage 3 copies the first entry over every group. A key that is not in it keeps the engine's own value
-    in each group, so keys that differ are left out.
+    The loader of stage 3 copies the first entry of `param_groups` over every group. For a key that this entry lacks,
+    each group keeps the engine's value, so keys that differ between groups are left out.
     """
     first, *others = entries
     return {
@@ -186,7 +186,7 @@ def _shared_by_all(entries: Sequence[dict[object, object]]) -> dict[object, obje
 
 
 def _parameter_files(facts: RunFacts, group: Group) -> Iterator[FinishedFile]:
-    """One file per parameter and state, and no others: stages 1 and 2 take every `.pt` file of a folder for a state."""
+    """One file per parameter and state, and no others: stages 1 and 2 take every `.pt` file in a folder for a state."""
     stems = _stems(group)
     for atom in group.params:
         for state, stem in stems.items():
@@ -208,7 +208,7 @@ def _stems(group: Group) -> dict[str, str]:
 
 
 def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
-    """What DeepSpeed does not restore from a universal checkpoint, or restores wrongly, without saying so.
+    """Warnings about what DeepSpeed silently does not restore from a universal checkpoint, or restores wrongly.
 
     Loads that fail raise their own errors: docs/reference/deepspeed.md lists them.
     """
@@ -220,7 +220,7 @@ def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         kinds = [text for text, count in ((frozen_ones, frozen), (format_count(buffers, "buffer"), buffers)) if count]
         yield (
             f"a universal load does not restore {' and '.join(kinds)}; they "
-            f"lie in 'module' of {tag(index)}/mp_rank_00_model_states.pt. --to deepspeed restores them"
+            f"are in 'module' of {tag(index)}/mp_rank_00_model_states.pt. Files of --to deepspeed restore them"
         )
     if facts.config.round_robin and not facts.config.parameter_alignment:
         yield (
@@ -229,23 +229,24 @@ def _warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         )
     if facts.rules is None and index.topology.tp > 1:
         yield (
-            "how tensor-parallel ranks cut parameters is not in the files of this source: load it without tensor "
-            "parallelism, or with AutoTP, which cuts by records of its own. Another run with tp > 1 would get rows of "
-            "dim 0 of every parameter that it cuts, wrong ones in part, and DeepSpeed compares only how many elements"
+            "the source does not record how tensor-parallel ranks split parameters: load it without tensor "
+            "parallelism, or with AutoTP, which has its own record. Any other run with tp > 1 would split every "
+            "parameter along dim 0, some of them wrongly, and DeepSpeed would not notice: it compares only the number "
+            "of elements"
         )
     if any(map(is_expert, index.atoms)):
         yield (
-            "DeepSpeed looks for experts by their numbers on their own ranks, so that it loads these rightly with "
-            "expert-parallel degree 1 only; for others use --to deepspeed"
+            "DeepSpeed looks up experts by their numbers on each rank, so it loads these correctly only with "
+            "expert-parallel degree 1; for other degrees use --to deepspeed"
         )
     if not is_pipeline(facts):
         yield from _stage3_warnings(facts, groups)
 
 
 def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
-    """For what stage 3 loads: `load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8."""
+    """Warnings for a load under stage 3 (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`, 0.19.8)."""
     if not all({*_STAGE3_STATES} <= {*group.elementwise, *group.counts} for group in groups):
-        return  # it does not load at all
+        return  # stage 3 does not load the files at all
     is_scheduled = facts.extras.get("lr_scheduler") is not None
     entries: list[dict[object, object]] = [dict(group.hyper.items()) for group in groups]
     differing = sorted({str(key) for entry in entries for key in entry.keys() - _shared_by_all(entries).keys()})
@@ -253,7 +254,7 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
         yield (
             f"stage 3 does not restore hyper-parameters that differ between the {len(groups)} groups "
             f"({', '.join(differing)}): each group keeps the engine's configured value"
-            f"{'; for the first step all take the lr of the first group' if is_scheduled else ''}"
+            f"{'; for the first step, all groups take the lr of the first' if is_scheduled else ''}"
         )
     others = sorted({state for group in groups for state in group.elementwise if state not in _STAGE3_STATES})
     if others:
@@ -261,7 +262,8 @@ def _stage3_warnings(facts: RunFacts, groups: Sequence[Group]) -> Iterator[str]:
     is_tensor = facts.step_dtype is None and not is_plain_number(groups[0].counters[STEP], STEP)
     if is_tensor or facts.step_dtype is DType.FLOAT32:
         yield (
-            "stage 3 shares one step tensor between all its sub-groups, so an optimizer increases it once for each of "
-            "them. After loading, replace optimizer.state[p]['step'] by its clone for every p; or use --to deepspeed, "
-            "or --set optimizer=deepspeed for an optimizer of DeepSpeed, which counts with a number"
+            "stage 3 shares one step tensor between all its sub-groups, so an optimizer step increases it once for "
+            "each of them. After loading, replace optimizer.state[p]['step'] by its clone for every p; or use "
+            "--to deepspeed, or --set optimizer=deepspeed if the run uses an optimizer of DeepSpeed, which counts with "
+            "a number"
         )

@@ -1,7 +1,7 @@
-"""Values of `torch.save` as entries of a state dict: one per tensor of model and optimizer, and extras.
+"""Turns what `torch.save` stored into entries: one per tensor of the model and of optimizers; the rest are extras.
 
-The values of all ranks are walked side by side. Only dicts and lists above a model or an optimizer are opened;
-everything else stays the value it was, an extra.
+The values of all ranks are walked side by side. Only the model, the optimizers, and dicts and lists that contain them
+are opened; any other value is kept whole, as an extra.
 
 1. An optimizer is a dict with `param_groups`.
 2. The model is the dict of tensors that the optimizers train (`model_dict`).
@@ -49,7 +49,7 @@ class SavedEntries:
     """What the files of all ranks hold."""
 
     model: tuple[StateEntry, ...]
-    """Entries of the model; beside flat parameters (FSDP1) the value of a plain tensor is a `RankValues`."""
+    """Entries of the model. If it has flat parameters (FSDP1), the value of each plain tensor is a `RankValues`."""
     optimizer: tuple[StateEntry, ...]
     """Entries of optimizers; the value of a tensor that ranks saved flat (FSDP1) is a `RankValues`."""
     extras: tuple[Extra, ...]
@@ -57,16 +57,17 @@ class SavedEntries:
     aside: tuple[str, ...]
     """Extras that are dicts of tensors, for example further models."""
     is_order_assumed: bool = False
-    """Whether flat parameters, which record no names, were split in the order of shapes that the user passed."""
+    """Whether flat parameters were split in the order of the user's shapes, as they record no names."""
 
 
 def collect_entries(items: Mapping[Path, RankValues], checksums: Checksums, where: str) -> SavedEntries:
     """Entries of several files.
 
-    `items`: path below which the value of a file stands, to the value by rank. `where`: for messages.
+    `items`: path of a file's value in the state dict of the whole checkpoint, to that value by rank. `where`: the
+    checkpoint, for messages.
 
-    Raises MalformedError if ranks contradict each other, UnsupportedError if the model cannot be told from others, or
-    is a pickled object.
+    Raises MalformedError if ranks contradict each other, UnsupportedError if several dicts can be the model, or if the
+    model was pickled as an object.
     """
     firsts = {path: next(iter(values.values())) for path, values in items.items()}
     optimizers = {path: value for path, value in _dicts(firsts) if _is_optimizer(value)}
@@ -96,7 +97,7 @@ def _refuse_modules(modules: Iterable[tuple[Path, Stub]], where: str) -> None:
 
 
 def pickled_objects(value: object, path: Path, attributes: Iterable[str]) -> Iterator[tuple[Path, Stub]]:
-    """Objects with all of `attributes` in a value at `path`, with their paths."""
+    """Pickled objects inside `value` that have all of `attributes`, each with its path. `path`: that of `value`."""
     for place, item in walk_paths(value, path, enter=_is_no_optimizer):
         if isinstance(item, Stub) and all(item.attribute(name) is not None for name in attributes):
             yield place, item
@@ -115,7 +116,7 @@ def _items(value: object) -> Iterator[tuple[object, object]]:
 
 
 def _dicts(firsts: Mapping[Path, object]) -> Iterator[tuple[Path, dict[object, object]]]:
-    """All dicts with their paths, outermost first, and none inside of optimizers."""
+    """All dicts with their paths, outermost first, except those inside optimizers."""
     for path, value in firsts.items():
         for place, item in walk_paths(value, path, enter=_is_no_optimizer):
             if isinstance(item, dict):
@@ -133,7 +134,7 @@ def _find_model(firsts: Mapping[Path, object], optimizers: Iterable[dict[object,
 
 
 def _trained_by(optimizer: dict[object, object]) -> OptimizedParams:
-    """What an optimizer trains. The last state with dims has the shape of its parameter."""
+    """What an optimizer trains. The shape of a parameter is that of its last state that has dims."""
     groups = optimizer[GROUPS]
     shapes = {
         str(number): global_shape(value)
@@ -145,7 +146,7 @@ def _trained_by(optimizer: dict[object, object]) -> OptimizedParams:
 
 
 class _Collector:
-    """Collects entries of model and optimizers, and extras."""
+    """Collects the entries of the model and of optimizers, and the extras."""
 
     def __init__(self, model: Path, optimizers: list[Path], checksums: Checksums) -> None:
         self._model_path = model
@@ -161,7 +162,7 @@ class _Collector:
         self._unread: list[str] = []
 
     def collect(self, path: Path, values: RankValues) -> None:
-        """Take the values at `path`: opened if an entry of model or optimizer lies below, else as they are."""
+        """Add the values at `path`: opened if entries of the model or of an optimizer lie below, else whole."""
         is_tensors = all(map(is_tensor, values.values()))
         in_model = path[:-1] == self._model_path
         if in_model and path and is_module_state(path[-1]):
@@ -209,8 +210,8 @@ class _Collector:
         for rank, of_rank in others:
             if odd := sorted(map(str, of_rank.keys() ^ first.keys())):
                 raise MalformedError(
-                    f"expected the same entries of {show_path(path)} on all ranks; of ranks {first_rank} and {rank} "
-                    f"only one has {', '.join(odd)}. The files are of different runs, or of different steps"
+                    f"expected the same entries of {show_path(path)} on all ranks; only one of ranks {first_rank} and "
+                    f"{rank} has {', '.join(odd)}. The files are of different runs, or of different steps"
                 )
 
     def _common_value(self, path: Path, values: RankValues) -> object:
@@ -236,13 +237,15 @@ class _Collector:
     def finish(self) -> SavedEntries:
         """What was collected. Raises UnsupportedError for tensors of the model that are not plain.
 
-        An FSDP1 optimizer that was saved by its own `state_dict` has numbers, and plain tensors beside a sharded model.
+        An FSDP1 optimizer that was saved by its own `state_dict` numbers its parameters, and has plain tensors although
+        the model beside it is sharded: the ranks of such states are not joined here.
         """
         if self._unread:
             raise UnsupportedError(
-                f"expected plain tensors in {show_path(self._model_path) or 'the model'}; got others, whose elements "
-                f"are not known here:\n{format_list(self._unread)}\nSave them as plain tensors (tensor.dequantize(), "
-                "tensor.to_dense(), tensor.resolve_conj(), tensor.as_subclass(torch.Tensor)), or leave them out"
+                f"expected plain tensors in {show_path(self._model_path) or 'the model'}; got tensors of other "
+                f"classes, which are not read:\n{format_list(self._unread)}\nSave them as plain tensors "
+                "(tensor.dequantize(), tensor.to_dense(), tensor.resolve_conj(), tensor.as_subclass(torch.Tensor)), or "
+                "leave them out"
             )
         is_sharded = any(isinstance(entry.value, GlobalTensor) and entry.value.is_shared for entry in self._model)
         has_shards = any(parse_shard(value, "") for _, values in self._states for value in values.values())

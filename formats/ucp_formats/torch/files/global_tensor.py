@@ -1,8 +1,8 @@
 """A global tensor put together from what ranks saved: the pieces lie where patterns place them.
 
-Shards of a DTensor are placed by its own layout, and must have just the shapes that it gives. Ranks that hold the same
-shard (HSDP, data parallelism around tensor parallelism) hold copies. Plain tensors in the files of several ranks are
-copies of each other too: they are never joined row by row.
+Shards of a DTensor are placed by the layout that it records, and must have exactly the shapes that the layout gives.
+Ranks that hold the same shard (HSDP, data parallelism around tensor parallelism) hold copies. Plain tensors in the
+files of several ranks are copies of each other too: they are never joined row by row.
 
 >>> from ucp.core.tensor import DType
 >>> ref = TensorRef(path="rank0", offset=0, dtype=DType.FLOAT32, shape=(2,), strides=(1,))
@@ -29,21 +29,21 @@ from ucp_formats.torch.files.sharded import RankShard, parse_shard
 from ucp_formats.torch.state_dict.entries import StateEntry
 
 COPIES = "dp_replicate"
-"""Axis of ranks that hold the same."""
+"""Axis along which ranks hold the same elements."""
 _TORCH = ("torch._utils", "torch._tensor")
 """Modules whose functions rebuild tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """A tensor in pieces."""
+    """A tensor, put together from pieces."""
 
     state: StateIndex
     """Its pieces."""
     layout: Layout
     """How ranks hold it."""
     is_shared: bool = False
-    """Whether it is a tensor that ranks share (a DTensor), sharded or not."""
+    """Whether ranks share it (a DTensor, ShardedTensor or flat parameter), sharded or not; False for plain tensors."""
 
     @classmethod
     def place(
@@ -55,7 +55,7 @@ class GlobalTensor:
         *,
         is_shared: bool = True,
     ) -> GlobalTensor:
-        """The tensor of which ranks stored parts; at least one, even of a tensor without elements."""
+        """The tensor whose parts are `stored`: at least one part, even for a tensor without elements."""
         tensor = ShardedTensor(dtype=dtype, shape=shape, shard_sets=(ShardSet(layout, stored),))
         return cls(Union().build_state(tensor), layout, is_shared)
 
@@ -86,7 +86,7 @@ class GlobalTensor:
         return (self.state.dtype, self.shape, *pieces)
 
     def state_in(self, layout: Layout) -> StateIndex:
-        """The state, of an atom with that `layout`."""
+        """The state, for an atom of `layout`: it has a layout of its own if that is another one."""
         return self.state if self.layout == layout else replace(self.state, layout=self.layout)
 
 
@@ -119,9 +119,9 @@ def global_shape(value: object) -> tuple[int, ...]:
 
 
 def join_ranks(values: Mapping[int, object], name: str) -> GlobalTensor:
-    """The tensor `name`, from rank to what it saved.
+    """The tensor `name`, from what each rank saved.
 
-    Raises MalformedError if shards do not make up one tensor, UnsupportedError for what no pattern here places.
+    Raises MalformedError if shards do not make up one tensor, UnsupportedError if no pattern places them.
     """
     refs = {rank: value for rank, value in sorted(values.items()) if isinstance(value, TensorRef)}
     if len(refs) == len(values):
@@ -130,8 +130,8 @@ def join_ranks(values: Mapping[int, object], name: str) -> GlobalTensor:
     shards = {rank: shard for rank, shard in named if shard is not None}
     if len(shards) != len(values):
         raise MalformedError(
-            f"expected {name} sharded on all ranks, or whole on all; got shards on {sorted(shards)} and others on "
-            f"{sorted(values.keys() - shards.keys())}. The files are of different runs"
+            f"expected {name} sharded on all ranks, or whole on all; got shards on ranks {sorted(shards)} and whole "
+            f"tensors on ranks {sorted(values.keys() - shards.keys())}. The files are of different runs"
         )
     return _join_shards(shards, name)
 
@@ -155,8 +155,8 @@ def _join_shards(shards: Mapping[int, RankShard], name: str) -> GlobalTensor:
     for rank, shard in shards.items():
         if shard.rank is not None and shard.rank != rank:
             raise MalformedError(
-                f"expected what rank {rank} saved of {name} in its file; it says that it is of rank {shard.rank}. "
-                "Files were exchanged, or renamed: give them the names that they were saved under"
+                f"expected the shard of rank {rank} of {name} in its file; got that of rank {shard.rank}. Files were "
+                "exchanged, or renamed: give them the names that they were saved under"
             )
         if (shard.shape, shard.layout) != (first.shape, first.layout):
             raise MalformedError(
@@ -194,7 +194,7 @@ def _with_copies(
     expected = prod(axis.parts for axis in layout.axes)
     if len(copies) != expected or len(set(copies.values())) != 1:
         raise MalformedError(
-            f"expected shards of {name} from every place of a mesh of {_show(layout)}; got {len(copies)} of {expected} "
+            f"expected shards of {name} from every place in a mesh of {_show(layout)}; got {len(copies)} of {expected} "
             f"places, from ranks {sorted(shards)}. Files of ranks are missing, or are of another run"
         )
     degree = len(shards) // expected
@@ -202,7 +202,10 @@ def _with_copies(
         return layout, {rank: shard.coords for rank, shard in shards.items()}
     copy_axis = _varying_axis(shards)
     if any(axis.axis == copy_axis for axis in layout.axes):
-        raise UnsupportedError(f"{name}: {degree} ranks are at every place of its mesh, {_show(layout)}")
+        raise UnsupportedError(
+            f"{name}: expected one rank at each place of its mesh, {_show(layout)}; got {degree}, "
+            "and no file records along which axis these are copies"
+        )
     replicated = AxisLayout(copy_axis, degree, pattern("replicate"), "ranks at the same place of the mesh")
     return Layout((replicated, *layout.axes)), {
         rank: {copy_axis: numbers[rank], **shard.coords} for rank, shard in shards.items()

@@ -37,10 +37,10 @@ NAME = "checkpoint.pt"
 """What `--to torch` writes."""
 
 INDEX = "model.safetensors.index.json"
-"""Which of several safetensors files holds which tensor."""
+"""File that says which of several safetensors files holds which tensor."""
 
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model_fsdp.bin")
-"""Weights beside an optimizer; the first that is there is read."""
+"""Files of weights beside an optimizer; the first that exists is read."""
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
@@ -52,7 +52,7 @@ _COMPANIONS = re.compile(
     r"|custom_checkpoint_\d+\.pkl|meta\.pt|common\.pt|data\.pt"
     r"|pytorch_model(?:-\d+-of-\d+)?\.bin|adapter_model\.bin"
 )
-"""Files that trainers save beside a checkpoint: `scheduler.pt`, `rng_state_0.pth`, `data.pt`, and weights alone."""
+"""Files that trainers save beside a checkpoint (`scheduler.pt`, `rng_state_0.pth`, `data.pt`), and files of weights."""
 
 
 class RankFile(NamedTuple):
@@ -89,7 +89,7 @@ class SavedFiles:
     """Files of a checkpoint."""
 
     files: Mapping[Item, Mapping[int, str]]
-    """Item to rank to name of the file; 0 for a file of no single rank."""
+    """Names of the files by item and rank; the rank is 0 for a file of all ranks."""
     ranks: int = 1
     """Ranks with files."""
 
@@ -138,7 +138,7 @@ def _is_candidate(name: str) -> bool:
 
 
 def _by_suffix(path: Path, names: list[str]) -> Located[SavedFiles]:
-    """The one file of `names` at `path`, or the choice between several."""
+    """The file of `names`, if it is the only one; else the choice between them."""
     choices = tuple(names) if len(names) > 1 else ()
     content = SavedFiles({} if choices else {"all": {0: names[0]}})
     return Located(root=path, content=content, choices=choices, reasons=tuple(names), strength=Strength.SUFFIX)
@@ -160,17 +160,20 @@ def _rank_files(path: Path, names: Iterable[str]) -> Located[SavedFiles]:
 
 
 def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[SavedFiles]:
-    """`located`, complete. Raises UnknownFormatError, UsageError, MissingFileError naming all ranks without a file."""
+    """`located`, if it is complete.
+
+    Raises UnknownFormatError, UsageError, MissingFileError naming the files of all ranks that have none.
+    """
     located = require_checkpoint(located, path, "a checkpoint saved by torch.save", "none is there")
     if path.is_file() and parse_rank_file(path.name) is not None:
-        raise UsageError(f"{path} is the file of one rank; pass the folder that holds those of all: {path.parent}")
+        raise UsageError(f"{path} is the file of one rank; pass the folder with the files of all ranks: {path.parent}")
     files, ranks = located.content.files.values(), located.content.ranks
     rank_files = (parse_rank_file(name) for by_rank in files for name in by_rank.values())
     sizes = sorted({file.ranks for file in rank_files if file is not None and file.ranks is not None})
     if len(sizes) > 1:
         raise UsageError(
-            f"{located.root} holds files of runs of {' and '.join(map(str, sizes))} ranks: move those of all but one "
-            "elsewhere"
+            f"{located.root} holds files of runs of {' and '.join(map(str, sizes))} ranks: move the files of "
+            "all runs but one elsewhere"
         )
     missing = [
         name_of_rank(next(iter(by_rank.values())), rank)
@@ -182,7 +185,7 @@ def check_files(located: Located[SavedFiles] | None, path: Path) -> Located[Save
         raise MissingFileError(
             f"expected a file of each of {format_count(ranks, 'rank')} in {located.root}; "
             f"{format_count(len(missing), 'file is', 'files are')} not there:\n{format_list(missing)}\nCopy them from "
-            "where the run saved them: every node keeps its own"
+            "where the run saved them: every node keeps the files of its own ranks"
         )
     return located
 

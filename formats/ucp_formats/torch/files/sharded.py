@@ -1,8 +1,8 @@
 """What one rank saved of a tensor that ranks share: a DTensor or a ShardedTensor, read from its pickle.
 
 A DTensor records the global shape, the mesh, the rank's place in it, and a placement for each axis of the mesh. Its
-classes moved between versions of torch (2.1 to 2.13): they are recognised by name alone, and `ucp.contract.layouts`
-gives their meaning.
+classes moved between modules from torch 2.1 to 2.13: they are recognised by name alone. `ucp.contract.layouts` turns
+placements into patterns.
 
 Sources: torch 2.13, `torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py`, `device_mesh.py`,
 `_shard/sharded_tensor/api.py`.
@@ -36,7 +36,7 @@ class RankShard:
     coords: Mapping[str, int]
     """Place of the rank in the mesh."""
     root_coords: Mapping[str, int] = field(default_factory=dict)
-    """Its place on further axes of the root mesh, along which shards are copies."""
+    """Place of the rank on further axes of the root mesh, along which shards are copies."""
     rank: int | None = None
     """Rank that the mesh records."""
     box: Box | None = None
@@ -44,9 +44,9 @@ class RankShard:
 
 
 def parse_shard(value: object, where: str) -> RankShard | None:
-    """The shard that `value` is; None if it is something else.
+    """`value` as a shard; None if it is something else.
 
-    Raises MalformedError for a damaged one, UnsupportedError for one that cannot be put together.
+    Raises MalformedError for a damaged shard, UnsupportedError for one that cannot be joined with others.
     """
     while isinstance(value, Stub) and value.made_by.qualname in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         value = value.args[0]
@@ -66,10 +66,10 @@ def _parse_dtensor(args: tuple[object, ...], state: object, where: str) -> RankS
     attributes = Stub(GlobalName("", "DTensor"), state=state)
     spec, local = attributes.attribute("_spec"), attributes.attribute("_local_tensor")
     if not isinstance(spec, Stub) or not isinstance(local, TensorRef):
-        raise MalformedError(f"{where}: expected the local tensor and the layout of a DTensor; it has none")
+        raise MalformedError(f"{where}: expected a DTensor with its local tensor and its spec; got one without")
     mesh, placements = spec.attribute("mesh"), spec.attribute("placements")
     if not isinstance(mesh, Stub) or not isinstance(placements, tuple):
-        raise MalformedError(f"{where}: expected the mesh and the placements of a DTensor; it has none")
+        raise MalformedError(f"{where}: expected a DTensor with its mesh and its placements; got one without")
     axes = _Mesh.parse(mesh, where)
     if len(axes.coords) != len(placements):
         raise UnsupportedError(
@@ -156,8 +156,8 @@ def _parse_placement(value: object, where: str) -> DTensorPlacement:
         return DTensorPlacement("Partial")
     if kind not in ("Shard", "_StridedShard", "Replicate") or not isinstance(dim, int) or not isinstance(factor, int):
         raise UnsupportedError(
-            f"{where}: shards of its placement {kind} do not make up a tensor. Redistribute it to Shard or Replicate "
-            "before it is saved"
+            f"{where}: a tensor with the placement {kind} cannot be put together from its shards. Redistribute it to "
+            "Shard or Replicate before it is saved"
         )
     return DTensorPlacement(kind, dim, factor)
 

@@ -1,9 +1,9 @@
 """Format `torch`: what scripts, trainers and ranks save by plain `torch.save`.
 
 1. Find the files (`locate`), and read the pickle of each (`ucp.io.torch_file`): nothing is executed.
-2. Tell model, optimizer and the rest (`entries`, `ucp_formats.torch.state_dict`), all ranks side by side; join what
-   ranks hold sharded (`global_tensor`) or in flat parameters (`flat`).
-3. Make atoms of it.
+2. Tell model, optimizer and the rest apart (`entries`, `ucp_formats.torch.state_dict`), for all ranks side by side;
+   join what ranks saved as shards (`global_tensor`) or in flat parameters (`flat`).
+3. Make atoms of the result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ucp_formats.torch.state_dict.numbered import UnnamedError, read_order
 from ucp_formats.torch.state_dict.sort import sort_entries
 
 _PATHS: Mapping[Item, TreePath] = {"model": ("model",), "optimizer": ("optimizer",), "others": (), "all": ()}
-"""Where the value of a file stands in the state dict of the whole checkpoint."""
+"""Path of a file's value in the state dict of the whole checkpoint."""
 
 
 class TorchFormat(Format):
@@ -101,7 +101,7 @@ class _TorchIndexer:
         entries = collect_entries(values, Checksums(self._records), self._where)
         if not entries.model:
             raise self._no_model()
-        # shapes for safetensors only order the weights
+        # beside safetensors the user's shapes give only the order of the weights
         is_safetensors = "safetensors" in located.content.files.get("model", {}).get(0, "")
         flat_shapes = None if is_safetensors else self._shapes
         self._entries: SavedEntries = split_flat_params(entries, flat_shapes, self._where)
@@ -116,7 +116,7 @@ class _TorchIndexer:
         optimizer: Sequence[StateEntry] = ()
         try:
             optimizer = states_by_name(self._entries, order)
-            order = order if optimizer is self._entries.optimizer else None  # else it has been applied
+            order = order if optimizer is self._entries.optimizer else None  # else states_by_name has applied it
         except UnnamedError as error:
             states = (str(entry.path[-1]) for entry in self._entries.optimizer if entry.path[-3:-2] == ("state",))
             unnamed = unnamed_states(self._where, states, error)
@@ -126,7 +126,7 @@ class _TorchIndexer:
     def _read(self, item: Item, rank: int, name: str) -> object:
         if item == "model" and "safetensors" in name:
             weights = read_weights(self._folder, name)
-            # the order of what the user points to, or of a known model
+            # in the order of --shapes-from, or of a model whose order is known
             in_shapes = None if self._shapes is None else [*self._shapes]
             weights = weights.in_order_of(
                 in_shapes or sort_in_model_order(weights.tensors, weights.config.get("model_type"))
@@ -173,16 +173,16 @@ class _TorchIndexer:
 
     def _no_model(self) -> MalformedError:
         return MalformedError(
-            f"expected tensors of a model in {self._where}; there is no model in it, as no tensors are under "
-            f"names in {', '.join(os.path.basename(file.path) for file in self._files)}. Pass a file that holds a "
-            "state dict, or the folder with it beside the optimizer"
+            f"expected a model in {self._where}; got no dict of named tensors in "
+            f"{', '.join(os.path.basename(file.path) for file in self._files)}. Pass a file that holds the "
+            "state dict of the model, or the folder that has it beside the optimizer"
         )
 
     def _atom(self, name: str, entry: StateEntry) -> AtomIndex:
         weight = GlobalTensor.of(entry)
         entries = dict(sorted(self._saved.states.get(name, {}).items()))
         tensors = [state.value for state in entries.values() if isinstance(state.value, GlobalTensor)]
-        # FSDP1 keeps parameters flat, and shards them by rows only to save them
+        # FSDP1 trains flat parameters, as the states show, and shards by rows only when it saves the model
         layout = next((tensor.layout for tensor in tensors if tensor.layout.flat), weight.layout)
         states = {
             key: number_state_of(state) if state.shape is None else GlobalTensor.of(state).state_in(layout)
@@ -197,7 +197,7 @@ class _TorchIndexer:
         )
 
     def _untrained_kind(self, weight: GlobalTensor) -> Kind:
-        """Kind of a tensor that is in no group of the optimizer: ranks share parameters, and no buffers."""
+        """Kind of a tensor that is in no group of the optimizer: in a sharded model, plain tensors are buffers."""
         is_whole = not weight.shape or (self._is_shared and not weight.is_shared)
         return Kind.BUFFER if is_whole or not weight.state.dtype.is_floating else Kind.FROZEN
 
@@ -220,7 +220,7 @@ class _TorchIndexer:
             yield from untrained_notes(atoms, self._saved)
         if self._saved.tied:
             pairs = format_list(f"{alias} = {name}" for alias, name in self._saved.tied.items())
-            yield f"taken for tied, as they are stored once, or as config.json says:\n{pairs}"
+            yield f"taken for tied, because they are stored once or config.json says so:\n{pairs}"
         if self._entries.aside:
             yield aside_text(self._entries.aside)
         if self._entries.is_order_assumed and self._shapes:
@@ -244,7 +244,7 @@ def _check_rank(saved_as: str, path: str) -> None:
 
 
 def _topology(atoms: Mapping[str, AtomIndex], ranks: int) -> Topology:
-    """Degrees of the run, by the names of the axes of its mesh."""
+    """Degrees of the run, from the axes of its mesh."""
     axes = (axis for atom in atoms.values() for axis in atom.layout.axes)
     tp = max((axis.parts for axis in axes if axis.axis == "tp"), default=1)
     return Topology(dp=ranks // tp, tp=tp) if ranks % tp == 0 else Topology(dp=ranks)

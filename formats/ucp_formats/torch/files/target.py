@@ -5,7 +5,7 @@
 
 `torch.load(..., weights_only=True)` reads it. The optimizer is as `torch.optim.Optimizer.state_dict` gives it: states
 by number, `params` a list of numbers, and beside it `param_names` (torch 2.6 and later, for optimizers that were given
-names; others ignore it). Tied names are views of one storage.
+names; others ignore it). Tied parameters share one storage.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class _TorchDraft:
         ]
         self.notes += setting_notes(self._index, self._decoupled)
         self.notes.append(
-            "the optimizer numbers its parameters in the order of param_names: a script that makes its groups in "
-            "another order has to sort them"
+            "the optimizer's load_state_dict matches states to parameters by position, not by name: give the optimizer "
+            f"its parameters in the order that param_names lists in each group of {NAME}"
         )
         return {"state": states, "param_groups": groups}
 

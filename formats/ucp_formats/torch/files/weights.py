@@ -33,7 +33,7 @@ class SafetensorsWeights:
     """Whether they are in the order of the model: safetensors keeps names sorted."""
 
     def in_order_of(self, names: Sequence[str] | None) -> SafetensorsWeights:
-        """The tensors in the order of `names`, if it is known."""
+        """The tensors in the order of `names`; unchanged if that is None."""
         if names is None:
             return self
         known = {name: self.tensors[name] for name in names if name in self.tensors}
@@ -49,16 +49,16 @@ def read_weights(folder: str, name: str) -> SafetensorsWeights:
     files = {file: read_header(os.path.join(folder, file)).tensors for file in sorted(set(places.values()))}
     absent = sorted(key for key, file in places.items() if key not in files[file])
     if absent:
-        raise MalformedError(f"{path} names {', '.join(absent[:5])} in files that lack it. Copy the folder again")
+        raise MalformedError(f"{path} lists tensors that are not there: {', '.join(absent[:5])}. Copy the folder again")
     paths = (path, *(os.path.join(folder, file) for file in files))
     return SafetensorsWeights({key: files[file][key] for key, file in places.items()}, paths, read_config(folder))
 
 
 def shapes_from(path: Path) -> Shapes:
-    """Shapes of parameters in the order of their model, from what a user points to.
+    """Shapes of parameters in the order of the model, from the user's `--shapes-from`.
 
-    `path`: JSON of name to shape, in the order of `model.named_parameters()`, or a checkpoint of the same model, but
-    not in safetensors, which keeps names sorted. Raises SourceError.
+    `path`: JSON of name to shape, in the order of `model.named_parameters()`, or a checkpoint of the same model, except
+    safetensors, which keeps names sorted. Raises SourceError.
     """
     if path.suffix != ".json":
         if path.suffix == ".safetensors" or any(path.glob("*.safetensors")):

@@ -22,17 +22,17 @@ class StateEntry:
     shape: tuple[int, ...] | None
     """Elements per dim; None if it is no tensor."""
     value: object = None
-    """The object, or what stands for the tensor."""
+    """The object, or a description of the stored tensor."""
     form: Hashable = None
-    """Shape and shards: those of a parameter are those of its states."""
+    """Shape and shards: the same for a parameter and its states."""
     content: Hashable = None
     """Equal for tensors with the same elements, as far as that is known without reading them; else None."""
     is_storage: bool = False
-    """Whether `content` is where the elements lie: tensors are then one, and not equal by chance."""
+    """Whether `content` is where the elements are stored: equal content is then one tensor, not a coincidence."""
 
     @property
     def is_known_matrix(self) -> bool:
-        """Whether equal content means one tensor: vectors of ones or zeros are often equal."""
+        """Whether equal content means one tensor: only for matrices, as vectors of ones or zeros are often equal."""
         return self.content is not None and self.shape is not None and len(self.shape) > 1
 
     @property
@@ -43,7 +43,7 @@ class StateEntry:
 
 @dataclass(slots=True, kw_only=True)
 class StateDict:
-    """The entries, by what they are."""
+    """The entries, sorted into model, optimizer and the rest."""
 
     root: Path = ()
     """Keys to the model's dict."""
@@ -54,13 +54,13 @@ class StateDict:
     groups: tuple[ParamGroup, ...] = ()
     """The optimizer's groups."""
     trained: frozenset[str] = frozenset()
-    """Parameters in a group; all, without an optimizer."""
+    """Parameters in a group; all parameters, if there is no optimizer."""
     frozen: frozenset[str] = frozenset()
-    """Those of them without states, if others have states."""
+    """Parameters in a group that have no states, if others have states."""
     tied: dict[str, str] = field(default_factory=dict)
     """Second name of a parameter to its first: a matrix with the same elements that is in no group."""
     modules: dict[str, object] = field(default_factory=dict)
-    """Name in the model to what a module keeps there beside its tensors, nested as it was saved."""
+    """Name in the model to what a module saves there beside its tensors, nested as it was saved."""
     others: dict[str, object] = field(default_factory=dict)
     """Everything else, nested as it was saved."""
     lost: dict[str, LostStates] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def unnamed_states(where: str, states: Iterable[str], error: UnnamedError) -> Un
 
 
 def nest(others: dict[str, object], path: Path, value: object) -> None:
-    """Put a value where it stood. A list whose items were saved one by one becomes a dict of numbers."""
+    """Put a value at its path in nested dicts. A list whose items were saved one by one becomes a dict by position."""
     parent: dict[object, object] = others  # type: ignore[assignment]  # keys below the first may be numbers
     for key in path[:-1]:
         child = parent.setdefault(key, {})

@@ -1,4 +1,4 @@
-"""What the sorted state dict is to an index: kinds of tensors, numbers as states, and the keys that were saved.
+"""What an index takes from the sorted state dict: kinds of tensors, numbers as states, and the keys that were saved.
 
 `--to dcp --set style=source` writes under these keys again.
 
@@ -31,13 +31,13 @@ def kind_of(name: str, saved: StateDict) -> Kind | None:
     """What a tensor of the model is to the optimizer; None if it is in no group.
 
     A parameter without states, if others have states, was not stepped: it is frozen. `AdamW(model.parameters())` lists
-    such too.
+    frozen parameters too.
     """
     return Kind.FROZEN if name in saved.frozen else Kind.PARAMETER if name in saved.trained else None
 
 
 def untrained_notes(atoms: Mapping[str, AtomIndex], saved: StateDict) -> Iterator[str]:
-    """What tensors in no group are taken for, if nothing tells parameters from buffers."""
+    """Notes on tensors in no group, if the checkpoint does not tell parameters from buffers."""
     frozen = [name for name, atom in atoms.items() if atom.kind is Kind.FROZEN and name not in saved.frozen]
     if frozen:
         yield f"in no group of the optimizer, so frozen parameters or buffers:\n{format_list(frozen)}"
@@ -56,7 +56,7 @@ def number_state_of(entry: StateEntry) -> StateIndex:
     if number is None:
         raise UnsupportedError(
             f"expected tensors and numbers as states of the optimizer; {show_path(entry.path)} is "
-            f"{describe_value(entry.value)}. Save without it"
+            f"{describe_value(entry.value)}. Save the optimizer without it"
         )
     return number
 
@@ -66,7 +66,7 @@ def find_keys(paths: Iterable[Path], saved: StateDict) -> StateDictKeys | None:
 
     `paths`: of all entries.
     """
-    opened = ((*path, 0) if path[-1] == GROUPS else path for path in paths)  # one object, until torch 2.3
+    opened = ((*path, 0) if path[-1] == GROUPS else path for path in paths)  # saved as one object until torch 2.3
     roots = sorted({root for path in opened if (root := optimizer_root(path)) is not None}, key=len)
     owners = [_optimizer_of(group, saved, roots) for group in saved.groups]
     optimizers = []
@@ -82,14 +82,14 @@ def find_keys(paths: Iterable[Path], saved: StateDict) -> StateDictKeys | None:
 
 
 def _optimizer_of(group: ParamGroup, saved: StateDict, roots: Sequence[Path]) -> Path:
-    """Keys to the optimizer of a group: those above its states; the first optimizer, if it has none."""
+    """Keys to the optimizer of a group: the one that contains its states; the first, if the group has no states."""
     entry = next((entry for name in group.params for entry in saved.states.get(name, {}).values()), None)
     above = [root for root in roots if entry is not None and entry.path[: len(root)] == root]
     return above[-1] if above else roots[0]
 
 
 def _optimizer_keys(root: Path, groups: Sequence[int], saved: StateDict) -> OptimizerKeys | None:
-    """Keys of the optimizer with these groups; None if its numbers are not in their order."""
+    """Keys of the optimizer with these groups; None if its numbers are not in the order of the groups."""
     names = [name for group in groups for name in saved.groups[group].params]
     keys: dict[str, str] = {}
     is_flat = False

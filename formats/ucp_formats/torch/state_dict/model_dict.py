@@ -1,9 +1,9 @@
 """Which dict of tensors is the model: averages of weights, teachers and further models have the same names and shapes.
 
 1. Candidates hold what the optimizer trains: its names or, if it numbers parameters, their shapes. Without an
-   optimizer they are the dict with the most tensors, and those with its names.
-2. Of several candidates the model is the only one with a usual name (`model`, `state_dict`), or the only one that
-   holds just what the optimizer trains.
+   optimizer, candidates are the dict with the most tensors and dicts with nearly the same names.
+2. Of several candidates, the model is the only one with a usual name (`model`, `state_dict`), or the only one that
+   holds exactly what the optimizer trains.
 
 >>> shapes = {"w": (2,), "b": (3,)}
 >>> averaged = {"module.w": (2,), "module.b": (3,), "n_averaged": ()}
@@ -50,7 +50,7 @@ class OptimizedParams:
     shapes: Sequence[Shape | None] = ()
     """Shapes of numbered parameters; None for one without states."""
     keys: frozenset[str] = frozenset()
-    """Names of parameters joined by a dot to those of states or settings, without wrappers."""
+    """Keys of a flattened optimizer, `<parameter>.<state or setting>`, without wrappers."""
 
     @classmethod
     def from_groups(
@@ -73,7 +73,7 @@ class OptimizedParams:
         )
 
     def fits(self, tensors: Mapping[str, Shape]) -> bool:
-        """Whether a dict of tensors (bare name to shape) holds all of it; False if it is empty."""
+        """Whether a dict of tensors (bare name to shape) holds all that is trained; False if nothing is."""
         numbered = Counter(shape for shape in self.shapes if shape is not None)
         return (
             self.count(tensors) > 0
@@ -84,13 +84,13 @@ class OptimizedParams:
         )
 
     def count(self, tensors: Mapping[str, Shape]) -> int:
-        """How many of the tensors it names or numbers."""
+        """How many of the tensors are trained, by name or by number."""
         by_key = {name for key in self.keys if (name := longest_name(key, tensors))}
         return len(self.names & tensors.keys() | by_key) + len(self.shapes)
 
 
 def model_path(dicts: Dicts, trained: OptimizedParams, where: str) -> Path:
-    """Path of the model's dict; `()` without any. Raises UnsupportedError if several can be the model."""
+    """Path of the model's dict; `()` if there are no dicts. Raises UnsupportedError if several can be the model."""
     bare = {path: {bare_name(name): shape for name, shape in shapes.items()} for path, shapes in dicts.items()}
     paths = [path for path, shapes in bare.items() if trained.fits(shapes)] or _find_largest(bare, trained)
     if len(paths) < 2:
@@ -134,7 +134,7 @@ def name_below(path: Path, root: Path) -> str | None:
 
 
 def module_state_path(path: Path, root: Path) -> Path | None:
-    """Path, from its saved name in the model on, of what a module keeps beside its tensors; None for other entries.
+    """Path below the model of what a module saves beside its tensors, its name joined by dots; None for other entries.
 
     >>> module_state_path(("model", "module.fc._extra_state", "amax"), ("model",))
     ('module.fc._extra_state', 'amax')
@@ -163,7 +163,7 @@ def _find_largest(bare: Dicts, trained: OptimizedParams) -> list[Path]:
 
 
 def longest_name(text: str, names: Container[str]) -> str | None:
-    """The longest of `names` that `text` continues after a dot."""
+    """The longest of `names` that `text` begins with, followed by a dot."""
     prefix = text.rpartition(".")[0]
     while prefix and prefix not in names:
         prefix = prefix.rpartition(".")[0]
@@ -199,5 +199,5 @@ def has_ddp(names: Iterable[str]) -> bool:
 
 
 def name_in(is_known: Callable[[str], object], name: str) -> str:
-    """The model's name for one in an optimizer, which may have a `module.` that the model's lacks."""
+    """The model's name for `name` of an optimizer, which may have a `module.` that the model's names lack."""
     return _unwrap(name) if is_known(_unwrap(name)) else bare_name(name)

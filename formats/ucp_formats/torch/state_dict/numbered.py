@@ -1,12 +1,12 @@
 """Names for an optimizer that numbers its parameters, as `torch.optim.Optimizer.state_dict` does.
 
 The numbers count parameters group by group, in the order in which the optimizer was given them. Within a group that is
-assumed to be the order of the model. Everything else has to follow from shapes and shards, which a parameter and its
-states have in common; a number without states is a parameter of any shape that was not stepped. The first rule that
+assumed to be the order of the model. The rest must follow from shapes and shards, which are the same for a parameter
+and its states. A number without states may be a parameter of any shape: it was never stepped. The first rule that
 leaves exactly one answer decides:
 
-1. The order of the model, without names that are in no group. Several groups may not share a shape.
-2. The same without names of buffers; several groups may interleave in any way.
+1. Each group is in the order of the model; names may be in no group. Several groups may not share a shape.
+2. The same after buffers are removed by name; several groups may share shapes and interleave in any way.
 3. Shapes alone.
 
 >>> name_params([[0, 1]], {"0": (2,), "1": (3,)}, {"a": (2,), "drift": (7,), "b": (3,)}, shapes={}).names
@@ -47,17 +47,18 @@ _EXPECTED = (
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "n_averaged")
 """Last parts of the names of buffers, which no optimizer has."""
 _REMEDY = (
-    "Give the order (--param-order FILE: JSON of the names in each of its groups), or load into a model whose "
-    "optimizer has it (ucp.load_into); an optimizer that is given names (AdamW(model.named_parameters())) saves them"
+    "Give the order (--param-order FILE: JSON of the names in each of its groups), or load the checkpoint into a live "
+    "model and optimizer, which know the order (ucp.load_into). An optimizer that is created with names, "
+    "AdamW(model.named_parameters()), saves them"
 )
 _SORTED = (
-    "Give the order of the model (--shapes-from PATH: a file of torch.save, or a JSON of name to shape), as "
-    "safetensors keeps names sorted, or that of the optimizer (--param-order FILE: JSON of the names in each of its "
+    "Give the order of the model, since safetensors keeps names sorted (--shapes-from PATH: a file of torch.save, or a "
+    "JSON of name to shape), or the order of the optimizer (--param-order FILE: JSON of the names in each of its "
     "groups)"
 )
 _PROVED = "the only order that shapes allow"
 _MOST = 100_000
-"""Partial assignments that are looked at, at most: many groups of many equal layers have more."""
+"""Most partial assignments that are examined: many groups of many equal layers can have more."""
 
 
 class UnnamedError(UnsupportedError):
@@ -66,7 +67,7 @@ class UnnamedError(UnsupportedError):
     def __init__(self, why: str, *, remedy: str = _REMEDY) -> None:
         super().__init__(why)
         self.remedy = remedy
-        """What names them."""
+        """What the user can do to name the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Naming:
     names: Names
     """Number to name."""
     how: str
-    """In which order they were taken, and what that leaves unproved, in words."""
+    """For a note: the order in which names were assigned, and what it leaves unproved."""
 
 
 def name_params(
@@ -102,7 +103,7 @@ def name_params(
 
 
 def _model_order(names: Names, states: Forms, model: Forms) -> str:
-    """The order of the model in words, with the parameters that a script may have listed otherwise unnoticed."""
+    """Words for the order of the model, with parameters of one shape, whose order in the optimizer is not proved."""
     stepped_forms = {model[name] for number, name in names.items() if str(number) in states}
     alike: dict[Hashable, list[str]] = {form: [] for form in model.values() if form in stepped_forms}
     for name, form in model.items():
@@ -115,7 +116,7 @@ def _model_order(names: Names, states: Forms, model: Forms) -> str:
     more = f" (and {len(rest):,} more)" if rest else ""
     return (
         f"the order of the model; shapes cannot tell {first} from {second}{more}: if the script listed them in "
-        "another order, their moments are exchanged; --param-order FILE says the order"
+        "another order, their moments are exchanged; if so, pass the order with --param-order FILE"
     )
 
 
@@ -184,9 +185,8 @@ def _take_all(
 ) -> Names | None:
     """Names if the groups, each in the order of the model, interleave in only one way; else None.
 
-    Every parameter with states must have the same name in all ways to interleave the groups, whichever names are in
-    no group. If parameters without states have several, the usual rules for weight decay decide which group they are
-    in, provided that the groups have all of them and one answer follows.
+    Every number with states must get the same name in all ways to interleave the groups, whichever names are in no
+    group. If a number without states can get several names, `_by_decay` decides.
     """
     parameters = {name: form for name, form in model.items() if not _is_buffer(name)}
     params = parameters if len(parameters) >= sum(map(len, groups)) else model
@@ -214,7 +214,7 @@ def _by_decay(
     model: Forms,
     shapes: Mapping[str, Sequence[int]],
 ) -> Names | None:
-    """Names if the two groups are with and without weight decay, by any usual rule; None unless one answer fits."""
+    """Names if a usual rule for weight decay divides all parameters into two groups; None unless one answer fits."""
     rules: tuple[Callable[[str], bool], ...] = (
         lambda name: len(shapes.get(name, ())) > 1,
         lambda name: not _is_bias(name) and not _is_norm(name),
@@ -242,7 +242,7 @@ def _is_bias(name: str) -> bool:
 
 
 def _is_norm(name: str) -> bool:
-    """Whether a parameter is of a normalisation, by the names that transformers and scripts use.
+    """Whether a parameter belongs to a normalisation layer, by the names that transformers and scripts use.
 
     >>> [_is_norm(name) for name in ("h.0.ln_1.weight", "model.norm.weight", "h.0.attn.weight")]
     [True, True, False]

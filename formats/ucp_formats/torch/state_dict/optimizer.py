@@ -16,8 +16,8 @@ from ucp_formats.torch.state_dict.numbered import Naming, Number, Order, Unnamed
 
 _PARAMS, _NAMES = "params", "param_names"
 _FUSED_WHY = (
-    "torchtitan saved the optimizer's states of these as one tensor, wqkv, whose rows go by head, and records nowhere "
-    "how many heads there are: their states are left out. Start the optimizer anew, or save from a run with "
+    "torchtitan saved the optimizer states of these parameters as one tensor, wqkv, with rows grouped by head, and "
+    "does not record the number of heads: the states are left out. Start with a new optimizer, or save from a run with "
     "fuse_qkv = False"
 )
 
@@ -42,7 +42,7 @@ class OptimizerEntries:
         self._others: list[StateEntry] = []
 
     def take(self, entry: StateEntry) -> bool:
-        """Take an entry if it lies below the optimizer's path; whether it does."""
+        """Take an entry if it lies below the optimizer's path. Returns whether it does."""
         depth = len(self._root)
         if entry.path[:depth] != self._root or len(entry.path) == depth:
             return False
@@ -85,7 +85,7 @@ class OptimizerEntries:
         for path, entry in self._states:
             name = names_by_key.get(str(path[0]))
             if name is None:
-                raise MalformedError(f"{where}: {show_path(entry.path)} is of a parameter that is in no group")
+                raise MalformedError(f"{where}: {show_path(entry.path)} belongs to a parameter that is in no group")
             if not entry.is_empty:
                 saved.states.setdefault(name, {})[".".join(map(str, path[1:]))] = entry
         saved.groups += tuple(
@@ -99,7 +99,7 @@ class OptimizerEntries:
     def _names(
         self, params: Mapping[int, Sequence[Number]], saved: StateDict, *, in_order: bool, order: Order | None
     ) -> dict[Number, str]:
-        """The model's names for what the groups list; raises UnnamedError. torch 2.6 has names beside numbers."""
+        """The model's names for what the groups list. Raises UnnamedError. torch 2.6 can save names beside numbers."""
         naming: dict[Number, str] = {}
         for number, keys in params.items():
             names = self._groups[number].get(_NAMES)
@@ -122,14 +122,14 @@ class OptimizerEntries:
         order: Order | None,
     ) -> Naming:
         """Names for the numbers of its groups. Raises UnnamedError, UsageError for an `order` that does not fit."""
-        by_dims = sorted(self._states, key=lambda item: len(item[1].shape or ()))  # the parameter's own shape last
+        by_dims = sorted(self._states, key=lambda item: len(item[1].shape or ()))  # the parameter's shape comes last
         states = {str(path[0]): entry.form for path, entry in by_dims if entry.shape is not None and path[-1] != STEP}
         if order is not None:
             forms = {name: entry.form for name, entry in model.items()}
             shapes = {str(path[0]): entry.shape for path, entry in self._states if entry.shape}
             shapes |= {name: entry.shape or () for name, entry in model.items()}
             return order_params(groups, states, forms, order, shapes=shapes)
-        # each tensor under the first of its names: of two that are only equal one may be frozen
+        # one storage under several names counts once, under the first; of two equal tensors one may be frozen
         entries = reversed(list(model.items()))
         firsts = {
             entry.content if entry.is_storage and entry.is_known_matrix else name: name for name, entry in entries
@@ -149,7 +149,7 @@ class OptimizerEntries:
         return params
 
     def _add_flat(self, saved: StateDict, where: str) -> None:
-        """Add states and groups with joined keys: names have dots too, so that the model's names separate them."""
+        """Add states and groups with joined keys. Names have dots too: where a name ends, the model's names tell."""
         hyper: dict[str, dict[str, object]] = {}
         strays = []
         for key, entry in self._flat:
@@ -176,10 +176,10 @@ class OptimizerEntries:
             )
         if settings:
             saved.notes.append(
-                "settings of parameters that the model lacks, and that have no states, left out (frozen ones, if "
-                f"get_state_dict was to ignore them):\n{format_list(settings)}"
+                "settings of parameters that have no states and are not in the model, left out (frozen parameters, if "
+                f"the run saved with ignore_frozen_params):\n{format_list(settings)}"
             )
-        groups: dict[str, list[str]] = {}  # parameters of equal settings: a flattened optimizer records no groups
+        groups: dict[str, list[str]] = {}  # by equal settings: a flattened optimizer records no groups
         for name in (name for name in saved.model if name in hyper):
             groups.setdefault(repr(sorted(hyper[name].items())), []).append(name)
         saved.groups += tuple(ParamGroup(params=tuple(names), hyper=hyper[names[0]]) for names in groups.values())

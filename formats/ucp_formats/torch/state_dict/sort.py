@@ -2,7 +2,7 @@
 
 Scripts nest and name them as they like:
 
-1. An optimizer is where `param_groups` stands (`optimizer`).
+1. An optimizer is a dict with `param_groups` (`optimizer`).
 2. The model is the dict of tensors that the optimizer trains (`model_dict`).
 3. Everything else is an extra under its own path.
 
@@ -49,11 +49,12 @@ def sort_entries(
     order: Order | None = None,
     unnamed: UnnamedStates | None = None,
 ) -> StateDict:
-    """The entries by what they are. `where`: for messages; `in_order`: whether the model's entries are in its order.
+    """The entries, sorted. `where`: the checkpoint, for messages.
 
-    `order`: names for the numbers of an optimizer, as the user gives them; `unnamed`: states that are not among
-    `entries`, as they could not be named. Raises MalformedError if entries contradict one another, UsageError for
-    an order that does not fit, IdleOptionError for one that is not needed.
+    `in_order`: whether entries of the model are in the order of its parameters. `order`: the user's names for the
+    numbers of an optimizer. `unnamed`: states that are not among `entries`, because they could not be named. Raises
+    MalformedError if entries contradict one another, UsageError for an order that does not fit, IdleOptionError for
+    one that is not needed.
     """
     entries = [inner for entry in entries for inner in _open(entry)]
     roots = sorted({root for entry in entries if (root := optimizer_root(entry.path)) is not None}, key=len)
@@ -72,7 +73,7 @@ def sort_entries(
 
 
 def _sort_model(entries: Iterable[StateEntry], trained: OptimizedParams, where: str) -> StateDict:
-    """The model, what its modules keep, and the rest; `entries` are those outside of optimizers."""
+    """The model, what its modules save beside tensors, and the rest; `entries` are those outside of optimizers."""
     entries = list(entries)
     dicts: dict[Path, dict[str, tuple[int, ...]]] = {}
     for entry in entries:
@@ -87,7 +88,7 @@ def _sort_model(entries: Iterable[StateEntry], trained: OptimizedParams, where: 
     names = [name for name in in_model if name is not None]
     to_name = model_naming(names)
     if has_ddp(names):
-        saved.notes.append("module., which DistributedDataParallel puts before names, is removed: all names have it")
+        saved.notes.append("module. is removed from the beginning of all names: DistributedDataParallel added it")
     for entry in entries:
         if (path := module_state_path(entry.path, root)) is not None:
             nest(saved.modules, (to_name(str(path[0])), *path[1:]), entry.value)
@@ -99,7 +100,7 @@ def _sort_model(entries: Iterable[StateEntry], trained: OptimizedParams, where: 
 
 
 def _open(entry: StateEntry) -> Iterator[StateEntry]:
-    """Entries of what torch saved as one object: until 2.3 groups, and an optimizer without tensors."""
+    """Entries inside one that torch saved as one object: the groups, until torch 2.3; an optimizer without tensors."""
     value, path = entry.value, entry.path
     if isinstance(value, list) and path and path[-1] == GROUPS:
         inner: Iterable[tuple[object, object]] = enumerate(value)
@@ -114,9 +115,9 @@ def _open(entry: StateEntry) -> Iterator[StateEntry]:
 
 
 def _drop_absent(saved: StateDict) -> None:
-    """Drop parameters of groups that have no states and that the model lacks.
+    """Drop from the groups parameters that have no states and are not in the model.
 
-    `get_state_dict(ignore_frozen_params=True)` saves so: frozen ones are in the groups alone (torch 2.13,
+    With `ignore_frozen_params`, `get_state_dict` saves frozen parameters in the groups alone (torch 2.13,
     `state_dict.py`, `_get_model_state_dict`).
     """
     listed_names = {name for group in saved.groups for name in group.params}
@@ -126,8 +127,9 @@ def _drop_absent(saved: StateDict) -> None:
             replace(group, params=tuple(name for name in group.params if name not in absent)) for group in saved.groups
         )
         saved.notes.append(
-            f"{format_count(len(absent), 'parameter')} in groups of the optimizer without states, and not in the "
-            f"model, left out (frozen ones, if get_state_dict was to ignore them):\n{format_list(sorted(absent))}"
+            f"{format_count(len(absent), 'parameter')} in groups of the optimizer, but without states and not in the "
+            "model, left out (frozen parameters, if the run saved with ignore_frozen_params):\n"
+            f"{format_list(sorted(absent))}"
         )
 
 
@@ -146,8 +148,8 @@ def _check(saved: StateDict, where: str) -> None:
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise UnsupportedError(
-            f"{where}: expected one optimizer of each parameter; more than one trains\n{format_list(twice)}\nThey are "
-            "of several models: save each model with its optimizer in a file of its own"
+            f"{where}: expected each parameter in one optimizer; several optimizers train\n{format_list(twice)}\nThese "
+            "belong to several models: save each model with its optimizer in a file of its own"
         )
     shapes: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {}
     for name, states in saved.states.items():
@@ -157,8 +159,8 @@ def _check(saved: StateDict, where: str) -> None:
     if shapes and Counter(shape for shape, _ in shapes.values()) == Counter(shape for _, shape in shapes.values()):
         lines = (f"{name}: {shape}, its moments {of_moments}" for name, (shape, of_moments) in shapes.items())
         raise MalformedError(
-            f"{where}: expected moments in the shapes of their parameters; got those of others, as if the optimizer "
-            f"had their names in another order:\n{format_list(lines)}\n{_SAVE_BOTH}"
+            f"{where}: expected moments in the shapes of their parameters; got shapes of other parameters, as if the "
+            f"optimizer listed names in another order:\n{format_list(lines)}\n{_SAVE_BOTH}"
         )
 
 
@@ -180,7 +182,8 @@ def _set_trained(saved: StateDict) -> None:
     if saved.states and unstepped:
         saved.frozen = frozenset(name for name in unstepped if 0 not in (saved.model[name].shape or ()))
         saved.notes.append(
-            f"{format_count(len(unstepped), 'parameter')} in a group of the optimizer without states, which others "
-            "have: taken for frozen. Nothing to do if they are. If they were trained and had no gradient yet: "
-            f"--set frozen=none. If neither holds, their states are missing from the file:\n{format_list(unstepped)}"
+            f"{format_count(len(unstepped), 'parameter')} in a group of the optimizer without states, which other "
+            "parameters have: taken for frozen. If so, there is nothing to do. If they are trained and had no gradient "
+            "yet, pass --set frozen=none. Otherwise their states are missing from the file:\n"
+            f"{format_list(unstepped)}"
         )

@@ -62,7 +62,7 @@ def test_what_was_begun_otherwise_says_how(staging):
     assert "target: ucp then, deepspeed now" in said
     assert "topology: by default then, dp=2 now" in said
     assert "source:" not in said
-    with pytest.raises(DestinationError, match="files of the source: not those"):
+    with pytest.raises(DestinationError, match="files of the source: others than then"):
         begun(staging, fingerprint="g", resume=True, source="/a", target="ucp")
 
 

@@ -89,7 +89,7 @@ def test_two_models_with_an_optimizer_each_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError):
         ucp.open(_torch({**saved, **optimizers}, tmp_path))
-    with pytest.raises(UnsupportedError, match="more than one trains"):
+    with pytest.raises(UnsupportedError, match="several optimizers train"):
         ucp.open(_torch({"one": saved["one"], **optimizers}, tmp_path))
 
 

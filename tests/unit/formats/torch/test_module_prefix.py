@@ -9,7 +9,7 @@ import ucp
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, for saves and loads of one process
 
-NOTE = "which DistributedDataParallel puts before names, is removed"
+NOTE = "DistributedDataParallel added it"
 
 
 def save(kind, state, path):

@@ -123,6 +123,6 @@ def test_optimizers_of_torch_keep_what_they_keep_for_a_reason(optimizers: Optimi
 def test_a_damaged_name_is_a_problem(key: str, damaged: str, problem: str, tmp_path: Path) -> None:
     path = _save(tmp_path / "run", _adamw, lambda saved: saved.update({damaged: saved.pop(key)}))
     (found,) = ucp.verify(path).problems
-    assert "1 parameter lacks states or settings that others like these parameters have" in found
+    assert "1 parameter lacks states or settings that similar parameters have" in found
     assert problem in found
     assert any(problem in warning for warning in ucp.plan(path).warnings)

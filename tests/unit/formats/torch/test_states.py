@@ -89,7 +89,7 @@ def test_lost_states_of_one_parameter_are_told(to: str, tmp_path: Path) -> None:
     whole = saved["optimizer"]["state"].pop(1)
     torch.save(saved, path / "checkpoint.pt")
     done = ucp.convert(path, tmp_path / "all", to=to)
-    assert any("without states, which others have" in note and "bias" in note for note in done.notes)
+    assert any("without states, which other parameters have" in note and "bias" in note for note in done.notes)
 
     weight = saved["optimizer"]["state"][0]
     saved["model"]["bias2"] = torch.ones(2)

@@ -22,8 +22,8 @@ def test_values_are_restored_in_the_form_of_the_optimizer():
     assert hyper == [{"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True, "weight_decay": 0.25}]
     assert findings.notes == [
         (
-            "group 0: restored lr 1.0 to 0.1, betas (0.9, 0.95) to (0.5, 0.6), amsgrad False to True, "
-            "weight_decay 0 to 0.25"
+            "group 0: restored lr=0.1 (was 1.0), betas=(0.5, 0.6) (was (0.9, 0.95)), amsgrad=True (was False), "
+            "weight_decay=0.25 (was 0)"
         )
     ]
 
@@ -39,7 +39,9 @@ def test_unknown_keys_are_reported_once():
     live = [live_group("a", lr=1.0), live_group("b", lr=1.0)]
     hyper, findings = restored(live, [saved_group("a", "b", lr=1.0, bias_correction=True)])
     assert hyper == [{"lr": 1.0}, {"lr": 1.0}]
-    assert findings.notes == [f"group {n}: the optimizer has no bias_correction=True" for n in (0, 1)]
+    assert findings.notes == [
+        f"group {n}: not restored, as the optimizer has no such setting: bias_correction=True" for n in (0, 1)
+    ]
 
 
 def test_one_group_out_of_two_that_agree():
@@ -54,7 +56,7 @@ def test_one_group_out_of_two_that_differ_is_a_problem():
     hyper, findings = restored([live_group("a", "b", "c", lr=1.0, eps=2.0)], saved)
     assert hyper == [{}]
     (problem,) = findings.problems
-    assert "holds a of group 0, b of group 1 of the checkpoint, whose lr differ" in problem
+    assert "(a of group 0, b of group 1), which differ in lr" in problem
 
 
 def test_a_value_of_another_kind_is_a_problem():
@@ -70,7 +72,7 @@ def test_a_value_of_another_kind_is_a_problem():
 def test_a_checkpoint_without_groups_leaves_the_optimizer_as_it_is():
     hyper, findings = restored([live_group("a", lr=1.0)], [])
     assert hyper == [{}]
-    assert findings.notes == ["the checkpoint records no hyper-parameters: those of the optimizer stay"]
+    assert findings.notes == ["the checkpoint records no hyper-parameters: the optimizer keeps its own"]
 
 
 def test_a_rate_that_a_scheduler_goes_by_and_that_is_not_restored_is_noted():

@@ -56,7 +56,7 @@ def test_a_style_that_is_said(styled, style):
     assert not report.missing
     assert not report.unexpected
     check(model, optimizer, wanted)
-    assert f"under names of {style}, by the family llama" in report.notes
+    assert f"names are translated to {style} by the rules of the family llama" in report.notes
 
 
 def test_names_of_all_ranks_together_show_the_style(styled):
@@ -138,11 +138,11 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
         ({"names": "klingon"}, "expected one of the naming styles"),
         ({"names": "hugingface"}, "got 'hugingface'; did you mean 'huggingface'?"),
         ({"names": ":"}, "expected a naming style"),
-        ({"names": "huggingface", "settings": {"klingons": 3}}, "expected sizes of the model as settings"),
+        ({"names": "huggingface", "settings": {"klingons": 3}}, "expected settings to be sizes of the model"),
         ({"rename": 3}, "expected a path as rename"),
         ({"family": "klingon", "names": "huggingface"}, "expected one of the families"),
-        ({"rank_extras": "some"}, "expected rank_extras as one of drop, carry, replicate"),
-        ({"dtype": "int8"}, "expected dtype of"),
+        ({"rank_extras": "some"}, "expected rank_extras to be one of drop, carry, replicate"),
+        ({"dtype": "int8"}, "expected dtype to be one of"),
         ({"progress": 3}, "expected progress as True, False or an observer"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_family_that_does_not_know_the_names_is_refused(tmp_path):
 def test_weights_of_another_type_than_said_are_refused(styled):
     wanted = styled(LLAMA, "huggingface")
     model = module_of(wanted)
-    with pytest.raises(LoadError, match="expected floating weights of bfloat16, as dtype says"):
+    with pytest.raises(LoadError, match="expected floating-point weights in bfloat16, as dtype= says"):
         ucp.load_into(model, LLAMA, dtype=torch.bfloat16)
     ucp.load_into(model.bfloat16(), LLAMA, dtype="bf16")
 

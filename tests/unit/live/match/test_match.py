@@ -67,7 +67,8 @@ def test_tied_in_the_model_and_two_atoms_is_a_problem():
 def test_tied_in_the_checkpoint_and_two_in_the_model_is_noted():
     found, findings = matched([live("emb"), live("head")], index(atom("emb"), aliases={"head": "emb"}))
     assert found == {"emb": "emb", "head": "emb"}
-    assert findings.notes == ["emb and head are loaded from one atom, emb: they were tied when saved"]
+    (note,) = findings.notes
+    assert note == "emb and head are loaded from one tensor of the checkpoint, emb: they were tied when saved"
     assert not findings.problems
 
 
@@ -105,7 +106,7 @@ def test_types_are_cast_among_floats_only():
     ]
     (want,) = plan_weights(tensors, found, source, findings=findings)
     assert want.slice.dtype is DType.BFLOAT16
-    assert findings.casts == {"weight: float32 to bfloat16": 1}
+    assert findings.casts == {"weight: float32 -> bfloat16": 1}
 
 
 def test_an_atom_without_a_weight_is_missing():
@@ -136,7 +137,7 @@ def test_states_are_brought_as_the_optimizer_keeps_them():
     wants, fresh, findings = states_of([LiveParam(name="a", keeps=keeps)], index(adam_atom("a")))
     assert wants == [("a", "step", DType.INT64), ("a", "exp_avg", DType.BFLOAT16)]
     assert not fresh
-    assert findings.casts == {"exp_avg: float32 to bfloat16": 1}
+    assert findings.casts == {"exp_avg: float32 -> bfloat16": 1}
 
 
 def test_states_of_an_unknown_optimizer_are_brought_as_stored():
@@ -170,7 +171,7 @@ def test_a_parameter_that_was_not_optimised_is_a_problem():
     source = index(atom("a"), adam_atom("b"), groups=(ParamGroup(params=("b",), hyper={}),))
     params = [LiveParam(name=name, keeps=ADAM) for name in ("a", "b")]
     _, _, findings = states_of(params, source)
-    assert findings.problems == ["a is optimised, and was not when the checkpoint was saved"]
+    assert findings.problems == ["a is optimised now, but was not when the checkpoint was saved"]
 
 
 def test_a_frozen_parameter_in_a_group_need_not_have_been_optimised():
@@ -199,7 +200,7 @@ def test_a_parameter_without_elements_needs_no_state():
 def test_states_that_the_optimizer_does_not_step_are_a_problem():
     source = index(adam_atom("a"), adam_atom("b"))
     _, _, findings = states_of([LiveParam(name="a", keeps=ADAM)], source)
-    assert findings.problems == ["b: the checkpoint has step, exp_avg, and the optimizer does not step it"]
+    assert findings.problems == ["b: the checkpoint has step, exp_avg, but the optimizer does not step it"]
 
 
 def test_a_state_of_another_kind_of_number_is_a_problem():

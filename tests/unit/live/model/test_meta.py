@@ -74,19 +74,19 @@ def test_parameters_are_made_in_the_type_that_is_asked_for(saved):
     assert torch.equal(net.emb.weight, WEIGHT.bfloat16())
     assert optimizer.state[net.emb.weight]["exp_avg"].dtype is torch.bfloat16
     assert net.ramp.dtype is torch.float32
-    assert "weight: float32 to bfloat16, 1 tensor" in report.casts
+    assert "weight: float32 -> bfloat16 in 1 parameter" in report.casts
 
 
 def test_what_is_not_computed_is_named_and_nothing_is_changed(saved):
     net = made(Net)
-    with pytest.raises(LoadError, match=r"(?s)does not bring\n.*ramp\n.*mask\n.*no module has reset_parameters"):
+    with pytest.raises(LoadError, match=r"(?s)does not have\n.*ramp\n.*mask\n.*no module has reset_parameters"):
         load_into(net, checkpoint=saved)
     assert net.emb.weight.is_meta
 
 
 def test_what_reset_parameters_leaves_out_is_named(saved):
     net = made(type("Lazy", (Net,), {"reset_parameters": lambda self: self.ramp.zero_()}))
-    with pytest.raises(LoadError, match=r"does not bring\n +mask\nand the reset_parameters"):
+    with pytest.raises(LoadError, match=r"does not have\n +mask\nand reset_parameters"):
         load_into(net, checkpoint=saved)
 
 

@@ -196,7 +196,7 @@ def test_attributes_go_before_rules(tmp_path):
 def test_a_cut_tensor_of_the_shape_of_the_whole_is_refused(tmp_path, stride):
     """A model of twice the width of the checkpoint: what a rank holds has the checkpoint's shape."""
     saved = Saved(tmp_path, {"w": (4, 3)})
-    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*leaves \[2, 3\] of \[4, 3\] in the checkpoint"
+    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*gives \[2, 3\] of \[4, 3\] in the checkpoint"
     with pytest.raises(LoadError, match=cut):
         load(saved.path, "tp=2", lambda _: {"w": saved["w"]}, mark=marked(w=(0, stride)))
 
@@ -222,7 +222,7 @@ def test_a_dim_that_a_parameter_has_not_is_refused(tmp_path, dim):
 
 def test_blocks_that_do_not_divide_a_dim_are_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (4, 1)})
-    with pytest.raises(LoadError, match="partition_stride=3 does not divide dim 0 there"):
+    with pytest.raises(LoadError, match="partition_stride=3 does not divide its dim 0"):
         load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank)}, mark=marked(w=(0, 3)))
 
 
@@ -270,7 +270,7 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
     ("dealt", "said"),
     [
         ({4: 0, 3: 0, 2: 1, 1: 1}, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
-        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, r"of the model that have some \(0\); got a map of layer 5"),
+        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, r"of the model that have experts \(0\); got one for layer 5"),
         ({0: [0, 0], 1: [1, 1]}, r"layers.0.experts.up: experts 2, 3 are not assigned to any rank"),
     ],
 )
@@ -283,9 +283,9 @@ def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, de
 @pytest.mark.parametrize(
     ("name", "topology", "said"),
     [
-        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* leaves \[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* gives \[2, 3, 2\] of \[4, 3, 2\]"),
         (STACKED, None, "no topology: pass one"),
-        ("w", "dp=2,ep=2", r"have some \(none has a number\); got a map of all layers"),
+        ("w", "dp=2,ep=2", r"have experts \(none has a number\); got one for all layers"),
     ],
 )
 def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, said):
@@ -316,7 +316,7 @@ def test_replicas_of_an_expert_each_get_its_states(tmp_path):
         param = own.get_parameter(f"layers.0.experts.{number}.w")
         for state, held in {**optimizer.state[param], "weight": param.detach()}.items():
             assert torch.equal(held, torch.from_numpy(saved.arrays[names[whole], state]))
-    assert any("are loaded from one atom" in note and "replicas" in note for note in report.notes)
+    assert any("are loaded from one tensor" in note and "replicas" in note for note in report.notes)
 
 
 WORDS = "model.embed_tokens.weight"
@@ -346,7 +346,8 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path, tp, rows):
     reports = run(tp, one)
     assert all(isinstance(own, LoadReport) for own in reports), reports
     assert any(
-        f"{WORDS} is padded to 16 rows in the model and 10 in the checkpoint" in note for note in reports[-1].notes
+        f"{WORDS} has 16 rows in the model, with padding, and 10 in the checkpoint" in note
+        for note in reports[-1].notes
     )
 
 
@@ -372,8 +373,8 @@ def test_a_tensor_that_nothing_explains_is_refused_by_name(tmp_path):
     with pytest.raises(LoadError) as raised:
         load(saved.path, "tp=2", lambda rank: {"odd": split(saved["odd"], 2, rank), "norm": saved["norm"]})
     assert (
-        "odd has shape [4, 3] in the model and [8, 3] in the checkpoint; nothing says how tp=2 cuts it (no model "
-        "family fits the names of the checkpoint). Pass family= or patterns=, or set tensor_model_parallel and "
+        "odd has shape [4, 3] in the model and [8, 3] in the checkpoint; it is not known how it is cut over tp=2 (no "
+        "model family fits the names of the checkpoint). Pass family= or patterns=, or set tensor_model_parallel and "
         "partition_dim on the parameter"
     ) in str(raised.value)
 
@@ -386,7 +387,7 @@ def test_without_a_topology_several_ranks_are_told_to_pass_one(tmp_path):
 
 def test_a_cut_that_does_not_leave_the_shape_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (8, 3)})
-    with pytest.raises(LoadError, match=r"tp=2 shard\(dim=0\) does not leave that shape"):
+    with pytest.raises(LoadError, match=r"tp=2 shard\(dim=0\) does not give that shape"):
         load(saved.path, "tp=2", lambda rank: {"w": saved["w"][:3]}, mark=marked(w=(0, 1)))
 
 
@@ -412,7 +413,7 @@ def test_what_is_no_module_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (2,)})
     with pytest.raises(UsageError, match=r"a list of them \(chunks of a virtual pipeline\); got Linear, str"):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
-    with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer\), or none; got dict"):
+    with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer, or none; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
 
 

@@ -82,7 +82,7 @@ def test_an_optimizer_around_another_is_refused():
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     net = nn.Linear(3, 2)
-    with pytest.raises(UnsupportedError, match=r"got PostLocalSGDOptimizer, .* Pass the one inside"):
+    with pytest.raises(UnsupportedError, match=r"got PostLocalSGDOptimizer, .* Pass the optimizer inside"):
         described(net, PostLocalSGDOptimizer(optim.SGD(net.parameters(), lr=0.1), averager=None))
 
 

@@ -148,7 +148,7 @@ class TestProbe:
         token = tmp_path / "temporary-1"
         assert probe.describe_fault(str(token)) == "No such file or directory"
         token.write_text("temporary-2")
-        assert probe.describe_fault(str(token)) == "another folder lies there"
+        assert probe.describe_fault(str(token)) == "there is another folder at this path"
         token.write_text("temporary-1")
         assert probe.describe_fault(str(token)) == ""
 

@@ -1,1 +1,1 @@
-"""Plain modules of local shapes: which layers and experts they hold, and how their tensors are cut."""
+"""Plain modules with local shapes: which layers and experts they hold, and how their tensors are cut."""

@@ -18,21 +18,21 @@ from ucp.core.region import Box, RegionPair
 from ucp.errors import UsageError
 
 ExpertRanks: TypeAlias = Mapping[int, int | Sequence[int]]
-"""Expert to the expert-parallel ranks that hold it; a rank that is named twice holds two replicas."""
+"""Expert to the expert-parallel ranks that hold it; a rank that is listed twice holds two replicas."""
 Experts: TypeAlias = ExpertRanks | Mapping[int, ExpertRanks]
 """Ranks of the experts of all layers, or by layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMap:
-    """Experts on ranks; empty if they are assigned in order."""
+    """Which ranks hold which experts; empty if experts are assigned in order."""
 
     layers: Mapping[int | None, Mapping[int, tuple[int, ...]]]
     """Layer (None: all) to the ranks of each expert, in the order in which a rank holds its experts."""
 
     @classmethod
     def parse(cls, experts: Experts | None, *, ep: int) -> ExpertMap:
-        """The user's map. Raises UsageError for anything else, and for a rank that is not below `ep`."""
+        """The map of the user. Raises UsageError for anything else, and for ranks not below `ep`."""
         if experts is None:
             return cls({})
         if not isinstance(experts, Mapping) or not experts:
@@ -52,7 +52,7 @@ class ExpertMap:
         return tuple(expert for expert, ranks in experts.items() for rank in ranks if rank == ep)
 
     def compare(self, count: int, *, layer: int | None) -> tuple[list[int], list[int]]:
-        """Experts of a layer that the map names beyond `count`, and those below it that it does not name."""
+        """For a layer of `count` experts: numbers in the map that are not among them, and those not in the map."""
         experts = self.layers.get(layer, self.layers.get(None))
         if experts is None:
             return [], []
@@ -65,12 +65,12 @@ class ExpertMap:
             known = ", ".join(str(layer) for layer in sorted(layer for layer in layers if layer is not None))
             got = f"layer {', '.join(unknown)}" if unknown else "all layers"
             raise UsageError(
-                f"expected experts of layers of the model that have some ({known or 'none has a number'}); got a map "
-                f"of {got}"
+                f"expected experts= for layers of the model that have experts ({known or 'none has a number'}); got "
+                f"one for {got}"
             )
 
     def make_pattern(self, shape: tuple[int, ...], *, layer: int | None, ep: int) -> Pattern | None:
-        """How a tensor of all experts of a layer, [experts, ...], lies over `ep` ranks; None as for `find_order`."""
+        """How a tensor of all experts of a layer, [experts, ...], is cut over `ep` ranks; None as for `find_order`."""
         copies: Counter[int] = Counter()
         pieces_of_ranks = []
         for rank in range(ep):

@@ -1,9 +1,9 @@
-"""How the tensors of a plain module that holds local shapes lie over the ranks of the run.
+"""How the tensors of a plain module with local shapes are distributed over the ranks of the run.
 
-`LayoutFinder` lists, per tensor, the layouts that give the shape that this rank holds, by evidence in this order:
-attributes of the parameter, rules of the model family, the layout of the checkpoint itself. Shapes alone prove only
-that a tensor of the global shape is not cut. A tensor can have several layouts (a dim that does not divide can be cut
-in two ways); the ranks then share which of them fit, and take the first that fits all (`place_run`).
+For each tensor, `LayoutFinder` lists layouts that give the shape on this rank. The evidence is, in this order:
+attributes of the parameter, rules of the model family, the layout in the checkpoint. Shapes alone prove only that a
+tensor of the global shape is not cut. Several layouts can fit a tensor (a dim that is not divisible can be cut in two
+ways); the ranks then tell each other which fit, and take the first that fits on all ranks (`place_run`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MULTIPLES = tuple(1 << power for power in range(12))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """What a parameter's attributes say of its cut; absent ones mean what they mean to Megatron."""
+    """How a parameter is cut, by its attributes; without an attribute its default in Megatron applies."""
 
     dim: int | None = None
     """Dim that tensor-parallel ranks cut, normalised to >= 0; None if the parameter is not marked."""
@@ -62,18 +62,18 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """How a tensor may lie."""
+    """The layouts that a tensor may have."""
 
     layouts: tuple[Layout, ...]
     """Layouts that give the shape this rank holds, the likeliest first."""
     is_open: bool = False
     """Whether another rank may rule one out."""
     padded: tuple[int, ...] | None = None
-    """Global shape in this run, if that has rows that no checkpoint has."""
+    """Global shape in this run, if it has padding rows, which no checkpoint has."""
     refused: Layout = field(default_factory=Layout)
-    """The layout that the evidence gives if it does not leave the shape; not cut if there is no evidence."""
+    """Layout for the error message if none fits: the first that the evidence gives, else without a cut."""
     unassigned: str = ""
-    """What of the checkpoint's tensor no rank holds."""
+    """Which elements of the checkpoint's tensor no rank holds, as text."""
     hint: str = ""
     """What to do if there is no layout."""
 
@@ -92,14 +92,14 @@ class LayoutFinder:
         experts: ExpertMap,
     ) -> None:
         self.notes: list[str] = []
-        """Where the layouts are known from."""
+        """What the layouts were inferred from."""
         self._index, self._mesh, self._rename, self._experts = index, mesh, rename, experts
         self._options, self._count = options, count
         self._degrees = {axis: mesh.degree(axis) for axis in ("tp", "ep", "etp")}
         self._why_no_rules = ""
 
     def find_candidates(self, model: LiveModel) -> dict[str, Candidates]:
-        """By principal name, for tensors that the checkpoint has and that are not parts already (but flat ranges).
+        """Principal name to candidates, for tensors in the checkpoint whose layout has no axes yet.
 
         Raises FamilyError, UsageError for attributes or a map of experts that cannot be right.
         """
@@ -123,12 +123,12 @@ class LayoutFinder:
                 candidates[tensor.name] = self._find_candidates_of(tensor, atom, attributes)
         if errors:
             raise UsageError(
-                f"expected attributes of parameters and experts that the tensors have; got\n{format_list(errors)}"
+                f"expected partition_dim and experts= within the shapes of the tensors; got\n{format_list(errors)}"
             )
         return candidates
 
     def _compare_experts(self, tensor: LiveTensor, atom: AtomIndex) -> tuple[list[int], list[int]]:
-        """Experts that the user's map names and a tensor of all experts lacks, and vice versa."""
+        """Experts in the user's map that a tensor of all experts lacks, and experts that the map lacks."""
         name = tensor.global_names[0]
         if not _is_stacked(name) or not atom.global_shape:
             return [], []
@@ -148,11 +148,11 @@ class LayoutFinder:
         _, unassigned = self._compare_experts(tensor, atom)
         marked, hint = Layout(), ""
         if attributes.dim is not None and 0 <= attributes.dim < len(local):
-            # along the dim that the parameter is marked with, even if its blocks cannot be cut
+            # along the dim in the parameter's attributes, even if its blocks cannot be cut
             axes = self._make_axes(_find_cut_axis(tensor, attributes), pattern("shard", dim=attributes.dim))
             marked = Layout(axes)
             if shape[attributes.dim] % attributes.blocks:
-                hint = f"partition_stride={attributes.blocks} does not divide dim {attributes.dim} there: correct it"
+                hint = f"partition_stride={attributes.blocks} does not divide its dim {attributes.dim}: correct it"
         numbers = ", ".join(map(str, unassigned))
         return Candidates(
             layouts=fitting,
@@ -173,12 +173,12 @@ class LayoutFinder:
     def _propose(
         self, tensor: LiveTensor, atom: AtomIndex, attributes: Attributes, rule: RuleLayouts | None
     ) -> Iterator[Layout]:
-        """Layouts by evidence, whatever shape they leave."""
+        """Layouts by evidence, whatever shape they give."""
         shape, axis = atom.global_shape, _find_cut_axis(tensor, attributes)
         local, dim = tensor.part.local_shape, attributes.dim
         outer = self._make_expert_axes(tensor.global_names[0], shape) if axis == "etp" else ()
         by_rule = () if rule is None else rule.layouts
-        if dim is not None:  # None: copies of the whole tensor on neighbours divide no dim
+        if dim is not None:  # a rule may also give copies of the whole tensor, which divide no dim (None)
             by_rule = tuple(layout for layout in by_rule if _find_dim(layout, axis, shape) in (dim, None))
             by_rule = by_rule if attributes.blocks == 1 else ()
         for layout in by_rule:  # with experts assigned as the user says
@@ -204,7 +204,7 @@ class LayoutFinder:
             yield pattern("shard", dim=dim, blocks=(shape[dim] // blocks,) * blocks)
 
     def _cut_as_recorded(self, axis: str, atom: AtomIndex, local: tuple[int, ...]) -> Iterator[Pattern]:
-        """The cut that the checkpoint was stored in, over any number of ranks."""
+        """The cut that the checkpoint was saved with, over the ranks of this run."""
         shape = atom.global_shape
         for recorded in atom.layout.axes:
             dim = recorded.dim(shape) if recorded.axis == axis and recorded.parts > 1 else None
@@ -218,7 +218,7 @@ class LayoutFinder:
         return (AxisLayout(axis, parts, cut),) if parts > 1 else ()
 
     def _make_expert_axes(self, name: str, shape: tuple[int, ...]) -> tuple[AxisLayout, ...]:
-        """The axis of a tensor of all experts of a layer, over expert-parallel ranks."""
+        """The expert-parallel axis of a tensor of all experts of a layer; empty for other tensors."""
         parts = self._degrees["ep"]
         if not _is_stacked(name) or not shape:
             return ()
@@ -226,7 +226,7 @@ class LayoutFinder:
         return self._make_axes("ep", pattern("shard", dim=0)) if mapped is None else (AxisLayout("ep", parts, mapped),)
 
     def _is_padding(self, shape: tuple[int, ...], local: tuple[int, ...]) -> bool:
-        """Whether this run has a vocabulary that is longer by what runs pad it with."""
+        """Whether the local shape is that of a vocabulary with as many padding rows as Megatron adds."""
         rows, parts, recorded = shape[0], self._degrees["tp"], recorded_arguments(self._index).get(_MULTIPLE)
         full = local[0] * parts
         multiples = (*_MULTIPLES, recorded) if isinstance(recorded, int) and recorded > 0 else _MULTIPLES
@@ -243,7 +243,7 @@ class LayoutFinder:
 
     @cached_property
     def _rules(self) -> FamilyRules | None:
-        """Those of the model's family; None, and why, if none fits. Raises FamilyError."""
+        """Rules of the model's family; None if no family fits. Raises FamilyError."""
         index = self._index
         try:
             family, reasons = choose_family(
@@ -265,13 +265,13 @@ class LayoutFinder:
         if proposed:
             layouts = " or ".join(dict.fromkeys(map(format_layout, proposed)))
             return (
-                f"{layouts} does not leave that shape. Correct the topology, or what it is cut by: the parameter's "
-                "partition_dim, experts=, or patterns="
+                f"{layouts} does not give that shape. Correct the topology, or what says how it is cut: "
+                "partition_dim of the parameter, experts= or patterns="
             )
         why = f" ({self._why_no_rules})" if self._why_no_rules else ""
         return (
-            f"nothing says how {degrees} cuts it{why}. Pass family= or patterns=, or set tensor_model_parallel and "
-            "partition_dim on the parameter"
+            f"it is not known how it is cut over {degrees}{why}. Pass family= or patterns=, or set "
+            "tensor_model_parallel and partition_dim on the parameter"
         )
 
 
@@ -281,12 +281,12 @@ def find_expert_layers(names: Iterable[str]) -> set[int | None]:
 
 
 def format_layout(layout: Layout) -> str:
-    """A layout as ranks compare it."""
+    """A layout as text, by which ranks compare layouts."""
     return " x ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in layout.axes) or "no cut"
 
 
 def _find_cut_axis(tensor: LiveTensor, attributes: Attributes) -> str:
-    """The axis of tensor-parallel ranks that cut it."""
+    """The tensor-parallel axis that cuts a tensor."""
     return "etp" if attributes.is_expert or _EXPERTS.search(tensor.global_names[0]) else "tp"
 
 
@@ -300,7 +300,7 @@ def _is_stacked(name: str) -> bool:
 
 
 def _find_dim(layout: Layout, axis: str, shape: tuple[int, ...]) -> int | None:
-    """Dim that the ranks along `axis` divide; None if the tensor cannot lie so."""
+    """Dim that the ranks along `axis` divide; None if they divide none, or the layout does not fit the shape."""
     try:
         return layout.dim(axis, shape)
     except ValueError:

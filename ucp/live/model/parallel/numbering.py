@@ -1,11 +1,11 @@
-"""Names in the whole model of what stages, their chunks and expert-parallel ranks number from 0.
+"""Names in the whole model, for modules of pipeline stages and expert-parallel ranks, which may number from 0.
 
 1. `survey_numbers` lists the layers and experts of a rank's model, by the numbers in its names; ranks share that;
-2. `name_globally` finds whether those are numbers of the whole model already, or count from 0 on every stage, and gives
+2. `name_globally` finds whether these already are numbers in the whole model, or count from 0 on every stage, and gives
    every tensor its name in the whole model.
 
-A layer's module may give its number itself (Megatron's `layer_number`, from 1), which takes precedence over names.
-Chunk c of stage s comes after chunk c - 1 of all stages, as pipelines interleave.
+If the module of a layer has an attribute `layer_number` (Megatron, from 1), that takes precedence over names. The
+layers of chunk c follow those of chunk c - 1 of all stages, as in interleaved pipelines.
 
 >>> _find_offsets({(0, 0): (0, 1), (0, 1): (0, 1, 2)}, None)
 {(0, 0): 0, (0, 1): 2}
@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ucp.errors import LoadError, UsageError, format_list
+from ucp.errors import LoadError, UsageError, format_count, format_list
 from ucp.live.adapters import LiveModel
 from ucp.live.model.parallel.experts import ExpertMap
 from ucp.live.parts import LiveTensor
@@ -31,11 +31,11 @@ _EXPERT = re.compile(r"(.*?(?:^|\.)(?:local_)?experts\.)((?:[\w.]*(?:weight|bias
 _EXPERT_LISTS = ("experts", "local_experts")
 
 _NumbersByPath: TypeAlias = Mapping[tuple[int, str], tuple[int, ...]]
-"""Chunk, and path in front of numbers, to these numbers."""
+"""(Chunk, path before a number) to the numbers there."""
 _NumbersByPlace: TypeAlias = Mapping[tuple[int, int], tuple[int, ...]]
-"""Chunk, and stage or expert-parallel rank, to the numbers there."""
+"""(Chunk, stage or expert-parallel rank) to the numbers there."""
 _Renumbering: TypeAlias = Mapping[tuple[int, str], Mapping[int, int]]
-"""Chunk and path to the number in the whole model of each number."""
+"""(Chunk, path before a number) to a map from the number on this rank to that in the whole model."""
 _Find: TypeAlias = Callable[[str], tuple[str, int] | None]
 """`find_layer` or `find_expert`."""
 
@@ -47,15 +47,15 @@ class NumberSurvey:
     layers: _NumbersByPath
     """Layers, by the path in front of the number."""
     declared: _NumbersByPath
-    """Numbers from 0 that the modules of those layers give themselves, in the same order."""
+    """`layer_number` of the modules of those layers, counted from 0, in the same order."""
     experts: _NumbersByPath
-    """Experts, by the path in front of the number, layers numbered as on the rank."""
+    """Experts, by the path in front of the number, in which layers are numbered as on the rank."""
     shared: tuple[str, ...]
     """Tensors that stages share, as Megatron marks them."""
 
 
 def survey_numbers(model: LiveModel) -> NumberSurvey:
-    """What a rank shares with the others."""
+    """The numbers in the names of this rank's model, for the other ranks."""
     layers: dict[tuple[int, str], set[int]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
     for name in (name for tensor in model.tensors for name in tensor.names):
@@ -88,7 +88,7 @@ def name_globally(
     stored: Collection[str],
     rename: Callable[[str], str] | None,
 ) -> LiveModel:
-    """The model under the names of the whole one. `stored`: names in the checkpoint.
+    """The model, with the names of its tensors in the whole model. `stored`: names in the checkpoint.
 
     `rename`: from a name in the whole model to one of `stored`. Raises LoadError if the numbers of stages or
     expert-parallel ranks are not consecutive, UsageError if chunks are not those of the topology.
@@ -98,7 +98,7 @@ def name_globally(
     if (vpp > 1 and chunks != vpp) or (chunks > 1 and pp == 1):
         wanted = f"{vpp} modules, as vpp={vpp} says"
         wanted = "a topology with pp above 1 for a list of modules" if vpp == 1 else wanted
-        raise UsageError(f"expected {wanted}; got {chunks} and {topology or 'no topology'}")
+        raise UsageError(f"expected {wanted}; got {format_count(chunks, 'module')} and {topology or 'no topology'}")
     if topology is None or (topology.pp == topology.ep == 1 and not experts.layers):
         return model
     numbering = _Numbering(model, surveys, mesh=mesh, rank=rank, experts=experts, stored=stored, rename=rename)
@@ -116,7 +116,7 @@ def name_globally(
 
 
 def strip_chunks(model: LiveModel) -> list[LiveTensor]:
-    """Its tensors by their names in their own chunk."""
+    """The tensors of the model, by their names in their chunk."""
     chunks = model.chunks
     return [
         replace(tensor, names=tuple(_split_chunk(name, chunks)[1] for name in tensor.names)) for tensor in model.tensors
@@ -124,7 +124,7 @@ def strip_chunks(model: LiveModel) -> list[LiveTensor]:
 
 
 def find_layer(name: str) -> tuple[str, int] | None:
-    """The path in front of the first number that counts no experts, and the number.
+    """The path in front of the first number that is not that of an expert, and the number.
 
     >>> find_layer("decoder.layers.3.mlp.experts.5.w1"), find_layer("embed.weight")
     (('decoder.layers.', 3), None)
@@ -154,7 +154,7 @@ def _split_chunk(name: str, chunks: int) -> tuple[int, str]:
 
 
 class _Numbering:
-    """The numbers of this rank in the whole model, from the surveys of all ranks."""
+    """The numbers of this rank's layers and experts in the whole model, from the surveys of all ranks."""
 
     def __init__(
         self,
@@ -204,9 +204,9 @@ class _Numbering:
             layers[chunk, path] = dict(zip(numbers, shifted, strict=True))
         if errors:
             raise LoadError(
-                "expected layers that stages number consecutively from 0 to the last, or each from 0; got\n"
-                f"{format_list(list(errors))}\ngive each layer's module its number as Megatron does (layer_number, "
-                "from 1), the same on stages that hold the same layers"
+                "expected stages to number layers consecutively through all stages, or each from 0; got\n"
+                f"{format_list(list(errors))}\nSet layer_number on the module of each layer, as Megatron does (from 1; "
+                "the same on stages that hold the same layer)"
             )
         return layers
 
@@ -223,8 +223,8 @@ class _Numbering:
                 errors[f"{global_path}N: {error}"] = None
         if errors:
             raise LoadError(
-                "expected experts that expert-parallel ranks number consecutively from 0 to the last, or each from 0; "
-                f"got\n{format_list(list(errors))}\nif they are assigned otherwise, pass experts={{expert: ranks}}"
+                "expected expert-parallel ranks to number experts consecutively through all ranks, or each from 0; "
+                f"got\n{format_list(list(errors))}\nIf experts are assigned otherwise, pass experts={{expert: ranks}}"
             )
         return experts
 
@@ -263,13 +263,13 @@ class _Numbering:
                 other = places.setdefault((chunk, coord), numbers)
                 if other != numbers:
                     raise ValueError(
-                        f"rank {rank} has {_format_numbers(numbers)}, and another of {axis} rank {coord} has "
+                        f"rank {rank} has {_format_numbers(numbers)}, and another rank with {axis}={coord} has "
                         f"{_format_numbers(other)}"
                     )
         return dict(sorted(places.items()))
 
     def _count(self, find: _Find, path: str, global_path: str) -> int | None:
-        """Numbers in the checkpoint under a path, `global_path` in the whole model; None if it has none."""
+        """How many numbers the checkpoint has under `path`, `global_path` in the whole model; None for none."""
         match = find(self._rename(global_path + self._samples[path].removeprefix(path)))
         return len(self._stored[find].get(match[0], ())) or None if match else None
 
@@ -284,7 +284,7 @@ def _find_offsets(
 ) -> dict[tuple[int, int], int] | None:
     """What to add to the numbers of each place; None if they are not consecutive. `count`: numbers in the checkpoint.
 
-    `are_final`: they are numbers of the whole model.
+    `are_final`: whether they already are numbers in the whole model.
     """
     numbers = sorted(number for members in places.values() for number in members)
     has_all = are_final and count is not None and all(members == tuple(range(count)) for members in places.values())

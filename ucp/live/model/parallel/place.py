@@ -1,4 +1,4 @@
-"""From a rank's local names and shapes to those of the whole model, together with all ranks."""
+"""Find the names and parts in the whole model of a rank's tensors with local names and shapes, with all ranks."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def place_run(
 ) -> LiveRun:
     """The run with names and parts of the whole model. Collective.
 
-    `options`: rules to cut by. `rename`: from a name in the whole model to the name in the checkpoint. Raises LoadError
-    if the numbers of layers or experts are not consecutive, FamilyError, UsageError: also for a map of experts that do
-    not exist.
+    `options`: which model family's rules say how tensors are cut. `rename`: from a name in the whole model to the name
+    in the checkpoint. Raises LoadError if the numbers of layers or experts are not consecutive, FamilyError, and
+    UsageError, also for a map of experts that do not exist.
     """
 
     def parse_experts() -> ExpertMap:
         if experts is not None and (run.has_global_parts or mesh.topology is None):
             has_layout = run.has_global_parts
-            got = "a model that says itself how it lies" if has_layout else "no topology: pass one, such as dp=1"
-            raise UsageError(f"expected experts= with modules of local shapes and a topology; got {got}")
+            got = "a model whose layout is known" if has_layout else "no topology: pass one, such as dp=1"
+            raise UsageError(f"expected experts= only with plain modules of local shapes and a topology; got {got}")
         return ExpertMap.parse(experts, ep=mesh.degree("ep"))
 
     expert_map = run_together(ranks, parse_experts)
@@ -87,7 +87,7 @@ def _assign_layouts(
     of_ranks: Sequence[Mapping[str, frozenset[str]]],
     mesh: RunMesh,
 ) -> LiveModel:
-    """The model with the parts that its tensors are. `of_ranks`: layouts that fit each rank, by names of the whole."""
+    """The model with parts of global tensors. `of_ranks`: for each rank, global name to the layouts that fit."""
     tensors = []
     for tensor in model.tensors:
         choices = candidates.get(tensor.name)
@@ -99,7 +99,7 @@ def _assign_layouts(
         layout = next(agreed, None)
         part = replace(tensor.part, coords={**mesh.coords, **tensor.part.coords})
         if layout is None:
-            hint = "ranks hold shapes of it that no one cut gives" if choices.layouts else choices.hint
+            hint = "no single layout gives the shapes on all ranks" if choices.layouts else choices.hint
             part = replace(part, hint=hint, layout=choices.refused)
         else:
             part = replace(

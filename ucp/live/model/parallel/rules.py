@@ -19,22 +19,22 @@ class RuleLayouts:
     """What the rule of a tensor says."""
 
     layouts: tuple[Layout, ...]
-    """Layouts that it allows, the likeliest first; none if the rule does not apply to this arrangement."""
+    """Layouts that it allows, the likeliest first; none if the rule does not apply to this form of the tensor."""
     padded: int | None = None
-    """Dim that a run may make longer than its vocabulary; None for none."""
+    """Dim that a run may pad beyond the vocabulary; None for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyRules:
-    """A family, for the degrees of a run."""
+    """The rules of a family, for the degrees of a run."""
 
     family: Family
-    """Bound to the model."""
+    """The family, with the sizes of the model."""
     degrees: Mapping[str, int]
     """Ranks along `tp`, `ep` and `etp`."""
 
     def find_layouts(self, name: str, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> RuleLayouts | None:
-        """What the family says of a tensor of the checkpoint; None if it has no rule for it. Raises FamilyError."""
+        """What the family says about a tensor of the checkpoint; None without a rule for it. Raises FamilyError."""
         named = self.family.read(name)
         if named is None:
             return None
@@ -44,7 +44,7 @@ class FamilyRules:
         first = named.rule.name.filled({**dict.fromkeys(named.stacked, 0), **named.fields})
         rule = self.family.match([first])[first].rule
         layouts: list[tuple[AxisLayout, ...]] = [()]
-        if "expert" in named.stacked and (parts := self.degrees.get("ep", 1)) > 1:  # experts that one tensor holds
+        if "expert" in named.stacked and (parts := self.degrees.get("ep", 1)) > 1:  # one tensor of all experts
             layouts = [(AxisLayout("ep", parts, pattern("shard", dim=named.stacked.index("expert"))),)]
         for axis_rule in rule.axes:
             parts = self.degrees.get(axis_rule.axis, 1)
@@ -76,7 +76,7 @@ class FamilyRules:
         yield from cut_patterns(dim, parts, shape, local_shape, is_grouped=is_grouped)
 
     def _cut_blocks(self, alias: Alias, dim: int, parts: int) -> Pattern:
-        """Queries, keys and values in one dim: heads that are fewer than ranks are repeated on neighbours."""
+        """Queries, keys and values in one dim: if ranks outnumber heads, neighbouring ranks hold the same head."""
         values = {**self.degrees, **self.family.values}
         blocks = [block.value(values) if isinstance(block, Expression) else block for block in alias.blocks]
         lengths = tuple(block for block in blocks if isinstance(block, int))
@@ -89,9 +89,10 @@ class FamilyRules:
 def cut_patterns(
     dim: int, parts: int, shape: tuple[int, ...], local_shape: tuple[int, ...], *, is_grouped: bool = False
 ) -> Iterator[Pattern]:
-    """The patterns that cut one dim into `parts`, several if it does not divide evenly.
+    """The patterns that may cut one dim into `parts`, several if that is not evenly divisible.
 
-    `is_grouped`: neighbours hold the same heads if there are fewer heads than ranks, as many as the shapes tell.
+    `is_grouped`: whether the dim consists of heads: if ranks outnumber them, as many neighbouring ranks hold the same
+    head as the shapes tell.
     """
     yield pattern("shard", dim=dim)
     if shape[dim] % parts:

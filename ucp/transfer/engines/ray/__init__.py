@@ -1,1 +1,1 @@
-"""The same tasks on the nodes of a Ray cluster. Nothing of Ray is imported before a run begins."""
+"""Runs the tasks on the nodes of a Ray cluster. Ray is imported only when a run begins."""

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, and disconnects."""
+"""Connects to a Ray cluster, and disconnects from it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 from ucp.errors import EngineError, MissingLibraryError, UsageError
 
 _LISTENS = 10.0
-"""Seconds to wait for the head node to take a connection."""
+"""Seconds to wait for the head node to accept a connection."""
 
 _JOINS = 60.0
-"""Seconds to wait until a process is a driver of the cluster."""
+"""Seconds to wait until a process has connected to the cluster as a driver."""
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run, beside that of the keyboard, which Ray leaves alone."""
+"""Signals that end a run, apart from SIGINT, whose handler Ray does not replace."""
 
 _TRIAL = """\
 import sys, ray
@@ -33,44 +33,44 @@ try:
 except Exception as error:
     sys.exit(str(error))
 """
-"""A process that does nothing but connect."""
+"""Program of a process that only connects."""
 
 _REMEDY = (
-    "Run ucp on a node of the cluster (one of `ray start`), in the same environment, or name its head node: --set "
+    "Run ucp on a node of the cluster (where `ray start` ran), in the same environment, or name its head node: --set "
     "address=HOST:PORT. --set address=local starts Ray on this machine, for this run"
 )
 
 _TOKEN = (
-    "This cluster takes only who has its token (~/.ray/auth_token of its head node, or what RAY_AUTH_TOKEN was there): "
-    "set RAY_AUTH_MODE=token here, or on a node of the cluster use --set address=auto"
+    "This cluster accepts only clients with its token (in ~/.ray/auth_token of its head node, or in RAY_AUTH_TOKEN "
+    "when it was started): set RAY_AUTH_MODE=token here, or use --set address=auto on a node of the cluster"
 )
 
 _LOGGED = re.compile(r"^\[[^]]*\] \S+: ")
-"""What Ray writes before each line that it logs, such as `[2026-11-23 23:51:20 W 20414] gcs_client.cc:210: `."""
+"""Prefix of a line that Ray logs, for example `[2026-11-23 23:51:20 W 20414] gcs_client.cc:210: `."""
 
 
 def check_installed() -> None:
-    """Raise MissingLibraryError where there is no Ray."""
+    """Raise MissingLibraryError if Ray is not installed."""
     if find_spec("ray") is None:
         raise MissingLibraryError(
-            "--engine ray needs Ray, which is not installed: pip install 'universal-checkpoint[ray]', with Ray in the "
-            "version that the cluster has"
+            "--engine ray needs Ray, which is not installed: pip install 'universal-checkpoint[ray]', with the same "
+            "version of Ray as on the cluster"
         )
 
 
 def check_address(address: str) -> None:
-    """Raise UsageError for an address that can be none of a cluster for drivers."""
+    """Raise UsageError for an address to which a driver cannot connect."""
     name, colon, port = address.rpartition(":")
     if "://" in address or (colon and not (name and port.isdigit())) or not address:
         raise UsageError(
-            f"expected address=auto, local or HOST:PORT of a head node, as the driver must run on a node of the "
+            f"expected address=auto, local or HOST:PORT of a head node, because ucp must run on a node of the "
             f"cluster; got {address!r}. Run ucp on one of its nodes, or with `ray job submit`"
         )
 
 
 @contextmanager
 def connected(address: str) -> Generator[None, None, None]:
-    """A connection to the cluster at `address`; the one that the process has, if any. Raises EngineError."""
+    """Connect to the cluster at `address`, unless this process is connected already. Raises EngineError."""
     import ray
 
     if ray.is_initialized():
@@ -85,7 +85,7 @@ def connected(address: str) -> Generator[None, None, None]:
         try:
             yield
         finally:
-            with redirect_stdout(sys.stderr):  # lines that it held back, as they might have been repeated
+            with redirect_stdout(sys.stderr):  # Ray now prints log lines that it held back to merge repeated ones
                 ray.shutdown()
 
 
@@ -98,12 +98,12 @@ def _connect(address: str) -> None:
         _check_joins(address)
     try:
         ray.init(address, logging_level="WARNING", **means)
-    except Exception as error:  # Ray raises all kinds
+    except Exception as error:  # Ray raises exceptions of many classes
         raise EngineError(f"Ray cannot be used at address {address}: {error}\n{_REMEDY}") from error
 
 
 def _check_listens(address: str) -> None:
-    """Raise EngineError where nothing listens at HOST:PORT."""
+    """Raise EngineError if nothing listens at HOST:PORT."""
     name, colon, port = address.rpartition(":")
     if not colon:
         return
@@ -114,7 +114,7 @@ def _check_listens(address: str) -> None:
 
 
 def _check_joins(address: str) -> None:
-    """Raise EngineError where another process cannot connect: Ray goes on trying for minutes, or ends the process."""
+    """Raise EngineError if another process cannot connect: here, Ray would try for minutes, or end the process."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     trial = [sys.executable, "-c", _TRIAL, address]
     try:
@@ -123,17 +123,17 @@ def _check_joins(address: str) -> None:
         )
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"no Ray cluster at {address}: what listens there does not answer as one within {_JOINS:.0f} seconds. Is "
-            f"it the port of the head node (6379 unless told otherwise), and not of its dashboard?\n{_REMEDY}"
+            f"no Ray cluster at {address}: no answer of a cluster within {_JOINS:.0f} seconds. Is it the port of the "
+            f"head node (6379 by default), and not that of its dashboard?\n{_REMEDY}"
         ) from None
     if trial_run.returncode:
         lines = dict.fromkeys(_LOGGED.sub("", line) for line in trial_run.stderr.strip().splitlines())
         remedy = _TOKEN if "InvalidAuthToken" in trial_run.stderr else _REMEDY
-        raise EngineError(f"no Ray cluster took a connection at {address}: {'; '.join(lines)}\n{remedy}")
+        raise EngineError(f"no Ray cluster accepted a connection at {address}: {'; '.join(lines)}\n{remedy}")
 
 
 class _StdoutSplitter:
-    """stdout for all threads but Ray's, which get stderr: logs of workers and nodes must not mix with results."""
+    """stdout, except for Ray's threads, which get stderr: logs of workers and nodes must not mix with results."""
 
     def __init__(self, stdout: object) -> None:
         self._stdout = stdout
@@ -144,21 +144,22 @@ class _StdoutSplitter:
 
 @contextmanager
 def _divert_ray_output() -> Generator[None, None, None]:
-    """Keep what Ray prints from stdout."""
+    """Send what Ray prints to stderr instead of stdout."""
     before, ours = sys.stdout, _StdoutSplitter(sys.stdout)
     sys.stdout = ours
     try:
         yield
     finally:
-        if sys.stdout is ours:  # else a progress bar, begun before, has put back its own
+        if sys.stdout is ours:  # otherwise a progress bar, started earlier, has replaced it already
             sys.stdout = before
 
 
 @contextmanager
 def _keep_signal_handlers() -> Generator[Callable[[], None], None, None]:
-    """A function that puts back what signals did that end a run; to be called once Ray has put its own in place.
+    """Yield a function that restores the handlers of `_STOPPING`, to be called after Ray has installed its own.
 
-    What a handler raises while Ray waits, Ray makes a plain KeyboardInterrupt of: here it is raised as it was.
+    If a handler raises while Ray waits, Ray turns the exception into a plain KeyboardInterrupt; here the original
+    exception is raised instead.
     """
     handlers = {number: signal.getsignal(number) for number in _STOPPING}
     raised: list[BaseException] = []
@@ -185,7 +186,7 @@ def _keep_signal_handlers() -> Generator[Callable[[], None], None, None]:
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Have signals handled so; only the main thread can."""
+    """Install signal handlers, if this is the main thread, which alone can."""
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)

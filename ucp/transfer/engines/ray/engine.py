@@ -1,13 +1,13 @@
 """The Ray engine: this process plans and keeps the journal, and Ray runs batches of tasks on the nodes of a cluster.
 
-1. `connected`: to the cluster at the address;
-2. `check_nodes`: every node that may get work runs the same ucp and sees the destination and the source;
-3. the job is put into Ray's object store, once, without its tasks; a worker process fetches and unpacks it once;
-4. tasks are bundled into batches by bytes, neighbours in a file together; as many are in flight as workers may be;
-5. Ray runs a batch where a node has room, and runs it again elsewhere where its process or its node is lost.
+1. `connected` connects to the cluster.
+2. `check_nodes` checks that every node that can get work runs the same ucp and sees the destination and the source.
+3. The job, without its tasks, is put into Ray's object store once; each worker process fetches and unpacks it once.
+4. Tasks are bundled into batches by bytes, neighbours in a file together. At most `workers` batches are in flight.
+5. Ray runs a batch on a node with free resources, and runs it again elsewhere if its process or its node is lost.
 
-Ray's tasks, not its actors: an actor is tied to one node, and one that was lost with its node waits for room on another
-while the work given to it waits with it; a task goes to whichever node has room next, and clusters grow and shrink.
+Batches are Ray tasks, not actors. An actor is tied to one node; if the node is lost, the actor and all work given to it
+wait until another node has room. A task goes to whichever node has room next, and clusters grow and shrink.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ucp.transfer.plan.tasks import TASK, Task, bundle, interleave
 from ucp.transfer.worker import Done, Step
 
 _BATCH = 8 * TASK
-"""Most bytes of a batch: a call takes Ray some milliseconds, and this a second or less."""
+"""The most bytes of a batch, which take about a second; a call takes Ray some milliseconds."""
 
 _TURNS = 4
-"""Batches that each worker should get at least, so that all end at about the same time."""
+"""The least number of batches for each worker, so that all workers end at about the same time."""
 
 _DIGITS = 4
-"""Decimals to which Ray counts CPUs."""
+"""Number of decimals with which Ray counts CPUs."""
 
 _ENDING = 30.0
-"""Seconds to wait for batches that were cancelled to end."""
+"""Seconds to wait until cancelled batches have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class _Settings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> _Settings:
-        """As users write them. Raises UsageError."""
+        """The values of settings that the user states. Raises UsageError."""
         usual = cls()
         check_address(settings.get("address", usual.address))
         cpus = _number(settings, "cpus", float, usual.cpus)
         if round(cpus, _DIGITS) != cpus:
             raise UsageError(
-                f"expected --set cpus=1 or another number, of at most {_DIGITS} decimals; got {settings['cpus']!r}"
+                f"expected --set cpus=1 or another number with at most {_DIGITS} decimals; got {settings['cpus']!r}"
             )
         return cls(
             address=settings.get("address", usual.address),
@@ -83,17 +83,17 @@ def _number(settings: Mapping[str, str], name: str, kind: type[float], default: 
 
 
 class RayEngine(Engine):
-    """Batches of tasks on a Ray cluster, `workers` of them at once, of `threads` threads each."""
+    """Batches of tasks on a Ray cluster: `workers` of them at once, with `threads` threads each."""
 
     name = "ray"
     summary = "nodes of a Ray cluster"
     settings = MappingProxyType(
         {
-            "address": "the cluster: auto (default: `RAY_ADDRESS`, or the one that this machine is a node of), "
+            "address": "the cluster: auto (default: `RAY_ADDRESS`, or the cluster that this machine is a node of), "
             "`HOST:PORT` of its head node, or local (starts Ray on this machine for the run)",
-            "cpus": "CPUs that a worker takes of its node, as Ray counts them: 1 by default, fractions allowed",
-            "resource": "custom resource of the nodes that may do the work, such as those that mount the storage",
-            "retries": "how often work is repeated whose process or node was lost: 3 by default",
+            "cpus": "CPUs of a node that each worker reserves in Ray: 1 by default, fractions allowed",
+            "resource": "custom resource: only nodes that have it get work, for example those that mount the storage",
+            "retries": "how often work is repeated after its process or node was lost: 3 by default",
         }
     )
     spans_machines = True
@@ -102,14 +102,14 @@ class RayEngine(Engine):
         self._settings = values or _Settings()
 
     def configured(self, settings: Mapping[str, str]) -> RayEngine:
-        """The same engine with these values of its `settings`. Raises UsageError, MissingLibraryError."""
+        """The engine with these values of its `settings`. Raises UsageError, MissingLibraryError."""
         check_installed()
         return RayEngine(_Settings.parse(settings))
 
     def run(
         self, job: Job, root: Path, tasks: Sequence[Task], *, workers: int, threads: int
     ) -> Generator[Done | Step, None, None]:
-        """Reports of `tasks`, in the order they finish. Nothing is connected to before the first is asked for."""
+        """Reports of `tasks`, in the order in which they finish. Connects when the first report is asked for."""
         if not tasks:
             return
         room = threads * max(task.projected_bytes for task in tasks)
@@ -123,13 +123,13 @@ class RayEngine(Engine):
 
 @contextmanager
 def _publish(job: Job, root: Path, threads: int) -> Iterator[Run]:
-    """What workers are told of a run; once this is left, none of them begins to write any more."""
+    """Yield what workers need to know about a run. After the `with` block, no worker begins to write any more."""
     import ray
 
     token = root.parent / f"{TEMPORARY}{uuid4().hex}"
     token.write_text(token.name, encoding="ascii")
     try:
-        # what a worker has no use for stays here: literal bytes of files, extras, and the tasks, which it is sent
+        # leave out what workers do not need: literal bytes of files, extras, and the tasks, which batches bring
         index = replace(job.index, extras=(), groups=(), files=())
         slim = replace(job, index=index, target=replace(job.target, files=()), tasks=())
         yield Run(job=ray.put(slim), root=root, token=token, threads=threads, program=program())
@@ -138,13 +138,13 @@ def _publish(job: Job, root: Path, threads: int) -> Iterator[Run]:
 
 
 def _batches(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
-    """Tasks in bundles of about equal bytes, so that neighbours go to one worker, and workers to different files."""
+    """Bundles of tasks of about equal bytes: a worker gets neighbours, and different workers different files."""
     limit = min(_BATCH, sum(task.nbytes for task in tasks) // (_TURNS * workers))
     return interleave(list(bundle(tasks, limit=limit)), key=lambda batch: batch[0].fills[0].path)
 
 
 def _submitter(run: Run, needs: Needs, retries: int) -> Any:
-    """A function that gives a batch to Ray, and returns the stream of its reports."""
+    """A function that submits a batch to Ray and returns the stream of its reports."""
     import ray
 
     remote = ray.remote(carry_out).options(
@@ -159,7 +159,7 @@ def _submitter(run: Run, needs: Needs, retries: int) -> Any:
 
 
 def _reports(run: Run, submit: Any, waiting: deque[list[Task]], workers: int) -> Generator[Done | Step, None, None]:
-    """What the workers report; closing it ends them."""
+    """Submit batches, and yield what the workers report; closing the generator ends the workers."""
     import ray
 
     running: dict[Any, Sequence[Task]] = {}
@@ -178,12 +178,12 @@ def _reports(run: Run, submit: Any, waiting: deque[list[Task]], workers: int) ->
                     del running[stream]
                     yield from done
     finally:
-        run.token.unlink(missing_ok=True)  # what Ray begins while the others are ended finds that it is late
+        run.token.unlink(missing_ok=True)  # a batch that Ray starts from now on sees that the run is over
         _cancel(list(running))
 
 
 def _next(stream: Any) -> Any:
-    """The next report of a batch. Raises WorkerDiedError where none comes."""
+    """The next report of a batch. Raises WorkerDiedError if there is none."""
     import ray
 
     try:
@@ -192,13 +192,13 @@ def _next(stream: Any) -> Any:
         raise WorkerDiedError("a worker ended before its tasks were done; try again with --resume") from None
     except ray.exceptions.RayError as error:
         raise WorkerDiedError(
-            f"a worker was lost, or could not work, as often as is tried again ({type(error).__name__}: {error}). Its "
+            f"a worker was lost or failed, and so did all its retries ({type(error).__name__}: {error}). Its "
             "node may be out of memory. Try again with --resume, and with fewer --workers or --set retries=10"
         ) from error
 
 
 def _cancel(running: Sequence[Any]) -> None:
-    """End the processes that carry out these batches, and wait until they are gone."""
+    """End the processes that carry out these batches, and wait until they have ended."""
     import ray
 
     for stream in running:

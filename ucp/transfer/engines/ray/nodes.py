@@ -1,4 +1,4 @@
-"""Checks, before the work begins, which nodes of the cluster can do it and see the source and the destination."""
+"""Checks, before work begins, that the nodes that will get it run the same ucp and see source and destination."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ucp.transfer.engines.ray import probe
 from ucp.transfer.engines.ray.worker import Run
 
 _ANSWER = 120.0
-"""Seconds to wait for the nodes to say what they see: a process is started on each."""
+"""Seconds to wait for the nodes' answers: each must start a process."""
 
 _LOOKED_AT = 64
-"""Most source files that a node is asked about."""
+"""The most source files that a node is asked about."""
 
 _SHARE = 0.001
-"""What a batch takes of a custom resource: so little that it only chooses nodes."""
+"""Amount of a custom resource that a batch reserves: so little that the resource only selects nodes."""
 
 _Node: TypeAlias = Mapping[str, Any]
 """A node as `ray.nodes` describes it."""
 _File: TypeAlias = tuple[str, int, int]
 """Path, bytes, and time of the last change in nanoseconds."""
 _Answer: TypeAlias = tuple[str, str, list[str]]
-"""What `probe.look` gives."""
+"""What `probe.look` returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Resources of its node that a batch takes while it runs."""
+    """Resources of a node that a batch reserves while it runs."""
 
     cpus: float
     """CPUs, as Ray counts them."""
@@ -43,36 +43,39 @@ class Needs:
 
     @property
     def custom(self) -> dict[str, float]:
-        """What it takes of custom resources."""
+        """Amounts of custom resources."""
         return {self.resource: _SHARE} if self.resource else {}
 
     def are_met_by(self, node: _Node) -> bool:
-        """Whether a node has them when it is idle."""
+        """Whether a node has these resources when it is idle."""
         wanted = {"CPU": self.cpus, "memory": self.memory, **self.custom}
         return bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in wanted.items())
 
 
 def check_nodes(run: Run, index: Index, needs: Needs) -> None:
-    """Ask every node that may get work what it sees. Raises EngineError, DestinationError, MissingFileError."""
+    """Ask every node that can get work what it sees. Raises EngineError, DestinationError, MissingFileError."""
     answers = list(_collect_answers(_fit_nodes(needs), run, _some_files(index)))
     _refuse(
         EngineError,
-        f"expected ucp {run.program} on every node, as here, as another may write other bytes; got",
+        f"expected ucp {run.program} on every node, as on this one, because another version can write other bytes; got",
         [f"{node}: {program or 'not installed'}" for node, (program, _, _) in answers if program != run.program],
-        "install the same on all nodes",
+        "Install the same version on all nodes",
     )
-    elsewhere = "that all nodes mount at the same path; or name a custom resource of those that do: --set resource=NAME"
+    elsewhere = (
+        "that all nodes mount at the same path; or restrict the run to nodes with a custom Ray resource: --set "
+        "resource=NAME"
+    )
     _refuse(
         DestinationError,
-        f"expected the folder {run.root} on every node, for writing; got",
+        f"expected every node to be able to write to the folder {run.root}; got",
         [f"{node}: {fault}" for node, (_, fault, _) in answers if fault],
-        f"choose a destination on storage {elsewhere}",
+        f"Choose a destination on storage {elsewhere}",
     )
     _refuse(
         MissingFileError,
-        f"expected the files of {index.path} on every node, as they are here; these are missing or others:",
+        f"expected every node to see the same files of {index.path} as this one; these are missing or differ:",
         [f"{node}: {paths[0]}" for node, (_, _, paths) in answers if paths],
-        f"copy the source to storage {elsewhere}",
+        f"Copy the source to storage {elsewhere}",
     )
 
 
@@ -82,7 +85,7 @@ def _refuse(kind: type[UcpError], expected: str, faults: Sequence[str], remedy: 
 
 
 def _fit_nodes(needs: Needs) -> list[_Node]:
-    """Nodes that may get work. Raises EngineError where there are none: Ray would wait for one."""
+    """Nodes that can get work. Raises EngineError if there are none, because Ray would wait for one."""
     import ray
 
     nodes = ray.nodes()
@@ -96,7 +99,7 @@ def _fit_nodes(needs: Needs) -> list[_Node]:
         shown.append(f"{_name(node)}: {', '.join(f'{name} {amount:.15g}' for name, amount in resources)}")
     raise EngineError(
         f"no node of the Ray cluster has {needs.cpus:g} CPUs, {needs.memory >> 20} MiB of memory{custom}:\n"
-        f"{format_list(shown)}\nask for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
+        f"{format_list(shown)}\nAsk for less (--set cpus=0.5) or another resource, or wait until such a node has joined"
     )
 
 
@@ -105,7 +108,7 @@ def _name(node: _Node) -> str:
 
 
 def _some_files(index: Index) -> list[_File]:
-    """Files of the source, as they were read, on a file system: evenly over all that there are."""
+    """A sample of the source's files on a file system, evenly spread over all of them."""
     files = [
         (f.path, f.nbytes, f.mtime_ns) for f in index.files if not url_scheme(Path(f.path)) and Path(f.path).exists()
     ]
@@ -113,7 +116,7 @@ def _some_files(index: Index) -> list[_File]:
 
 
 def _collect_answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
-    """What each node says, under its name; nodes that are lost meanwhile are passed over. Raises EngineError."""
+    """The answer of each node, with the node's name; nodes that are lost meanwhile are skipped. Raises EngineError."""
     import ray
 
     nodes_by_ref = _start_probes(nodes, run, files)
@@ -126,11 +129,11 @@ def _collect_answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> It
             faults.append((nodes_by_ref[ref], str(error)))
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     lines = [f"{_name(node)}: {fault}" for node, fault in faults if node["NodeID"] in alive]
-    _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "remove it, or try again")
+    _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "Remove it, or try again")
 
 
 def _start_probes(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
-    """A task on each node, even a busy one, that looks around there."""
+    """Start a task on each node, even a busy one, that calls `probe.look` there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,6 +1,6 @@
-"""Probes a node before it gets work. Uses only the standard library, as ucp may not be installed there.
+"""Probes a node before it gets work. Uses only the standard library, because ucp may not be installed there.
 
-Ray sends this module's functions by value.
+Ray sends the functions of this module by value.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 
 def look(token: str, files: list[tuple[str, int, int]]) -> tuple[str, str, list[str]]:
-    """What the node runs, what is wrong with the destination there, and which files of the source are not the same.
+    """`program`, `describe_fault` and `find_changed_files` on this node.
 
-    `token`: see `describe_fault`. `files`: path, bytes and time of the last change in ns, as the driver sees them.
+    `token`: see `describe_fault`. `files`: path, bytes and modification time in ns, as the driver sees them.
     """
     return program(), describe_fault(token), find_changed_files(files)
 
 
 def program() -> str:
-    """Version of ucp and digest of its code, e.g. "0.1.0 (code 1f0c29ab)"; empty where it is not installed."""
+    """Version of ucp and digest of its code, for example "0.1.0 (code 1f0c29ab)"; empty if it is not installed."""
     spec = find_spec("ucp")
     if spec is None or spec.origin is None:
         return ""
@@ -34,21 +34,24 @@ def program() -> str:
     try:
         number = version("universal-checkpoint")
     except PackageNotFoundError:
-        number = "of no version"
+        number = "unknown version"
     return f"{number} (code {digest.hexdigest()[:8]})"
 
 
 def describe_fault(token: str) -> str:
-    """Why the folder of `token`, a file of the driver that holds its name, cannot be written to; empty if it can."""
+    """Why this node cannot write to the folder of `token`; empty if it can.
+
+    `token`: a file that the driver wrote, whose contents are its name; another folder at the same path lacks it.
+    """
     try:
         with open(token, "r+", encoding="ascii") as file:
-            return "" if file.read() == os.path.basename(token) else "another folder lies there"
+            return "" if file.read() == os.path.basename(token) else "there is another folder at this path"
     except OSError as error:
         return error.strerror or str(error)
 
 
 def find_changed_files(files: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Those of `files` that are not there, or not the same."""
+    """Those of `files` that do not exist on this node, or differ in size or modification time."""
     changed = []
     for path, nbytes, mtime_ns in files:
         try:

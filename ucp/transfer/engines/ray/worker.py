@@ -1,8 +1,8 @@
 """The body of a Ray task: a batch of the conversion's tasks, carried out by threads of a process on some node.
 
-What a batch reports, and in which order, is the same every time: Ray repeats a batch whose process was lost, and skips
-as many reports as had arrived. Each report takes Ray most of a millisecond, so a batch of several tasks makes one. That
-tasks are done is said once their bytes are on the disk: a node that is lost then takes nothing with it.
+A batch yields the same reports in the same order every time it runs: Ray repeats a batch whose process was lost, and
+skips as many reports as had arrived before. A report takes Ray nearly a millisecond, so a batch of several tasks yields
+only one. Tasks are reported as done only when their bytes are on the disk, so that losing the node then loses nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Step, Worker
 
 Report: TypeAlias = Step | tuple[Done, ...] | Exception
-"""A step; or that all tasks of a batch are done; or what went wrong."""
+"""A step of a task; or the reports of all tasks of a batch, when these are done; or the error that ended the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,32 +34,32 @@ class Run:
     job: Any
     """Reference to the job in Ray's object store."""
     root: Path
-    """Where the destination grows."""
+    """Folder in which the destination is built."""
     token: Path
-    """File that is there while the run goes on: nothing is written for one that is over."""
+    """File that exists while the run goes on: without it, a worker writes nothing."""
     threads: int
-    """Threads of a worker."""
+    """Number of threads of a worker."""
     program: str
-    """ucp as the driver has it."""
+    """Version of ucp on the driver, with the digest of its code."""
 
 
 _cached_jobs: dict[Path, Job] = {}
-"""The job of the last run that this process worked for, by its token: it is unpacked once."""
+"""The job of the last run that this process worked for, by the run's token, so that it is unpacked only once."""
 
 
 def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
-    """Write what `tasks` write; the last report says that all are done, or what went wrong."""
+    """Carry out `tasks`; the last report says that all are done, or what went wrong."""
     try:
         yield from _reports(run, _get_job(run), tasks)
     except (UcpError, OSError) as error:
         error.add_note(f"on {host()}")
         yield error
     except Exception:  # noqa: BLE001  # reported, and raised again by the driver
-        yield WorkerDiedError(f"a worker on {host()} failed in a way that was not foreseen:\n{traceback.format_exc()}")
+        yield WorkerDiedError(f"a worker on {host()} failed unexpectedly:\n{traceback.format_exc()}")
 
 
 def _get_job(run: Run) -> Job:
-    """The job; where it is not held yet, this process is asked first whether it may work on it."""
+    """The job of `run`; before it is fetched, checks that this process runs the driver's version of ucp."""
     if run.token not in _cached_jobs:
         import ray
 
@@ -87,7 +87,7 @@ def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
 
 
 def _run_tasks(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
-    """Reports of a task that is alone, on the way; of several, which are side by side, that each is done, in order."""
+    """Reports of tasks: all reports of a single one; of several, which run in parallel, only the last of each."""
     local = threading.local()
     with ExitStack() as stack:
 

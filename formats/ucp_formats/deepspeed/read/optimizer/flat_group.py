@@ -1,9 +1,9 @@
 """Reads the states of a flat group: parameters that the optimizer steps as one flat tensor, partitioned over ranks.
 
-Every rank has a weight and named states for it. A state is
+Every rank has a range of the flat master weights, and named states for it. A state is
 
-- one number for all parameters (`step`): an equal Python number or tensor of one element on every rank;
-- one number per element: a tensor with the length that a layout of the group gives;
+- one number for all parameters (`step`): a Python number, or a tensor of one element, equal on every rank;
+- one number per element: a tensor as long as the rank's share in a layout of the group;
 - anything else, which cannot be assigned to parameters: kept as an extra, and reported (`Index.lost`).
 """
 
@@ -27,31 +27,33 @@ _UNPLACED = "optimizer states that cannot be assigned to single parameters are k
 
 @dataclass(slots=True, kw_only=True)
 class OptimizerPart:
-    """Everything read of the optimizer."""
+    """Everything that was read from the optimizer."""
 
     states: dict[str, dict[str, StateSource]] = field(default_factory=dict)
-    """Trained parameter to state name to state; `weight` where there is a master."""
+    """Trained parameter to state name to state; `weight` is the master, where there is one."""
     groups: list[ParamGroup] = field(default_factory=list)
     """Parameter groups."""
     extras: list[Extra] = field(default_factory=list)
-    """Values that are no states of parameters."""
+    """Values that are not states of parameters."""
     notes: list[str] = field(default_factory=list)
-    """Assumptions."""
+    """Notes to the user, mostly on assumptions."""
     dropped: list[str] = field(default_factory=list)
     """Left-out states, each with the reason."""
     lost: dict[str, LostStates] = field(default_factory=dict)
     """Parameters with states that cannot be assigned to single parameters."""
 
     def lose(self, params: Iterable[str], unplaced: Sequence[str]) -> None:
-        """Report states of `params` that are kept as extras; `unplaced`: a description of each."""
-        loss = LostStates(reason=f"{_UNPLACED}:\n{format_list(unplaced)}\nthey are of")
+        """Record that states of `params` are only kept as extras; `unplaced`: a description of each state."""
+        loss = LostStates(reason=f"{_UNPLACED}:\n{format_list(unplaced)}\nthey belong to")
         self.lost |= dict.fromkeys(params, loss)
-        self.notes.append(f"{_UNPLACED}; what needs the optimizer's states cannot be written:\n{format_list(unplaced)}")
+        self.notes.append(
+            f"{_UNPLACED}; a target that needs the optimizer states cannot be written:\n{format_list(unplaced)}"
+        )
 
     def take_group_steps(self) -> None:
-        """Give the `step` of a group to parameters that have none (apex and early FusedAdam keep it in the group).
+        """Copy the `step` of a group to its parameters if none of them has one (as in apex and early FusedAdam).
 
-        Where parameters have a step, that of the group is stale and stays a hyper-parameter.
+        If a parameter has a step, the group's is stale and stays a hyper-parameter.
         """
         for number, group in enumerate(self.groups):
             params = [states for name in group.params if (states := self.states.get(name, {})).keys() - {WEIGHT}]
@@ -68,11 +70,11 @@ class Shard:
     """The share of one rank in a flat group."""
 
     rank: int
-    """The rank, among those that share the group."""
+    """The rank, counted among the ranks that the group is partitioned over."""
     file: str
     """Name of its file, for messages."""
     weight: TensorRef
-    """The weights, one-dimensional."""
+    """The flat masters."""
     states: Mapping[str, object]
     """State name to value."""
 
@@ -82,21 +84,21 @@ class FlatGroupStates:
     """Parameters that share one flat tensor."""
 
     label: str
-    """Name for messages, e.g. "group 0"."""
+    """Name for messages, for example "group 0"."""
     shapes: Mapping[str, Shape]
     """Parameter to global shape, in the order of the flat tensor."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Parameter to its global name, where that differs."""
+    """Parameter to its global name, where the two differ (experts)."""
     layouts: tuple[FlatLayout, ...]
-    """Layouts that its tensors can have; the first that fits all ranks is used."""
+    """Layouts that its tensors can have: the first one that fits all ranks is used, unless another fits differently."""
     state_layouts: tuple[FlatLayout, ...] = ()
     """Further layouts that states can have, but weights cannot."""
     shards: tuple[Shard, ...]
-    """One per rank."""
+    """The share of each rank."""
     coords: Mapping[str, int] = field(default_factory=dict)
-    """Coordinates of these ranks on other axes."""
+    """Coordinates of these ranks on axes other than dp."""
     axes: tuple[AxisLayout, ...] = ()
-    """How the parameters lie over those axes."""
+    """How the parameters are split over those axes."""
 
 
 def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
@@ -156,12 +158,12 @@ class _Reader:
             self.keep(name, values, f"{label}: state {name} is {describe_value(next(iter(values.values())))}")
 
     def keep(self, name: str, values: Mapping[int, object], what: str) -> None:
-        """Keep a state as an extra; `what`: its description."""
+        """Keep a state as an extra; `what`: a description of it for the user."""
         self.part.extras += make_rank_extras(f"optimizer_state/{self.group.label}/{name}", values, self.checksums)
         self.unplaced.append(what)
 
     def add_elementwise(self, name: str, tensors: Mapping[int, TensorRef], layout: FlatLayout) -> None:
-        """Add a state with a number per element."""
+        """Add a state that has one number per element."""
         absent = [rank for rank in self.files if rank not in tensors and layout.spans(rank)]
         if not self._check_dtype(name, tensors) or not self._check_present(name, absent):
             return
@@ -181,7 +183,7 @@ class _Reader:
             states[name] = ShardedTensor(dtype=first.dtype, shape=shape, shard_sets=(shards,))
 
     def _find_starts(self, layout: FlatLayout) -> dict[str, tuple[Layout, list[tuple[int, int]]]]:
-        """Parameter with elements to its layout, and to the ranks that have some, each with the start in its tensor."""
+        """Parameter to its layout, and to the ranks that hold elements of it, with the start in each one's tensor."""
         starts = self.shards_by_layout.get(id(layout))
         if starts is None:
             starts = self.shards_by_layout[id(layout)] = {}
@@ -226,17 +228,17 @@ class _Reader:
 
     def _check_present(self, name: str, absent: Sequence[int]) -> bool:
         self.problems.wrong += [
-            f"{self.files[rank]}: {self.group.label} has no state {name}, other ranks have" for rank in absent
+            f"{self.files[rank]}: {self.group.label} has no state {name}, which other ranks have" for rank in absent
         ]
         return not absent
 
     def _check_dtype(self, name: str, tensors: Mapping[int, TensorRef]) -> bool:
         dtypes = {self.files[rank]: str(ref.dtype) for rank, ref in tensors.items()}
-        self.problems.check_agreement(f"the type of {name} of {self.group.label}", dtypes)
+        self.problems.check_agreement(f"the dtype of {name} of {self.group.label}", dtypes)
         return len(set(dtypes.values())) == 1
 
     def find_layout(self, layouts: Sequence[FlatLayout], tensors: Mapping[int, TensorRef]) -> FlatLayout | None:
-        """The layout that fits the length of every tensor; None when none does, or several that differ."""
+        """The layout that fits the length of every tensor; None if none does, or if several do and they disagree."""
         if not all(len(ref.shape) == 1 and ref.is_contiguous for ref in tensors.values()):
             return None
         matches = [
@@ -250,12 +252,12 @@ class _Reader:
         return matches[0] if is_unsplit and all(other == first for other in others) else None
 
     def describe_misfit(self, name: str, tensors: Mapping[int, TensorRef]) -> str:
-        """A message that no layout fits the lengths of the tensors of a state."""
+        """The message for a state whose tensors fit no layout of the group."""
         actual = ", ".join(str(list(ref.shape)) for ref in tensors.values())
         ranges = (self.group.layouts[0].lengths(rank) for rank in tensors)
         expected = ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in ranges)
         return (
             f"{self.group.label} ({', '.join(list(self.group.shapes)[:3])}, ...): state {name} has the shape {actual} "
-            f"on rank {', '.join(map(str, tensors))}; expected {expected} elements, one per element of the parameters "
-            "and of the padding"
+            f"on rank {', '.join(map(str, tensors))}; expected {expected} elements: those of the parameters and of the "
+            "padding"
         )

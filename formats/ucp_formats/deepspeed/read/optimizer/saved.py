@@ -1,4 +1,7 @@
-"""Parses optimizer files into typed values: torch optimizers, whose slots are numbered, and what DeepSpeed adds."""
+"""Parses optimizer files into typed values: torch optimizers, which number their parameters, and what DeepSpeed adds.
+
+A *slot* is one such number. It stands for what the optimizer steps: a parameter, a flat tensor or a sub-group.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ class SavedGroup:
     """One entry of `param_groups`."""
 
     slots: tuple[int, ...]
-    """Numbers of what the optimizer steps: its parameters, flat tensors or sub-groups."""
+    """Numbers of its parameters, flat tensors or sub-groups (`params`)."""
     names: tuple[str, ...] | None
-    """Names that torch kept because the optimizer was built from named parameters (torch 2.6)."""
+    """Names that torch kept if the optimizer was built from named parameters (`param_names`, since torch 2.6)."""
     hyper: Mapping[str, object]
     """All other entries."""
     name: str
@@ -44,7 +47,7 @@ class SavedGroup:
 
     @classmethod
     def of(cls, saved: object, where: str) -> SavedGroup:
-        """The group `saved`. The name of a group of experts, `ep_size_2`, is no hyper-parameter."""
+        """The group `saved`. The name of an expert group, for example `ep_size_2`, is not a hyper-parameter."""
         entries = require_mapping(saved, where)
         names, name, has_experts = entries.get("param_names"), entries.get("name"), entries.get("moe") is True
         members = {"params", "param_names"}
@@ -66,9 +69,9 @@ class TorchOptimizer:
     groups: tuple[SavedGroup, ...]
     """Parameter groups."""
     state: Mapping[int, Mapping[str, object]]
-    """Number of a slot to its states; without slots that were never stepped."""
+    """Slot to its states; slots that were never stepped are absent."""
     saved_groups: Sequence[object]
-    """`param_groups`, to compare and to keep."""
+    """`param_groups` as saved, to compare with other files and to keep as an extra."""
 
     @classmethod
     def of(cls, saved: object, where: str) -> TorchOptimizer:
@@ -85,20 +88,20 @@ class TorchOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnshardedOptimizer:
-    """The optimizer without ZeRO: `optimizer` of a model-states file, or of that of an expert-parallel rank."""
+    """An optimizer without ZeRO: `optimizer` in a model-states file, or in the file of an expert-parallel rank."""
 
     where: str
     """The file, for messages."""
     kind: str
-    """Class of DeepSpeed, or "torch"."""
+    """DeepSpeed's class around the torch optimizer, or "torch" if there is none."""
     torch: TorchOptimizer
     """The torch optimizer in it."""
     masters: tuple[tuple[TensorRef, ...], ...]
-    """Per group a master of each parameter (FP16_UnfusedOptimizer), or one flat (FP16_Optimizer); none for "torch"."""
+    """Masters per group: one per parameter (FP16_UnfusedOptimizer) or one flat (FP16_Optimizer); empty for "torch"."""
     recorded: tuple[Mapping[str, Shape], ...]
-    """`param_shapes`: name to shape of each parameter of every group, in its order; empty where DeepSpeed wrote it."""
+    """`param_shapes`, by group: name to shape, in the optimizer's order; empty in files that DeepSpeed wrote."""
     saved: Mapping[object, object]
-    """All of it, for extras."""
+    """The whole value, for extras."""
 
     @classmethod
     def of(cls, saved: object, where: str, recorded: tuple[Mapping[str, Shape], ...]) -> UnshardedOptimizer:
@@ -118,7 +121,7 @@ class UnshardedOptimizer:
         expected = [1 if kind == "FP16_Optimizer" else len(group.slots) for group in torch.groups]
         if kind != "torch" and [len(group) for group in masters] != expected:
             raise MalformedError(
-                f"expected {expected} masters in the groups of {kind}, as in its param_groups; got "
+                f"expected {expected} fp32 masters in the groups of {kind}, according to its param_groups; got "
                 f"{[len(group) for group in masters]}"
             )
         return cls(
@@ -134,7 +137,7 @@ class UnshardedOptimizer:
 
 
 def _span(saved: object, where: str) -> Span:
-    """The elements of a `fragment_address`, whose class was a named tuple once."""
+    """The elements that a `fragment_address` stands for; in old versions its class is a named tuple."""
     if not isinstance(saved, Stub):
         raise MalformedError(f"expected a fragment_address for {where}; got {describe_value(saved)}")
     start, numel = saved.attribute("start"), saved.attribute("numel")
@@ -148,21 +151,21 @@ class OptimizerFile:
     """An optimizer file of ZeRO: the share of one rank."""
 
     file: SavedFile
-    """Where it was read; its root is for extras only."""
+    """The file itself; other values of it become extras."""
     saved: Mapping[object, object]
     """`optimizer_state_dict`, for extras."""
     stage: int | None
-    """ZeRO stage; None for BF16_Optimizer, which names none."""
+    """ZeRO stage; None for BF16_Optimizer, which does not record it."""
     counts: tuple[int, ...] | None
-    """Ranks that each group is partitioned over (`partition_count`), where recorded."""
+    """Number of ranks that each group is partitioned over (`partition_count`), where recorded."""
     torch: TorchOptimizer
-    """The torch optimizer, which steps flat tensors; under stage 3 `state` has the numbers of sub-groups."""
+    """The torch optimizer, which steps flat tensors; under stage 3 its slots are the numbers of sub-groups."""
     weights: tuple[TensorRef, ...]
-    """The flat masters, per group or sub-group."""
+    """The flat masters, one per group or sub-group."""
     paddings: tuple[tuple[int, ...], ...] | None
-    """Per group the elements after each parameter, where parameters are aligned."""
+    """For each group, the elements of padding after each parameter; None if parameters are not aligned."""
     mappings: tuple[Mapping[str, Span] | None, ...]
-    """Per group the place of each parameter in the share (`param_slice_mappings`), where it is recorded."""
+    """For each group, the range of each parameter in the share (`param_slice_mappings`), where recorded."""
 
     @classmethod
     def of(cls, file: SavedFile) -> OptimizerFile:
@@ -207,12 +210,12 @@ class OptimizerFile:
 
     @property
     def ranks(self) -> int | None:
-        """Data-parallel ranks: groups of experts are partitioned over fewer ranks than the others."""
+        """Number of data-parallel ranks: the largest of `counts`, because groups of experts have fewer ranks."""
         return max(self.counts, default=0) or None if self.counts is not None else None
 
 
 def stage_of(saved: Mapping[object, object]) -> int | None:
-    """`zero_stage`, where it is recorded: an enum member (`ZeroStageEnum(1)`), in older versions a number."""
+    """`zero_stage`, where it is recorded: an enum member (`ZeroStageEnum(1)`), or a number in older versions."""
     if "zero_stage" not in saved:
         return None
     stage = saved["zero_stage"]
@@ -220,7 +223,7 @@ def stage_of(saved: Mapping[object, object]) -> int | None:
 
 
 def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
-    """`partition_count`, where it is recorded: one for all groups under stage 3."""
+    """`partition_count`, where it is recorded; stage 3 has one count for all groups."""
     counts, where = saved.get("partition_count"), "partition_count"
     if counts is None:
         return None
@@ -230,7 +233,7 @@ def counts_of(saved: Mapping[object, object]) -> tuple[int, ...] | None:
 def same_groups(
     files: Mapping[str, TorchOptimizer], checksums: Checksums, problems: Problems
 ) -> tuple[SavedGroup, ...]:
-    """The parameter groups that all files share (file to its optimizer)."""
+    """The parameter groups that all files share; `files`: name of a file to its optimizer."""
     (first_file, first), *others = files.items()
     first_text = repr(first.saved_groups)  # comparing texts is faster
     for file, other in others:

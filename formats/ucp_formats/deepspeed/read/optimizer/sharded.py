@@ -1,9 +1,9 @@
 """Reads the optimizer files of ZeRO: the states and groups of one model-parallel rank.
 
 Stages 1 and 2, and BF16_Optimizer: one buffer per parameter group, and an equal share of it on each rank. The offset of
-a parameter follows from `param_shapes`, `param_alignment_paddings` and the number of ranks. It is compared with the
-slice mappings and with the module's tensors, which are views of the buffer. `group_paddings` is ignored: BF16_Optimizer
-and versions before 2025 get it wrong.
+a parameter follows from `param_shapes`, `param_alignment_paddings` and the number of ranks. It is checked against
+`param_slice_mappings`, and against the module's tensors where they are views of the buffer. `group_paddings` is
+ignored: BF16_Optimizer and versions before 2025 save wrong values there.
 
 Stage 3: each parameter is split into a chunk per rank, and the chunks of a sub-group follow one another in a flat
 tensor. `param_shapes`, `fp32_flat_groups` and the keys of `state` use the number of the sub-group; a parameter group
@@ -32,7 +32,7 @@ from ucp_formats.deepspeed.read.run import SavedRun
 
 
 def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
-    """States, groups and extras."""
+    """States, groups and extras of the optimizer of one model-parallel rank."""
     part = OptimizerPart()
     problems = Problems()
     files = {file.name.name: file for file in run.optimizers.values()}
@@ -45,7 +45,7 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
         wrong += [f"param_groups of {name}: {number}" for name, number in counts.items() if number != count]
     if wrong:
         raise MalformedError(
-            f"expected as many {what} in the optimizer files as in param_shapes of {run.model.file.path}, {count}; "
+            f"expected {count} {what} in each optimizer file, as in param_shapes of {run.model.file.path}; "
             f"got\n{format_list(wrong)}\nThe files are of different runs"
         )
     if run.stage == 3:
@@ -65,9 +65,9 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
 
 
 def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
-    """The run with `param_shapes`; where it is not recorded, it follows from the slice mappings.
+    """The run with `param_shapes`, which is made from `param_slice_mappings` if it is not recorded.
 
-    `shapes`: of the module's tensors. Raises MalformedError where they contradict the mappings.
+    `shapes`: shapes of the module's tensors. Raises MalformedError where they contradict the mappings.
     """
     if run.model.param_shapes is not None or not run.optimizers:
         return run
@@ -81,9 +81,9 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     ]
     if wrong or not groups:
         raise MalformedError(
-            f"expected param_slice_mappings of the optimizer files of {run.model.file.path} to name the parameters of "
-            f"the module, as param_shapes is not recorded; got\n{format_list(wrong or ['none'])}\nfiles are missing, "
-            "or are of another run"
+            f"expected param_slice_mappings in the optimizer files to name the parameters of the module, because "
+            f"{run.model.file.path} has no param_shapes; got\n{format_list(wrong or ['none'])}\nFiles are missing, or "
+            "are of another run"
         )
     orders = (
         round_robin([*names], ranks=run.ranks // degree) if run.is_round_robin else names
@@ -94,7 +94,7 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
 
 
 def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problems: Problems) -> list[tuple[str, ...]]:
-    """Add the states of every group; the parameters of each, in the optimizer's order."""
+    """Add the states of every group to `part`; return the parameters of each group, in the optimizer's order."""
     experts = ExpertGroups.of(run, run.model.groups)
     members = []
     for number, shapes in enumerate(run.model.groups):
@@ -109,7 +109,7 @@ def add_groups(part: OptimizerPart, run: SavedRun, checksums: Checksums, problem
                 slots = file.torch.groups[number].slots
                 if len(slots) != 1:
                     where = f"group {number} of {file.name.name}"
-                    raise UnsupportedError(f"expected one flat parameter in {where}; got {len(slots)}")
+                    raise UnsupportedError(f"expected one flat tensor in {where}; got {len(slots)}")
                 shards.append(_shard(file, rank, number, slots[0]))
             owner = AxisLayout("ep", len(holders), pattern("unique", owner=ep_rank), "partition_count")
             group = FlatGroupStates(
@@ -137,14 +137,14 @@ def _shard(file: OptimizerFile, rank: int, number: int, slot: int) -> Shard:
 
 
 def _find_buffer(run: SavedRun, number: int, shapes: Mapping[str, Shape], files: Sequence[OptimizerFile]) -> FlatBuffer:
-    """The buffer of a group whose shares have the lengths in the files, else the usual one."""
+    """The layout of a group's buffer that gives the shares the lengths in the files; if none does, the usual one."""
     first = run.optimizers[min(run.optimizers)]
     paddings = None
     if first.paddings is not None:
         paddings = first.paddings[number] if number < len(first.paddings) else ()
         if len(paddings) != len(shapes) or min(paddings, default=0) < 0:
             raise MalformedError(
-                f"expected {len(shapes)} paddings >= 0 for param_alignment_paddings[{number}] of {first.name.name}; "
+                f"expected {len(shapes)} paddings >= 0 in param_alignment_paddings[{number}] of {first.name.name}; "
                 f"got {list(paddings)}"
             )
     weights = [file.weights[number].numel for file in files]
@@ -168,9 +168,9 @@ def _check_order(
     mappings: Mapping[int, Mapping[str, Span]],
     checksums: Checksums,
 ) -> tuple[str, ...]:
-    """Names of a group in the optimizer's order; `mappings`: rank to its slice mappings.
+    """Parameters of a group in the optimizer's order; `mappings`: rank to its `param_slice_mappings` of the group.
 
-    Raises UnsupportedError where other records contradict the layout, and `round_robin_gradients` does not explain it.
+    Raises UnsupportedError if other records contradict the layout, and `round_robin_gradients` does not explain that.
     """
     misplaced: set[str] = set()
     for rank, spans in mappings.items():
@@ -181,22 +181,22 @@ def _check_order(
     )
     if misplaced and is_round_robin:
         part.notes.append(
-            f"{group.label}: param_slice_mappings has wrong offsets for {format_count(len(misplaced), 'parameter')} "
-            "and is not used: DeepSpeed up to 0.19.8 writes them so under round_robin_gradients"
+            f"{group.label}: param_slice_mappings has wrong offsets for {format_count(len(misplaced), 'parameter')}, "
+            "which are ignored: DeepSpeed up to 0.19.8 writes wrong ones under round_robin_gradients"
         )
     conflicts = [] if is_round_robin else [f"{name}: param_slice_mappings disagrees" for name in sorted(misplaced)]
     conflicts += [f"{name}: module has another offset" for name in _find_displaced(run, buffer, checksums)]
     if conflicts:
         raise UnsupportedError(
-            f"expected the buffer of {group.label} in {run.folder} in the order of param_shapes; other records "
-            f"contradict it:\n{format_list(conflicts)}\nThis layout is not known: report it, with the version of "
-            "DeepSpeed"
+            f"expected the parameters of {group.label} in {run.folder} to follow one another in the order of "
+            f"param_shapes; other records contradict that:\n{format_list(conflicts)}\nucp does not know this layout: "
+            "report it, with the version of DeepSpeed"
         )
     return names
 
 
 def _find_displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> list[str]:
-    """Parameters whose module tensor is a view of the full buffer and starts at another offset; sorted."""
+    """Parameters whose module tensor is a view of the full buffer, but starts at another offset than expected."""
     tensors = run.model.module.tensors if run.model.module is not None else {}
     displaced = []
     for name, start in zip(buffer.names, buffer.starts, strict=True):
@@ -213,11 +213,11 @@ def _find_displaced(run: SavedRun, buffer: FlatBuffer, checksums: Checksums) -> 
 def sub_group_params(
     groups: Iterable[SavedGroup], param_shapes: Sequence[Mapping[str, object]], where: str
 ) -> list[tuple[str, ...]]:
-    """Parameters of each parameter group: those of the sub-groups whose numbers it lists."""
+    """Parameters of each parameter group: those of all sub-groups whose numbers the group lists."""
     numbers = [group.slots for group in groups]
     if sorted(number for slots in numbers for number in slots) != list(range(len(param_shapes))):
         raise MalformedError(
-            f"expected each of the {len(param_shapes)} sub-groups of param_shapes once in {where}; got "
+            f"expected {where} to list each of the {len(param_shapes)} sub-groups of param_shapes once; got "
             f"{[list(slots) for slots in numbers]}. The files are of different runs"
         )
     return [tuple(name for number in slots for name in param_shapes[number]) for slots in numbers]

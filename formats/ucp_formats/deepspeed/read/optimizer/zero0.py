@@ -1,12 +1,12 @@
 """Reads the optimizer without ZeRO, which is in the model-states file in one of three forms.
 
-- a torch optimizer over the model's parameters: `state`, `param_groups`;
-- FP16_UnfusedOptimizer: the same over a master per parameter, in `fp32_groups`;
-- FP16_Optimizer: the same over one flat master per group, in `fp32_groups_flat`.
+- a torch optimizer that steps the model's parameters: `state`, `param_groups`;
+- FP16_UnfusedOptimizer: a torch optimizer that steps one master per parameter, in `fp32_groups`;
+- FP16_Optimizer: a torch optimizer that steps one flat master per group, in `fp32_groups_flat`.
 
-None of them has names. Files that ucp wrote have them in `param_shapes`, which DeepSpeed leaves None without ZeRO. Else
-they come from torch's `param_names`; in the third form from the module's tensors, which are views of a flat tensor per
-group; else order and shapes must allow only one assignment (`ucp.core.assign`).
+None of them names its parameters. The names come from the first of these sources that has them: `param_shapes`, which
+ucp writes and DeepSpeed leaves None without ZeRO; torch's `param_names`; in the third form, the module's tensors, which
+are views of one flat tensor per group. Otherwise order and shapes must allow only one assignment (`ucp.core.assign`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ucp_formats.deepspeed.read.optimizer.saved import SavedGroup, UnshardedOpti
 _FLAT = "FP16_Optimizer"
 
 Params = Mapping[str, TensorRef]
-"""Tensors of the module that can be parameters, in the order of the model; tied ones once."""
+"""Tensors of the module that can be parameters, in the order of the model; tied ones appear once."""
 
 Names = Sequence[Sequence[str]]
-"""Parameters of every group, in its order."""
+"""Parameter names of each group, in its order."""
 
 INFERRED = (
     "the optimizer numbers its parameters without naming them: names are inferred from the order of the model and from "
     "shapes, which allow only one assignment"
 )
-"""Note on inferred names."""
+"""Note to the user about inferred names."""
 
 
 def read_optimizer(
@@ -47,7 +47,7 @@ def read_optimizer(
 ) -> OptimizerPart:
     """States and groups of an optimizer without ZeRO.
 
-    `order`: names of every group in its order, if the user states them; else they are inferred.
+    `order`: parameter names of each group in its order, if the user states them; else they are found or inferred.
     """
     part = OptimizerPart()
     groups = optimizer.torch.groups
@@ -56,15 +56,16 @@ def read_optimizer(
     except UnsupportedError:
         if optimizer.kind != "torch" or optimizer.torch.state:
             raise
-        # without states and masters the names are not needed
+        # there are no states or masters to assign, so names are not needed
         part.extras.append(Extra(name=UNSTEPPED, value=list(optimizer.torch.saved_groups)))
-        part.notes = ["the optimizer has never stepped and names no parameters: its groups are kept as an extra only"]
+        part.notes = ["the optimizer never stepped and does not name its parameters: its groups are kept as an extra"]
         return part
     unknown = [name for members in names for name in members if name not in params]
     if unknown or len(names) != len(groups):
         raise MalformedError(
-            f"expected names of the module for the {len(groups)} parameter groups of {optimizer.where}; got "
-            f"{format_count(len(names), 'group')}{', with unknown names' if unknown else ''}\n{format_list(unknown)}"
+            f"expected names of the module's parameters for the {len(groups)} parameter groups of {optimizer.where}; "
+            f"got {format_count(len(names), 'group')}"
+            f"{' with names that the module does not have' if unknown else ''}\n{format_list(unknown)}"
         )
     problems = Problems()
     for number, (group, members) in enumerate(zip(groups, names, strict=True)):
@@ -93,7 +94,7 @@ def _flat_group(optimizer: UnshardedOptimizer, number: int, shapes: Mapping[str,
 
 
 def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums, part: OptimizerPart) -> Names:
-    """Names of every group, from the best record there is."""
+    """Parameter names of each group, from the first source in the module docstring that has them."""
     if optimizer.recorded:  # in `param_shapes`, which ucp writes
         wrong = [
             f"{name}: {list(shape)} in param_shapes, {list(params[name].shape)} in module"
@@ -103,13 +104,13 @@ def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
         ]
         if wrong:
             raise MalformedError(
-                f"expected the shapes of the module in param_shapes of {optimizer.where}; "
-                f"got\n{format_list(wrong)}\nthe file was changed after it was saved: take an unchanged copy, or set "
+                f"expected param_shapes of {optimizer.where} to have the shapes of the module; "
+                f"got\n{format_list(wrong)}\nThe file was changed after it was saved: use an unchanged copy, or set "
                 "param_shapes to None"
             )
         return [tuple(group) for group in optimizer.recorded]
     named = [
-        group.names  # in FP16_Optimizer, of one flat tensor
+        group.names  # in FP16_Optimizer, several names for one slot
         for group in optimizer.torch.groups
         if group.names is not None
         and (optimizer.kind == _FLAT or len(group.names) == len(group.slots))
@@ -125,9 +126,10 @@ def _find_names(optimizer: UnshardedOptimizer, params: Params, checksums: Checks
 
 
 def _find_names_by_storage(optimizer: UnshardedOptimizer, params: Params, checksums: Checksums) -> Names | None:
-    """Names by the flat tensors whose views are the module's; None without views, or if lengths are ambiguous.
+    """Parameter names of each group, from the flat tensors of which the module's tensors are views.
 
-    FP16_Optimizer makes every parameter of a group a view of one unpadded tensor (fused_optimizer.py, 0.19.8).
+    FP16_Optimizer makes every parameter of a group a view of one unpadded tensor (fused_optimizer.py, 0.19.8). None if
+    the module's tensors are not such views, or if the length of a master fits several flat tensors.
     """
     views: dict[int, list[tuple[int, int, str, int]]] = {}
     for name, ref in params.items():
@@ -146,13 +148,13 @@ def _find_names_by_storage(optimizer: UnshardedOptimizer, params: Params, checks
     groups = []
     for length in lengths:
         candidates = flats.get(length, [])
-        several = [names for names in candidates if len(names) > 1]  # as only a group has
+        several = [names for names in candidates if len(names) > 1]  # surely a flat tensor, not a single parameter
         groups += (several or candidates) if len(several or candidates) == 1 else []
     return groups if len(groups) == len(set(lengths)) == len(lengths) else None
 
 
 def _infer_names(optimizer: UnshardedOptimizer, params: Params) -> Names:
-    """Names of every group by shapes; groups that DeepSpeed marks `moe` have experts only, others none."""
+    """Parameter names of each group, inferred from shapes; groups marked `moe` hold only experts, others hold none."""
     slots = slots_of(optimizer)
     has_experts = [group.has_experts for group in optimizer.torch.groups]
     if not any(has_experts):
@@ -169,9 +171,9 @@ def _infer_names(optimizer: UnshardedOptimizer, params: Params) -> Names:
 def names_by_shape(
     slots: Sequence[Sequence[SlotGroup]], layers: Sequence[Params], where: str
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Names of every group of one optimizer, or of that of each pipeline stage, by their `slots`.
+    """Parameter names of each group, for one optimizer or for the optimizers of all pipeline stages.
 
-    Raises UnsupportedError when none or several assignments fit.
+    `slots`: what each optimizer steps, group by group. Raises UnsupportedError if no assignment or several fit.
     """
     params = [name for layer in layers for name in layer]
     try:
@@ -187,8 +189,8 @@ def names_by_shape(
         )
     if unclear:
         raise UnsupportedError(
-            f"the optimizer in {where} does not name its parameters, and more than one assignment fits; it is not "
-            f"known to which group these belong:\n{format_list(unclear)}\n{REMEDY}"
+            f"the optimizer in {where} does not name its parameters, and more than one assignment fits its shapes; it "
+            f"is not known which of its states belong to these:\n{format_list(unclear)}\n{REMEDY}"
         )
     members: list[list[str]] = [[] for groups in slots for _ in groups]
     for name, (place,) in zip(params, places, strict=True):
@@ -200,30 +202,30 @@ def names_by_shape(
 
 REMEDY = (
     "Save again with an optimizer built from model.named_parameters() (torch 2.6 or later keeps the names), or with "
-    "ZeRO stage 1. Or write the names of each group, in its order and with their shapes, into a copy of each file that "
-    "has an optimizer: saved = torch.load(FILE); saved['param_shapes'] = [{name: SHAPES[name] for name in group} for "
-    "group in GROUPS]; torch.save(saved, FILE)"
+    "ZeRO stage 1. Or copy each file that has an optimizer, and write the names of each group, in its order and with "
+    "their shapes, into the copy: saved = torch.load(FILE); saved['param_shapes'] = [{name: SHAPES[name] for name in "
+    "group} for group in GROUPS]; torch.save(saved, FILE)"
 )
-"""What to do where the names are not known."""
+"""What a user can do if the names are not known."""
 
 
 def slots_of(optimizer: UnshardedOptimizer) -> list[SlotGroup]:
-    """Slots of every group, as `possible_places` takes them."""
+    """Slots of each group, in the form that `possible_places` takes."""
     if optimizer.kind == _FLAT:
         return [FlatSlots(flat.numel) for (flat,) in optimizer.masters]
     if optimizer.masters:
         return [Slots(tuple(ref.shape for ref in masters)) for masters in optimizer.masters]
     state, groups = optimizer.torch.state, optimizer.torch.groups
     group_shapes: list[list[Shape | None]] = []
-    for group in groups:  # the shape of the states of each slot; None where they have none, or several
+    for group in groups:  # the shape of each slot's states; None if they have no shape, or several
         group_shapes.append([])
         for slot in group.slots:
             tensors = (value for name, value in state.get(slot, {}).items() if name != STEP)
             shapes = {value.shape for value in tensors if isinstance(value, TensorRef)}
-            if len(shapes) > 1:  # ignore counts beside other states
+            if len(shapes) > 1:  # ignore one-element counts beside other states
                 shapes = {shape for shape in shapes if prod(shape) != 1}
             group_shapes[-1].append(shapes.pop() if len(shapes) == 1 else None)
-    if all(shape is None or prod(shape) == 1 for slots in group_shapes for shape in slots):  # nothing but counts
+    if all(shape is None or prod(shape) == 1 for slots in group_shapes for shape in slots):  # only counts
         group_shapes = [[None] * len(slots) for slots in group_shapes]
     return [Slots(tuple(slots)) for slots in group_shapes]
 
@@ -231,7 +233,7 @@ def slots_of(optimizer: UnshardedOptimizer) -> list[SlotGroup]:
 def _add_slots(
     optimizer: UnshardedOptimizer, number: int, params: Mapping[str, Shape], part: OptimizerPart, problems: Problems
 ) -> None:
-    """Add the states of a group with a slot per parameter."""
+    """Add the states of a group that has one slot per parameter."""
     group = optimizer.torch.groups[number]
     masters = optimizer.masters[number] if optimizer.masters else ()
     if len(group.slots) != len(params) or (masters and len(masters) != len(params)):
@@ -262,7 +264,7 @@ def _add_slots(
 
 
 def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, StateSource]], part: OptimizerPart) -> None:
-    """Give every parameter of a group the count of its last one, where FusedAdam counts (fused_adam.py, 0.19.8)."""
+    """Give all parameters of a FusedAdam group the step of the last one, where FusedAdam counts (fused_adam.py)."""
     with_step = [param for param in states if STEP in param]
     steps = [param[STEP] for param in with_step]
     is_fused_adam = "bias_correction" in group.hyper and type(group.hyper.get(STEP)) is int
@@ -270,4 +272,4 @@ def _share_fused_count(group: SavedGroup, states: Sequence[dict[str, StateSource
         return
     for param in with_step:
         param[STEP] = steps[-1]
-    part.notes.append("FusedAdam counts the steps of a group in its last parameter: that step is used for all of them")
+    part.notes.append("FusedAdam counts the steps of a group in its last parameter: all its parameters get that step")

@@ -1,7 +1,8 @@
-"""Merges what model-parallel ranks hold into one module and one optimizer of global tensors.
+"""Merges the tensors of all model-parallel ranks into one module and one optimizer of global tensors.
 
-1. Collect the shapes that the tensor-parallel ranks hold of each parameter, and ask the rules for its layout.
-2. State how every parameter lies over all axes, and at which coordinates each rank is. Fragments are made later.
+1. Collect the shape of each parameter's shard on every tensor-parallel rank, and ask the rules for its layout.
+2. Attach to every parameter its layout over all axes, and to every shard the coordinates of its rank. Fragments are
+   made from these later.
 3. Merge the parameter groups of the stages, and keep the extras that differ between ranks.
 """
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """How the tensors of a run lie over its axes, except for what ZeRO cuts."""
+    """How the tensors of a run are split over its axes, apart from ZeRO's partitioning."""
 
     dp: int = 1
     """Data-parallel ranks."""
@@ -44,16 +45,16 @@ class Mesh:
     ep: int = 1
     """Expert-parallel ranks."""
     known_from: Mapping[str, str] = field(default_factory=dict)
-    """Axis to the file or rule that says how tensors lie over it."""
+    """Axis to the file or rule that says how tensors are split over it."""
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tensor to the pipeline stages that hold it, where that is known; several for a tied one."""
+    """Tensor to the pipeline stages that hold it, where known; a tied tensor can have several."""
     owners: Mapping[str, int] = field(default_factory=dict)
     """Parameter of an expert to the expert-parallel rank that holds it."""
     tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """Tensor to its layout over the tensor-parallel ranks; empty with one."""
+    """Tensor to its layout over the tensor-parallel ranks; empty if there is only one."""
 
     def layout(self, name: str, file_layout: Layout) -> Layout:
-        """The layout of a tensor over all axes; `file_layout`: over the ranks that its file states."""
+        """The layout of a tensor over all axes; `file_layout`: over the dp and ep ranks, as its reader set it."""
         stages, axes = self.stages.get(name, ()), file_layout.axes
         if name in self.owners and not axes:
             axes = holder_axes("ep", self.ep, self.known_from.get("ep", ""), (self.owners[name],))
@@ -62,7 +63,10 @@ class Mesh:
         return self.in_stage(name, file_layout, axes)
 
     def place_tensor(self, name: str, tensor: ShardedTensor, *, in_stage: bool, **coords: int) -> ShardedTensor:
-        """A tensor of the model-parallel rank at `coords`, over all axes; `in_stage`: over those inside a stage."""
+        """`tensor` of the model-parallel rank at `coords`, with its layout over all axes.
+
+        `in_stage`: whether to leave out the axes outside a pipeline stage.
+        """
         shape = self.tensors[name].global_shape if name in self.tensors else tensor.shape
         base = {"dp": 0, **coords}
         parts = []
@@ -78,7 +82,7 @@ class Mesh:
         return ShardedTensor(dtype=tensor.dtype, shape=shape, shard_sets=tuple(parts))
 
     def in_stage(self, name: str, file_layout: Layout, outer: tuple[AxisLayout, ...] = ()) -> Layout:
-        """The layout inside a pipeline stage, whose modules are in files of layers and experts."""
+        """`outer`, followed by the axes inside a pipeline stage: tp, then dp (as copies, or as in `file_layout`)."""
         if name in self.tensors:
             layout = self.tensors[name]
             outer = (*outer, AxisLayout("tp", layout.parts, layout.pattern, self.known_from.get("tp", "")))
@@ -97,13 +101,13 @@ class MergedRanks:
     optimizer: OptimizerPart
     """The optimizer, with global tensors."""
     mesh: Mesh = field(default_factory=Mesh)
-    """How tensors lie over ranks."""
+    """How tensors are split over ranks."""
     warnings: list[Doubt] = field(default_factory=list)
     """Signs that the files are not complete."""
 
     @classmethod
     def from_rank(cls, module: ModulePart, optimizer: OptimizerPart, mesh: Mesh) -> MergedRanks:
-        """The parts of the only model-parallel rank."""
+        """The module and optimizer of the only model-parallel rank, with layouts over all axes of `mesh`."""
         for name, entry in module.entries.items():
             if entry.tensor is not None:
                 tensor = mesh.place_tensor(name, entry.tensor, in_stage=True)
@@ -117,7 +121,7 @@ class MergedRanks:
 
 
 Rules: TypeAlias = "UniversalCheckpointInfo | FamilyRules"
-"""States how tensors lie over the tensor-parallel ranks."""
+"""How the tensor-parallel ranks split each tensor, by the checkpoint's record or by a model family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +133,21 @@ class RankPart:
     tp: int
     """Its tensor-parallel rank."""
     order: int
-    """Its pipeline stage, or expert-parallel rank; the first holder of a tensor decides its kind and dtype."""
+    """Its pipeline stage, or its expert-parallel rank. The lowest one that has a tensor decides its kind and dtype."""
     module: ModulePart = field(default_factory=ModulePart)
-    """Its module; empty where another part has it."""
+    """Its module; empty if another part has it."""
     optimizer: OptimizerPart = field(default_factory=OptimizerPart)
-    """Its optimizer; empty where another part has it."""
+    """Its optimizer; empty if another part has it."""
     dp: int = 0
-    """Data-parallel rank that wrote it, where every rank holds full tensors."""
+    """The data-parallel rank that wrote the files, in a run whose ranks hold full tensors."""
     untrained: tuple[str, ...] = ()
-    """Frozen parameters and buffers of its stage, as far as they are known."""
+    """Frozen parameters and buffers of its stage, as far as the files name them."""
 
 
 def merge_ranks(parts: Sequence[RankPart], rules: Rules, checksums: Checksums, where: str, mesh: Mesh) -> MergedRanks:
-    """Merge `parts`; `rules` state how tensors lie over tensor-parallel ranks. Raises SourceError.
+    """Merge `parts`; `rules`: how tensor-parallel ranks split tensors. Raises SourceError.
 
-    `mesh`: the degrees of all axes; the rest is filled in.
+    `mesh`: the degrees of all axes; this function fills in its other fields.
     """
     stages: dict[str, set[int]] = {}
     for part in parts:
@@ -194,7 +198,7 @@ def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) 
             known = shapes_by_rank.setdefault(name, {}).setdefault(part.tp, shape)
             if known != shape:
                 raise MalformedError(
-                    f"expected one shape of {name} on tensor-parallel rank {part.tp} of {where}; got "
+                    f"expected {name} to have one shape in all files of tensor-parallel rank {part.tp} of {where}; got "
                     f"{list(known)} and {list(shape)}. The files are of different runs"
                 )
     partial = [
@@ -217,7 +221,7 @@ def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) 
 
 
 class _Merger:
-    """Merges what ranks hold of each tensor."""
+    """Merges the shards and copies of each tensor."""
 
     def __init__(self, parts: Sequence[RankPart], mesh: Mesh, checksums: Checksums) -> None:
         self.parts = sorted(parts, key=lambda part: (part.order, part.tp))
@@ -247,7 +251,7 @@ class _Merger:
         layout = self.mesh.tensors.get(name)
         kinds = dict.fromkeys(f"{state.dtype} {list(_shape(state)) if layout is None else ''}" for _, state in copies)
         if len(kinds) > 1:
-            self.wrong.append(f"{name}/{key}: {' and '.join(kinds)} on several model-parallel ranks")
+            self.wrong.append(f"{name}/{key}: model-parallel ranks disagree: {' and '.join(kinds)}")
         counts = [(part, state) for part, state in copies if isinstance(state, StateIndex)]
         if len(counts) == len(copies):
             return self._merge_counts(f"{name}/{key}", counts)
@@ -256,19 +260,19 @@ class _Merger:
         if layout is not None:
             misfits += [part.mp for part, state in tensors if state.shape != layout.local_shape(part.tp)]
         if misfits:
-            self.wrong.append(f"{name}/{key}: of another shape than the parameter on model-parallel rank {misfits}")
+            self.wrong.append(f"{name}/{key}: its shape is not the parameter's on model-parallel rank {misfits}")
             return copies[0][1]
         return self._merge_tensors(name, tensors)
 
     def _merge_counts(self, what: str, counts: Sequence[tuple[RankPart, StateIndex]]) -> StateIndex:
-        """One count for all ranks, shared by all parameters that share the counts of the ranks."""
+        """One count for all ranks; parameters that have the same count objects get the same result."""
         identity = tuple([id(count) for _, count in counts])
         if identity not in self._counts:
             refs = [fragment.ref for _, count in counts for fragment in count.fragments]
             inline = [ref.data for ref in refs if isinstance(ref, InlineTensor)]
             if len(inline) < len(refs):
                 self._counts[identity] = merge_counts([count for _, count in counts])
-            elif len({*inline}) > 1:  # numbers in the files themselves can be compared now
+            elif len({*inline}) > 1:  # numbers in the pickles can be compared now, tensors only when they are read
                 ranks = ", ".join(f"model-parallel rank {part.mp}" for part, _ in counts)
                 self.wrong.append(f"of another run: {what} differs among {ranks}")
                 return counts[0][1]
@@ -279,7 +283,7 @@ class _Merger:
     def _merge_tensors(
         self, name: str, shards: Sequence[tuple[RankPart, ShardedTensor]], *, in_stage: bool = False
     ) -> ShardedTensor:
-        """The global tensor; `in_stage`: each file holds a copy of all that a stage has of it."""
+        """The global tensor; `in_stage`: the file of each stage has a copy of it."""
         is_expert = name in self.mesh.owners
         placed = [
             self.mesh.place_tensor(
@@ -290,14 +294,14 @@ class _Merger:
         return replace(placed[0], shard_sets=tuple(part for tensor in placed for part in tensor.shard_sets))
 
     def entry(self, name: str) -> ModuleEntry:
-        """Global tensor of the module."""
+        """The module's entry for tensor `name`, with the global tensor."""
         copies = [(part, part.module.entries[name]) for part in self.parts if name in part.module.entries]
         first = copies[0][1]
         kind = Kind.PARAMETER if any(entry.kind is Kind.PARAMETER for _, entry in copies) else first.kind
         if kind is Kind.BUFFER:
             copies = self._same_buffers(name, copies)
         if len({entry.dtype for _, entry in copies}) > 1:
-            self.wrong.append(f"{name}: of several types on the model-parallel ranks")
+            self.wrong.append(f"{name}: its dtype differs between model-parallel ranks")
         shards = [(part, entry.tensor) for part, entry in copies if entry.tensor is not None]
         tensor = self._merge_tensors(name, shards, in_stage=True) if shards else None
         shape = self.mesh.tensors[name].global_shape if name in self.mesh.tensors else first.shape
@@ -306,7 +310,7 @@ class _Merger:
     def _same_buffers(
         self, name: str, copies: Sequence[tuple[RankPart, ModuleEntry]]
     ) -> list[tuple[RankPart, ModuleEntry]]:
-        """Copies of a buffer without those known to differ from the first, such as running statistics: extras."""
+        """Copies of a buffer that do not differ from the first; those that do, as running statistics, become extras."""
         first = copies[0][1].tensor
         layout, same = self.mesh.tensors.get(name), []
         for part, entry in copies:
@@ -317,8 +321,8 @@ class _Merger:
                 continue
             self.extras.append(Extra(name=f"mp_rank_{part.mp:02d}/buffer/{name}", value=ref))
             self.notes.append(
-                f"buffer {name} of model-parallel rank {part.mp} differs from rank {copies[0][0].mp}'s, which is used; "
-                "the other is kept as an extra"
+                f"buffer {name} of model-parallel rank {part.mp} differs from rank {copies[0][0].mp}'s: the latter is "
+                "used, the former is kept as an extra"
             )
         return same
 
@@ -328,10 +332,10 @@ def _shape(state: StateSource) -> Shape:
 
 
 def _merge_groups(parts: Sequence[RankPart], checksums: Checksums, problems: Problems) -> list[ParamGroup]:
-    """Groups of all stages, merged where their hyper-parameters are the same.
+    """Groups of all stages, merged across stages where their hyper-parameters are the same.
 
-    Groups of one stage with the same hyper-parameters stay apart; those of other stages are merged with them in order.
-    Tensor-parallel ranks of a stage have the same groups.
+    Two groups of one stage with the same hyper-parameters stay separate, and the groups of the next stage join them in
+    order. The tensor-parallel ranks of a stage must have the same groups.
     """
     by_order: dict[int, list[RankPart]] = {}
     for part in sorted(parts, key=lambda part: (part.order, part.tp)):
@@ -356,7 +360,7 @@ def _merge_groups(parts: Sequence[RankPart], checksums: Checksums, problems: Pro
 
 
 def merge_extras(extras_by_rank: Sequence[tuple[int, Sequence[Extra]]], checksums: Checksums) -> list[Extra]:
-    """Extras of the first rank, and those of other ranks that differ, under `mp_rank_NN/`."""
+    """Extras of the first rank, and those extras of other ranks that differ from them, as `mp_rank_NN/NAME`."""
     merged: list[Extra] = []
     first: dict[tuple[str, int | None], object] = {}
     for mp, extras in extras_by_rank:

@@ -1,8 +1,8 @@
-"""Reads checkpoints of tensor, pipeline and expert parallelism: each model-parallel rank, then all merged.
+"""Reads checkpoints of tensor, pipeline and expert parallelism: first each model-parallel rank, then it merges them.
 
-The files of a rank are those of a data-parallel run and are read as such, with two additions: a pipeline keeps its
-modules in files of layers (`pipeline`), and experts are in files of their own, by global numbers (`experts`).
-`merge` merges the ranks by the rules of `universal_checkpoint_info` or of a model family.
+The files of one model-parallel rank are read like those of a data-parallel run, with two additions: a pipeline keeps
+its module in one file per layer (`pipeline`), and each expert has a separate file, named by its global number
+(`experts`). `merge` merges the ranks by the rules of `universal_checkpoint_info` or of a model family.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
         module.extras.append(Extra(name=_INFO, value=recorded_layouts(layouts)))
     means = [name for name, layout in layouts.items() if layout.overlap is Overlap.MEAN]
     averaged = (
-        f"{format_count(len(means), 'parameter is', 'parameters are')} trained by each tensor-parallel rank for "
-        f"itself; their weights and moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
+        f"tensor-parallel ranks train separate copies of {format_count(len(means), 'parameter')}, whose weights and "
+        f"moments are averaged: {', '.join(means[:8])}{', ...' if len(means) > 8 else ''}"
     )
     sizes = {name: rules.padded_vocabulary(name, layout.global_shape) for name, layout in layouts.items()}
     padded = [
-        f"{name} has {layouts[name].global_shape[0]} rows: {size} of the vocabulary (original_vocab_size) and padding, "
-        "which is kept"
+        f"{name} has {layouts[name].global_shape[0]} rows: {size} of the vocabulary (original_vocab_size), then "
+        "padding, which is kept"
         for name, size in sizes.items()
         if size is not None
     ]
@@ -70,7 +70,7 @@ def read_parallel(grid: SavedGrid, checksums: Checksums, options: SourceOptions,
 
 
 def _pipeline_record(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict[int, str], list[list[str]]]:
-    """What only file names state: name prefix of each layer, and trained parameters of each stage."""
+    """What only the set of files shows: the name prefix of each layer, and the trained parameters of each stage."""
     firsts = [part for part in parts if part.tp == 0]
     groups = {part.order: part.optimizer.groups for part in firsts if part.optimizer.groups}
     stages = [[name for group in groups.get(stage, ()) for name in group.params] for stage in range(grid.pp)]
@@ -80,9 +80,9 @@ def _pipeline_record(grid: SavedGrid, parts: Sequence[RankPart]) -> tuple[dict[i
 
 
 def _tied_layers_without_file(layers: Mapping[int, str], stages: Sequence[Sequence[str]]) -> Iterator[Doubt]:
-    """A warning about all tied layers that stages train and that are in no file.
+    """A warning about tied layers that stages train but no file holds.
 
-    The first layer of a key normally has a file; there is none only where every one has a `forward_fn`.
+    Normally the first layer with a key has a file; a key has none only if all its layers have a `forward_fn`.
     """
     tied = (name.removeprefix(TIED) for names in stages for name in names if name.startswith(TIED))
     keys = dict.fromkeys(f"{TIED}{name.partition('.')[0]}." for name in tied)
@@ -94,15 +94,16 @@ def _tied_layers_without_file(layers: Mapping[int, str], stages: Sequence[Sequen
         yield Doubt(
             kind=DoubtKind.MISSING_LAYERS,
             text=f"expected a file layer_*-model_states.pt with the tied parameters {params}, which stages train; none "
-            f"has them. It is missing, or was overwritten by another layer's (there is none for {where}): copy it from "
-            "where it was saved. DeepSpeed writes none where every layer that is tied so has a forward_fn",
+            f"has them. It is missing, or another layer's file replaced it (no file: {where}): copy it from "
+            "where it was saved. DeepSpeed writes none if every layer with this key has a forward_fn",
         )
 
 
 def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, options: SourceOptions) -> Rules:
-    """The record that the files of all ranks share; without one, or if the user names a family, that family's rules.
+    """The record that the files of all ranks share, or the rules of a model family.
 
-    `infos`: name of a file to the file and its `universal_checkpoint_info`.
+    A family is used if there is no record or if the user names one in `options`. `infos`: name of a file to the file
+    and its `universal_checkpoint_info`.
     """
     records = {
         name: require_mapping(info, f"{_INFO} of {file.path}")
@@ -120,14 +121,14 @@ def tensor_rules(infos: Mapping[str, tuple[SavedFile, object]], where: str, opti
 
 
 def expert_degree(grid: SavedGrid) -> int:
-    """Expert-parallel ranks; 1 without experts."""
+    """Number of expert-parallel ranks; 1 without experts."""
     if not grid.experts or not grid.first.optimizers:
         return max(1, len(grid.expert_optimizers))
     return max(ExpertGroups.of(run, run.names).ep for run in grid.runs.values())
 
 
 def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
-    """All files, rank by rank."""
+    """The module and optimizer of each rank."""
     problems = Problems()
     where = str(grid.folder.path)
     experts = {mp: read_experts([file for file in grid.experts if file.name.mp == mp], problems) for mp in grid.runs}
@@ -142,7 +143,7 @@ def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
         check_experts_saved(experts[mp], trained[mp], f"model-parallel rank {mp}", problems)
     problems.raise_any(where, "experts")
     parts = []
-    for tp in range(grid.tp) if grid.is_pipeline else ():  # the module of each, and further copies of tied layers
+    for tp in range(grid.tp) if grid.is_pipeline else ():  # each one's module, and further copies of its tied layers
         shapes = {name: shape for mp in grid.stages(tp) for name, shape in trained[mp].items()}
         for copy, model in enumerate(pipeline_modules(grid, tp, shapes)):
             module = read_module({0: model}, shapes, checksums, sharded=False)
@@ -161,7 +162,7 @@ def _read_parts(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
 
 
 def _read_unsharded(grid: SavedGrid, experts: SavedModule, checksums: Checksums) -> list[RankPart]:
-    """All files of a run without ZeRO."""
+    """The module and optimizer of each rank of a run without ZeRO."""
     parts = []
     if grid.is_pipeline:
         parts = read_stages(grid, checksums)
@@ -180,9 +181,9 @@ def _read_unsharded(grid: SavedGrid, experts: SavedModule, checksums: Checksums)
 
 
 def _module_shapes(grid: SavedGrid, mp: int, experts: SavedModule) -> dict[str, Shape]:
-    """Shapes of the tensors that the module of a rank can have, for runs without `param_shapes`.
+    """Shapes of the module's tensors on model-parallel rank `mp`, for runs without `param_shapes`; else empty.
 
-    `experts`: its experts by global numbers; the first are those of expert-parallel rank 0.
+    `experts`: its experts by global numbers. Those of expert-parallel rank 0 have the same numbers in optimizer files.
     """
     if grid.first.model.param_shapes is not None:
         return {}
@@ -196,7 +197,7 @@ def _module_shapes(grid: SavedGrid, mp: int, experts: SavedModule) -> dict[str, 
 
 
 def _with_experts(model: ModelStates, experts: SavedModule) -> ModelStates:
-    """Model states whose module has the experts too, each layer's after its last other tensor."""
+    """`model` with the experts in its module: those of a layer come after the last other tensor of that layer."""
     if not experts.tensors and not experts.others:
         return model
     module = module_of(model)

@@ -1,9 +1,9 @@
 """Builds the module of a pipeline from the files of its layers.
 
-`layer_03-...` holds the state_dict of layer 3, whose parameters are named `3.weight`, and so on. A tied layer
-(TiedLayerSpec) is named by its key, `tied_modules.emb.weight`, which its file does not record: the key is the one whose
-parameters, by name and shape, are in the file. A tied layer with a `forward_fn` has no file (runtime/pipe/module.py,
-0.19.8), and several layers of one key can have files, which are copies.
+`layer_03-...` holds the state_dict of layer 3, whose parameters the module names `3.weight`, and so on. The names of a
+tied layer (TiedLayerSpec) start with its key instead, as in `tied_modules.emb.weight`. Its file does not record the
+key: it is the one whose parameters have the names and shapes in the file. A tied layer with a `forward_fn` has no file
+(runtime/pipe/module.py, 0.19.8). If several layers with the same key have files, these are copies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ucp_formats.deepspeed.read.run import TIED, SavedGrid
 
 
 def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> list[ModelStates]:
-    """Model states of tensor-parallel rank `tp`, as if there were no layer files.
+    """Model states of tensor-parallel rank `tp`, as if one file held the modules of all layers.
 
-    The first has every layer; the others have copies of tied ones. `trained`: parameters of the optimizers of all
-    stages, with their shapes or numbers of elements where they are known.
+    The first result has every layer; the others have further copies of tied layers. `trained`: parameters of the
+    optimizers of all stages, with their shapes or numbers of elements where they are known.
     """
     stages = [run.model for run in grid.stages(tp).values()]
     prefixes = layer_prefixes(grid, tp, trained)
@@ -57,7 +57,7 @@ def pipeline_modules(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int
 
 
 def layer_prefixes(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int | None]) -> dict[int, str]:
-    """Layer with a file to the prefix of the names of its parameters."""
+    """Number of each layer that has a file to the prefix of its parameters' names in the module."""
     known: dict[str, Shape | int | None] = dict(trained)
     for run in grid.stages(tp).values():
         known |= run.model.untrained
@@ -72,7 +72,7 @@ def layer_prefixes(grid: SavedGrid, tp: int, trained: Mapping[str, Shape | int |
         if file.tp != tp:
             continue
         prefixes[file.layer] = f"{file.layer}."
-        if file.layer not in numbers:  # a tied one
+        if file.layer not in numbers:  # it may be a tied layer
             keys = [
                 key
                 for key, shapes in tied.items()

@@ -2,10 +2,10 @@
 
 The names come from the module (`zero0`). With several ranks:
 
-- a tensor-parallel rank has a module and an optimizer in one file;
-- the optimizer of a pipeline stage steps consecutive layers, but does not record which ones: torch kept the names, or
-  exactly one assignment of layers to stages must fit the shapes;
-- every expert-parallel rank has an optimizer file, for the parameters that all ranks share and for its experts.
+- each tensor-parallel rank has its module and its optimizer in one file;
+- the optimizer of a pipeline stage steps consecutive layers, but does not record which ones: either torch kept the
+  names of its parameters, or exactly one assignment of layers to stages must fit the shapes;
+- each expert-parallel rank has an optimizer file, for the parameters that all ranks share and for its experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ucp_formats.deepspeed.read.run import SavedGrid
 def read_unsharded(
     model: ModelStates, checksums: Checksums, order: Sequence[Sequence[str]] | None = None
 ) -> tuple[ModulePart, OptimizerPart]:
-    """Module and optimizer of one model-states file; `order`: names of every group, if the user states them."""
+    """Module and optimizer of one model-states file; `order`: parameters of each group, if the user states them."""
     first = _module(model, None, checksums)
     if model.optimizer is None:
         trained = {name: entry.shape for name, entry in first.entries.items() if entry.kind is Kind.FROZEN}
@@ -67,7 +67,7 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
     parts = []
     for tp in range(grid.tp):
         optimizers: dict[int, UnshardedOptimizer] = {}
-        recorded: dict[int, dict[str, Shape | None]] = {}  # names that the file or torch kept
+        recorded: dict[int, dict[str, Shape | None]] = {}  # parameter names that ucp or torch recorded in the file
         for mp, run in grid.stages(tp).items():
             optimizer = run.model.optimizer
             if optimizer is None:
@@ -103,7 +103,7 @@ def read_stages(grid: SavedGrid, checksums: Checksums) -> list[RankPart]:
 def _infer_stage_names(
     optimizers: Collection[UnshardedOptimizer], params: Mapping[str, TensorRef], checksums: Checksums, where: str
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Names of every group of the optimizer of each stage; a stage has consecutive layers."""
+    """Parameter names of each group of each stage's optimizer, inferred: a stage has consecutive layers."""
     layers: dict[str, dict[str, TensorRef]] = {}
     for name, ref in params.items():
         number, _, local_name = name.partition(".")
@@ -111,21 +111,21 @@ def _infer_stage_names(
     for (number, first), (other, second) in combinations(layers.items(), 2):
         if any(len(ref.shape) > 1 for ref in first.values()) and checksums.is_same(first, second):
             raise UnsupportedError(
-                f"layers {number} and {other} in {where} hold the same numbers, as tied layers do, and the optimizers "
-                f"do not name their parameters: it is not known which stage steps which of them. {REMEDY}"
+                f"layers {number} and {other} in {where} hold equal weights, as tied layers do, and the optimizers "
+                f"do not name their parameters: it is not known which stage trains which of the two. {REMEDY}"
             )
     params_by_layer = [{f"{number}.{name}": ref for name, ref in tensors.items()} for number, tensors in layers.items()]
     return names_by_shape([slots_of(optimizer) for optimizer in optimizers], params_by_layer, where)
 
 
 def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums) -> Iterator[RankPart]:
-    """Module and optimizers of a mixture of experts; `model`: model states whose module has the experts."""
+    """Module and optimizers of a run with experts; `model`: model states whose module contains the experts."""
     optimizers = grid.expert_optimizers
     if len(grid.runs) > 1 or not optimizers:
         raise UnsupportedError(
             f"expected one model-parallel rank, and an optimizer file for each expert-parallel rank, in "
-            f"{grid.folder.path}, which was saved without ZeRO; got {len(grid.runs)} ranks and {len(optimizers)} "
-            "files. Resume with ZeRO stage 1 and save again"
+            f"{grid.folder.path}, which was saved without ZeRO; got {len(grid.runs)} model-parallel ranks and "
+            f"{len(optimizers)} optimizer files. Resume with ZeRO stage 1 and save again"
         )
     first = _module(model, None, checksums)
     params = _params(first)
@@ -145,7 +145,7 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
     counts = {len(part.groups) for part in parts}
     if len(counts) > 1:
         raise MalformedError(
-            f"expected as many parameter groups in each expp_rank_* file of {grid.folder.path}; got "
+            f"expected the same number of parameter groups in each expp_rank_* file of {grid.folder.path}; got "
             f"{', '.join(map(str, sorted(counts)))}. The files are of different runs"
         )
     trained = _trained(first, parts)

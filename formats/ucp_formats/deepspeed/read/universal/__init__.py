@@ -1,1 +1,1 @@
-"""A universal checkpoint as an index."""
+"""Reads universal checkpoints."""

@@ -1,10 +1,10 @@
-"""A universal checkpoint of DeepSpeed as an index, whether its own converter wrote it or ucp.
+"""Indexes a DeepSpeed universal checkpoint, whether DeepSpeed's converter or ucp wrote it.
 
 1. Read the tag folder's model-states files, `zero/optimizer_state.pt` and every `zero/<parameter>/<state>.pt`.
 2. Trained parameters come from `zero/`, with the module's tensor as a copy where there is one.
-3. Frozen parameters and buffers come from the model-states files in their own type: what the converter of 0.19.8
-   writes of them in `zero/` is cast to fp32.
-4. Groups are those of `optimizer_state.pt`, with the names of `param_shapes`.
+3. Frozen parameters and buffers come from the model-states files, where they have the model's dtype: the copies that
+   the converter of 0.19.8 writes to `zero/` are cast to fp32.
+4. Groups are those of `optimizer_state.pt`; `param_shapes` gives the names of their parameters.
 
 The converter copies the model-states files of every model-parallel rank unchanged: each tensor-parallel rank's file has
 its shards of frozen parameters and buffers. A pipeline's file has no module, and layer files are not copied.
@@ -52,7 +52,7 @@ from ucp_formats.deepspeed.tp.layout import TensorShapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniversalRanks:
-    """The files of all ranks."""
+    """The model-states files of all ranks."""
 
     where: str
     """Folder, for messages."""
@@ -63,7 +63,7 @@ class UniversalRanks:
     pp: int
     """Pipeline stages."""
     rules: Rules
-    """How tensors lie over tensor-parallel ranks."""
+    """How tensors are split over tensor-parallel ranks."""
 
     @property
     def first(self) -> ModelStates:
@@ -76,9 +76,9 @@ class UniversalRanks:
         stages = [files[0].groups for mp, files in self.models.items() if mp % self.tp == 0]
         if len({len(groups) for groups in stages}) > 1:
             raise UnsupportedError(
-                f"expected as many parameter groups on each pipeline stage of {self.where}; got "
-                f"{', '.join(str(len(groups)) for groups in stages)}; optimizer_state.pt has those of "
-                "the first stage only. Read the original checkpoint instead"
+                f"expected the same number of parameter groups on each pipeline stage of {self.where}; got "
+                f"{', '.join(str(len(groups)) for groups in stages)}, and optimizer_state.pt has only the groups of "
+                "the first stage. Read the original checkpoint instead"
             )
         return tuple(
             {name: shape for groups in group for name, shape in groups.items()} for group in zip(*stages, strict=True)
@@ -87,7 +87,7 @@ class UniversalRanks:
     def known_shapes(self) -> dict[str, Shape]:
         """Global shapes of parameters, as far as the files record them."""
         if not self.models or any(0 not in files for files in self.models.values()):
-            return {}  # a problem that is told of already
+            return {}  # missing files are among the problems already
         local = {mp: {**files[0].frozen, **files[0].trained} for mp, files in self.models.items()}
         if self.tp == 1 or sorted(local) != list(range(self.tp * self.pp)):
             return {name: shape for shapes in local.values() for name, shape in shapes.items()}
@@ -108,8 +108,8 @@ class UniversalRanks:
         for mp, models in self.models.items():
             optimizer = OptimizerPart(extras=model_extras(models, checksums))
             if models[0].module is None:
-                lacking = "buffers and frozen parameters are not in it"
-                module = ModulePart(notes=[f"files of layers are not part of a universal checkpoint: {lacking}"])
+                lacking = "it has no buffers and no frozen parameters"
+                module = ModulePart(notes=[f"a universal checkpoint of a pipeline has no layer files: {lacking}"])
             else:
                 sharded = models[0].name.role is Role.SHARDED_MODEL
                 module = read_module(models, models[0].trained, checksums, sharded=sharded)
@@ -120,9 +120,9 @@ class UniversalRanks:
 def universal_ranks(
     parsed_models: Iterable[ModelStates], where: str, problems: Problems, options: SourceOptions
 ) -> UniversalRanks:
-    """The ranks of the model-states files; missing files go to `problems`. `options`: what the user states.
+    """The model-states files by rank; missing files are added to `problems`. `options`: what the user states.
 
-    ucp writes a file for stages 1 and 2 and one for stage 3; the first records more and is taken.
+    ucp writes one file for stages 1 and 2 and another for stage 3; the first is read, because it records more.
     """
     by_role: dict[Role, dict[int, dict[int, ModelStates]]] = {Role.MODEL: {}, Role.SHARDED_MODEL: {}}
     for model in parsed_models:
@@ -135,7 +135,7 @@ def universal_ranks(
     problems.missing += [f"{prefix}mp_rank_{mp:02d}_model_states.pt" for mp in lost]
     tp, pp = degrees(model_files, size, [], problems)
     if all(model.module is None and model.degrees is None for model in model_files):
-        tp, pp = 1, size  # older than the record; the names of layers would tell, but are not here
+        tp, pp = 1, size  # a pipeline that records no degrees; the names of layer files would, but there are none here
     infos = {model.name.name: (model.file, model.file.root.get("universal_checkpoint_info")) for model in model_files}
     rules = tensor_rules(infos, where, options)
     return UniversalRanks(where=where, models=dict(sorted(models.items())), tp=tp, pp=pp, rules=rules)
@@ -146,13 +146,13 @@ class SharedStates:
     """`zero/optimizer_state.pt`: what all parameters share."""
 
     file: SavedFile
-    """Where it was read; its root is for extras only."""
+    """The file itself; other values of it become extras."""
     groups: tuple[SavedGroup, ...]
     """Parameter groups."""
     state: Mapping[int, Mapping[str, object]]
-    """States of rank 0, which ZeRO-3's converter leaves."""
+    """Optimizer states of rank 0, which DeepSpeed's converter leaves in the file under ZeRO-3."""
     stage: int | None
-    """ZeRO stage of the run, where DeepSpeed's converter left it: ucp writes none."""
+    """ZeRO stage of the run, which DeepSpeed's converter leaves in the file; None if ucp wrote it."""
     ranks: int
     """Ranks that the first group was partitioned over."""
     is_aligned: bool
@@ -160,16 +160,13 @@ class SharedStates:
 
     @classmethod
     def of(cls, file: SavedFile) -> SharedStates:
-        """The parsed file.
-
-        Converters write `param_groups`; older ones leave `zero_stage` and the entries beside it.
-        """
+        """The parsed file: new converters write `param_groups`, older ones leave `zero_stage` and others in it."""
         root = file.root
         if not {"param_groups", "zero_stage"} & root.keys():
             keys = ", ".join(map(repr, list(root)[:8])) or "nothing"
             raise MalformedError(
-                f"expected param_groups or zero_stage in {file.path}, as every optimizer state has; got {keys}. It is "
-                "another file under this name: copy it again from where it was saved"
+                f"expected the key param_groups or zero_stage in {file.path}; got {keys}. Another file has been put "
+                "under this name: copy it again from where it was saved"
             )
         saved = root.get("param_groups")
         groups = require_sequence(() if saved is None else saved, "param_groups")
@@ -192,7 +189,7 @@ class SharedStates:
 
 
 def read_universal(located: Located[bool], name: str, options: SourceOptions) -> Index:
-    """Index, of the format called `name`, of the tag folder that was found. Raises SourceError."""
+    """Index of the tag folder; `name`: of the format that reads it. Raises SourceError."""
     folder = list_folder(located.root)
     refuse_names(folder)
     problems = Problems()
@@ -215,8 +212,8 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     module = _complete_module(merged.module, model, trained, folders)
     states, dropped = _select_states(module, ranks, states_of_all, folders)
     stage = model.config.zero_stage if states_of_all.stage is None else states_of_all.stage
-    stage = stage if stage in range(4) else None  # of the run that it was made from, where that is known
-    # its model-states files have no module, or ucp wrote it so
+    stage = stage if stage in range(4) else None  # of the run that the checkpoint was made from, where it is recorded
+    # a pipeline's: the model-states files have no module, or ucp recorded it
     has_no_module = all(rank.module is None for models_of in ranks.models.values() for rank in models_of.values())
     extras = universal_extras(states_of_all.file.root, folders.info)
     extras += (
@@ -224,7 +221,7 @@ def read_universal(located: Located[bool], name: str, options: SourceOptions) ->
     )
     strays = [f"not part of the checkpoint, left alone: zero/{stray}" for stray in folders.strays]
     roles = [(file.path, file.name.label) for file in files]
-    roles.append((states_of_all.file.path, "what all parameters share"))
+    roles.append((states_of_all.file.path, "optimizer values that all parameters share"))
     return Index(
         path=os.path.dirname(model.file.path),
         format=name,
@@ -249,15 +246,16 @@ def _check_folders(trained: Mapping[str, Shape], folders: ParameterFolders, zero
     missing = [param for param, shape in trained.items() if prod(shape) and param not in folders.states]
     if missing:
         raise MissingFileError(
-            f"expected a folder in {zero} for every trained parameter of the model-states files; none is there for "
-            f"{format_count(len(missing), 'parameter')}:\n{format_list(missing)}\ncopy what was saved"
+            f"expected a folder in {zero} for every trained parameter of the model-states files; there is none for "
+            f"{format_count(len(missing), 'parameter')}:\n{format_list(missing)}\nCopy the missing folders from where "
+            "the checkpoint was saved"
         )
 
 
 def _complete_module(
     part: ModulePart, model: ModelStates, trained: Mapping[str, Shape], folders: ParameterFolders
 ) -> ModulePart:
-    """The module of the model-states files, completed by tensors that only `zero/` has, or has without padding."""
+    """The module of the model-states files, completed by tensors that `zero/` alone has, or has without padding."""
     for name, states in folders.states.items():
         entry, weight = part.entries.get(name), states.get(WEIGHT)
         if weight is None:
@@ -268,15 +266,15 @@ def _complete_module(
             part.entries[name] = ModuleEntry(kind=kind, shape=weight.global_shape, dtype=weight.dtype, tensor=None)
         elif entry is not None and name in trained and weight.global_shape != entry.shape:
             part.entries[name] = replace(entry, shape=weight.global_shape, tensor=None)
-            sizes = f"{list(weight.global_shape)} in zero/ and {list(entry.shape)} in the module"
-            part.notes.append(f"{name} is {sizes}: its padding is cut off")
+            sizes = f"{list(weight.global_shape)} in zero/ and {list(entry.shape)} with padding in the module"
+            part.notes.append(f"{name} is {sizes}: the first is used")
     return part
 
 
 def _select_states(
     module: ModulePart, ranks: UniversalRanks, shared: SharedStates, folders: ParameterFolders
 ) -> tuple[dict[str, dict[str, StateIndex]], list[str]]:
-    """States to take from `zero/`, and notes on those that are copies or casts of other tensors."""
+    """States to take from `zero/`, and a line for each that is left out as a copy or cast of another tensor."""
     groups = ranks.groups
     trained = {name for group in groups for name in group}
     states: dict[str, dict[str, StateIndex]] = {}
@@ -289,9 +287,9 @@ def _select_states(
             states[name] = param_states
         else:
             dropped.append(
-                f"zero/{name}/: a cast of the {entry.kind.value} tensor in {ranks.first.name.name}, which is taken"
+                f"zero/{name}/: a cast of the {entry.kind.value} tensor in {ranks.first.name.name}, which is used"
             )
-    for at, slot in shared.state.items():  # numbers per parameter, which ZeRO-3's converter leaves there
+    for at, slot in shared.state.items():  # counts such as `step`, which the converter leaves there under ZeRO-3
         members = groups if at == 0 and len(shared.state) == 1 else groups[at : at + 1]
         for key, value in slot.items():
             state = state_from_scalar(value)
@@ -300,15 +298,15 @@ def _select_states(
                     states[name].setdefault(key, state)
     tensors = (value for entries in shared.state.values() for value in entries.values())
     if any(isinstance(value, TensorRef) and value.shape for value in tensors):
-        dropped.append("optimizer_state.pt: tensors of rank 0, which are in zero/ too")
+        dropped.append("optimizer_state.pt: tensors of rank 0; the folders of zero/ hold them too")
     return states, dropped
 
 
 def _read_groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None) -> tuple[ParamGroup, ...]:
-    """The groups, with names in the order before `round_robin_gradients`.
+    """The groups, with their parameters in the optimizer's order, from before `round_robin_gradients` reordered them.
 
-    DeepSpeed's converter splits the buffers of such a run by `param_slice_mappings`. These are wrong unless parameters
-    were aligned (0.19.8), so that it swaps parameters silently: such folders are refused.
+    DeepSpeed's converter splits the buffers of such a run by `param_slice_mappings`. Unless parameters were aligned,
+    these are wrong (0.19.8), and the converter silently swaps parameters: such checkpoints are refused.
     """
     if not shared.groups:
         return ()
@@ -317,8 +315,8 @@ def _read_groups(ranks: UniversalRanks, shared: SharedStates, stage: int | None)
     groups = [tuple(group) for group in ranks.groups]
     if not shared.is_aligned and any(undo_round_robin(group, ranks=over) != group for group in groups):
         raise UnsupportedError(
-            f"{ranks.first.file.path}: written with round_robin_gradients, which DeepSpeed's converter does not "
-            "support: it has given parameters the elements of others. Read the original checkpoint instead"
+            f"{ranks.first.file.path}: the run used round_robin_gradients, which DeepSpeed's converter does not "
+            "support: it has written elements of one parameter into another. Read the original checkpoint instead"
         )
     members = sub_group_params(shared.groups, ranks.groups, f"param_groups of {shared.file.path}")
     return tuple(

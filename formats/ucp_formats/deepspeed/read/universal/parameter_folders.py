@@ -1,8 +1,8 @@
 """`zero/` of a universal checkpoint: a folder per parameter with a file per state.
 
 A parameter with "/" in its name is in a nested folder, because DeepSpeed joins `zero/` and the name to a path. A file
-holds a dict with the tensor under `param` (ZeRO up to stage 2), a bare flat tensor whose shape is recorded elsewhere
-(ZeRO-3), or a bare number for `step` (checkpoint/ds_to_universal.py, 0.19.8).
+holds a dict with the tensor under `param` (ZeRO up to stage 2), only a flat tensor, whose shape the model-states files
+record (ZeRO-3), or only a number, for `step` (checkpoint/ds_to_universal.py, 0.19.8).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ GLOBALS = "optimizer_state.pt"
 """File in `zero/` beside the folders of parameters."""
 
 _TAKEN_FOR_STATES = re.compile("(.+).pt")
-"""What stages 1 and 2 search for in every entry of a parameter's folder, whose dot is any character
-(checkpoint/universal_checkpoint.py, 0.19.8). Example: "prompt", which is taken for a file pro.pt."""
+"""Expression by which stages 1 and 2 recognise files of states among the entries of a parameter's folder; its dot
+matches any character (checkpoint/universal_checkpoint.py, 0.19.8). So an entry "prompt" is taken for a file pro.pt."""
 
 
 def state_path(tag: str, param: str, stem: str) -> str:
-    """Path, relative to the destination, of a parameter's state; `stem`: of the file's name."""
+    """Path of the file of a parameter's state, relative to the destination; `stem`: the file's name without .pt."""
     return f"{tag}/zero/{param}/{stem}.pt"
 
 
@@ -69,16 +69,16 @@ _LONGEST = 4096
 
 @dataclass(slots=True)
 class ParameterFolders:
-    """What lies in `zero/`."""
+    """The contents of `zero/`."""
 
     states: dict[str, dict[str, StateIndex]] = field(default_factory=dict)
-    """Parameter to state name to its location."""
+    """Parameter to state name to where the state is."""
     info: dict[str, dict[str, object]] = field(default_factory=dict)
     """Parameter to what its files record besides the tensor (`cat_dim`, `vocab_tensor`, ...)."""
     files: list[tuple[str, str]] = field(default_factory=list)
     """Path and role of every file."""
     records: list[Record] = field(default_factory=list)
-    """Checksums of their storages."""
+    """Checksums of the storages in the files."""
     strays: list[str] = field(default_factory=list)
     """Entries that are neither a parameter nor a state."""
 
@@ -86,8 +86,8 @@ class ParameterFolders:
 def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Problems) -> ParameterFolders:
     """Read every folder of `zero`; files that cannot be read go to `problems`.
 
-    `shapes`: shapes of parameters, where the model-states files record them; flat tensors get that shape. A folder
-    inside a parameter's folder is a parameter only if it has a shape there.
+    `shapes`: parameters whose shape the model-states files record; a flat tensor of such a parameter gets its shape. A
+    folder inside a parameter's folder is itself a parameter only if `shapes` names it.
     """
     folders = ParameterFolders()
     for param, files in _list_folders(zero, shapes, folders):
@@ -106,8 +106,8 @@ def read_parameter_folders(zero: Path, shapes: Mapping[str, Shape], problems: Pr
 def _list_folders(
     zero: Path, shapes: Mapping[str, Shape], folders: ParameterFolders
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each parameter in `zero` with its files, before those nested in its folder; other entries go to the strays."""
-    known: set[str] = set()  # folders of parameters, and every folder that holds one
+    """Each parameter in `zero` with its files, then those nested in its folder; other entries become strays."""
+    known: set[str] = set()  # folders of the parameters in `shapes`, and the folders around them
     for name in shapes:
         folder = name if len(name) <= _LONGEST else ""
         while folder and folder not in known:
@@ -150,7 +150,7 @@ _UNNAMED = "archive"
 def _read_state(
     path: Path, of: tuple[str, str], shape: Shape | None, folders: ParameterFolders, problems: Problems
 ) -> StateIndex | None:
-    """Location of the state `of` (parameter, state); None, with a problem, if the file has none."""
+    """Where the state in the file `path` is; None, with a problem, if the file holds none. `of`: (parameter, state)."""
     param, state = of
     where = f"zero/{param}/{path.name}"
     try:

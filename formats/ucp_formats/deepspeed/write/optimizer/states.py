@@ -1,18 +1,19 @@
 """The optimizer states in the files of each stage: a tensor per parameter, a share of a buffer, or chunks.
 
-Stages 1 and 2, and BF16_Optimizer, share one flat buffer per group; keys and their order are those of
-`DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py, 0.19.8). BF16_Optimizer loads the same file: it
-reads a subset of the keys, and pads the weights itself. A rank of stage 3 has a chunk of every parameter, sub-group
-after sub-group; keys and their order are those of `_rigid_state_dict` (runtime/zero/stage3.py, 0.19.8).
+Under stages 1 and 2, and with BF16_Optimizer, each rank has a share of one flat buffer per group; keys and their order
+are those of `DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py, 0.19.8). BF16_Optimizer loads the same
+file: it reads a subset of the keys, and pads the weights itself. Under stage 3, a rank has a chunk of every parameter,
+sub-group after sub-group; keys and their order are those of `_rigid_state_dict` (runtime/zero/stage3.py, 0.19.8).
 
-The optimizer of stage 0 lies inside the model-states file, in one of three shapes.
+The optimizer of stage 0 is inside the model-states file, in one of three forms (`Wrapper`):
 
-- `plain`: a torch optimizer over the model's own parameters (fp32);
-- `unfused`: FP16_UnfusedOptimizer, a master per parameter (fp16 or bf16 with any optimizer but FusedAdam);
-- `fused`: FP16_Optimizer, one flat master per group and no padding (fp16 or bf16 with FusedAdam).
+- PLAIN: a torch optimizer over the model's own parameters (fp32);
+- UNFUSED: FP16_UnfusedOptimizer, a master per parameter (fp16 or bf16 with any optimizer but FusedAdam);
+- FUSED: FP16_Optimizer, one flat master per group and no padding (fp16 or bf16 with FusedAdam).
 
-None of them names its parameters. The names of each group are in `param_shapes` of the model-states file, which
-DeepSpeed leaves None at stage 0 and never reads; `param_names` in the groups would make torch refuse to add a group.
+None of them names its parameters. ucp writes the names of each group to `param_shapes` of the model-states file, which
+DeepSpeed leaves None at stage 0 and never reads. It does not write `param_names`, which would make torch refuse to add
+a group.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class GroupBuffer:
     group: Group
     """The group."""
     layout: FlatBuffer
-    """How the buffer is shared."""
+    """How the buffer is partitioned over ranks."""
     axes: Mapping[str, AxisLayout]
-    """How it cuts each parameter."""
+    """How that splits each parameter."""
 
     @classmethod
     def of(cls, facts: RunFacts, group: Group, *, ranks: int) -> GroupBuffer:
@@ -62,21 +63,21 @@ class GroupBuffer:
 
     @property
     def paddings(self) -> list[int]:
-        """Elements of padding after each parameter; none is counted after the last."""
+        """Elements of padding after each parameter; 0 after the last."""
         starts, stops = self.layout.starts, self.layout.stops
         return [start - stop for stop, start in zip(stops, (*starts[1:], *stops[-1:]), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of a group in one file."""
+    """The share of a group's buffer that one file holds."""
 
     buffer: GroupBuffer
     """Its buffer."""
     place: int
-    """Which share of the buffer it is."""
+    """Number of the share, among the ranks that the buffer is partitioned over."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parameter to its name on the rank, where they differ (experts count from 0 on each rank)."""
+    """Parameter to its name on the rank, where the two differ (each rank numbers its experts from 0)."""
 
     @property
     def group(self) -> Group:
@@ -84,23 +85,23 @@ class Share:
         return self.buffer.group
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: its counts are asked for by every rank, and kept
+@dataclass(frozen=True, kw_only=True)  # no slots: cached properties need a __dict__
 class SubGroup:
     """Parameters whose chunks share one flat tensor, at stage 3."""
 
     group: Group
-    """The parameter group that it is part of."""
+    """The parameter group that the sub-group is part of."""
     chunks: Chunks
-    """What a rank has of each parameter."""
+    """Which elements of each parameter a rank holds."""
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
-        """Count to a parameter whose value is that of the sub-group."""
+        """Count to a parameter whose value of it is that of the sub-group."""
         return {state: self.group.counter(state, self.chunks.numels) for state in self.group.counts}
 
 
 def split_groups(facts: RunFacts, groups: Sequence[Group]) -> list[list[SubGroup]]:
-    """Sub-groups of each group, as the engine of the target splits it."""
+    """Sub-groups of each group, as the target's engine splits it."""
     split = []
     for group in groups:
         sizes = dict(group.sizes)
@@ -144,9 +145,9 @@ def _stage(stage: int) -> Stub:
 
 
 def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequence[ParamRange]) -> dict[str, object]:
-    """States of one flat parameter; as in DeepSpeed, they are as long as the share, with padding."""
+    """States of one flat tensor; as in DeepSpeed, they are as long as the share, with padding."""
     group = share.group
-    # Muon's momentum is in full for each parameter that the rank's share touches (`_muon_momentum_buffer`, 0.19.8)
+    # Muon's momentum is saved in full for each parameter with elements in the share (`_muon_momentum_buffer`, 0.19.8)
     shares_all = facts.config.offloaded or (facts.stage == 1 and facts.config.uses_bf16_optimizer(facts.precision))
     has_whole = group.hyper.get("use_muon") is True and not shares_all
     state: dict[str, object] = {}
@@ -164,7 +165,7 @@ def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequ
 
 
 def _slice_mapping(share: Share, stored: Sequence[ParamRange]) -> OrderedDict[object, object]:
-    """Position of each parameter in the share, in the order of the group; right under round robin too."""
+    """`param_slice_mappings` of the share, in the order of the group; unlike DeepSpeed's, right under round robin."""
     parts = {part.param: part for part in stored}
     address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
     return OrderedDict(
@@ -180,7 +181,7 @@ def _slice_mapping(share: Share, stored: Sequence[ParamRange]) -> OrderedDict[ob
 def chunked_state(
     draft: AtomDraft, facts: RunFacts, cut: Sequence[tuple[Group, Sequence[SubGroup]]], rank: int
 ) -> dict[str, object]:
-    """`optimizer_state_dict` of the file of `rank` under stage 3; `cut`: every group with its sub-groups."""
+    """`optimizer_state_dict` of the file of `rank` under stage 3; `cut`: each group with its sub-groups."""
     entries: list[object] = []
     state: dict[int, object] = {}
     masters: list[object] = []
@@ -210,7 +211,7 @@ def _flat_states(
     numel: int,
     counters: Mapping[str, AtomIndex],
 ) -> dict[str, object]:
-    """States beside a flat master of `numel` elements; `counters`: by state, the parameter whose count is written."""
+    """States of a flat master of `numel` elements; `counters`: count to the parameter whose value is written."""
     return {
         name: draft.flat(name, group.dtypes[name], numel, stored)
         if name in group.dtypes
@@ -220,7 +221,7 @@ def _flat_states(
 
 
 Members = Sequence[tuple[Group, Sequence[AtomIndex]]]
-"""Each group with the parameters that its optimizer counts, in its order."""
+"""Each group with the parameters that its optimizer numbers, in its order."""
 
 _OF_TORCH = frozenset({"amsgrad", "foreach", "maximize"})
 """Hyper-parameters that Adam and AdamW of torch always have (`__setstate__` adds them), and FusedAdam never."""
@@ -237,9 +238,9 @@ class Wrapper(StrEnum):
 def choose_wrapper(facts: RunFacts, groups: Sequence[Group]) -> Wrapper:
     """The class that the engine of the target will use (`_configure_fp16_optimizer`, 0.19.8).
 
-    If the training script builds the optimizer, the hyper-parameter `bias_correction` means FusedAdam, unless there are
-    hyper-parameters that only torch's Adam has: its `load_state_dict` keeps a `bias_correction`, as `group_entry`
-    writes it.
+    If the training script builds the optimizer, a hyper-parameter `bias_correction` means FusedAdam, unless there are
+    also hyper-parameters that only torch's Adam has: `group_entry` adds `bias_correction`, and torch's Adam keeps it
+    when it loads a state_dict.
     """
     if facts.precision is Precision.FP32:
         return Wrapper.PLAIN
@@ -285,7 +286,7 @@ def optimizer_state(draft: AtomDraft, facts: RunFacts, counted: Members, kind: W
 
 
 def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[str, object]:
-    """state_dict of a torch optimizer: an entry per parameter, and none for a parameter that was never stepped."""
+    """state_dict of a torch optimizer: one entry per parameter, none for a parameter that was never stepped."""
     state: dict[int, object] = {}
     entries = []
     first = 0
@@ -307,9 +308,10 @@ def _per_parameter(draft: AtomDraft, facts: RunFacts, counted: Members) -> dict[
 
 
 def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Members:
-    """The parameters that the optimizer numbers in each group; torch's optimizers also number those without elements.
+    """The parameters that the optimizer numbers in each group.
 
-    Raises UnsupportedError when the group of one of these is not known.
+    torch's optimizers also number parameters without elements. Raises UnsupportedError if it is not known which group
+    such a parameter belongs to.
     """
     if kind is not Wrapper.PLAIN:
         return [(group, group.params) for group in groups]
@@ -331,7 +333,7 @@ def group_members(facts: RunFacts, groups: Sequence[Group], kind: Wrapper) -> Me
             unknown.append(f"{atom.name} {list(atom.global_shape)}")
     if unknown:
         raise UnsupportedError(
-            "a stage-0 optimizer counts parameters without elements too, and the source does not say which group they "
-            f"belong to:\n{format_list(unknown)}\nwrite files of stage 1 to 3, which leave them out"
+            "a stage-0 optimizer numbers parameters without elements too, and the source does not record which group "
+            f"they belong to:\n{format_list(unknown)}\nWrite files of stage 1 to 3, which leave them out"
         )
     return list(zip(groups, members, strict=True))

@@ -1,8 +1,8 @@
-"""What the files of a pipeline record about its layers and stages; writes the files of its layers.
+"""What the files of a pipeline record about its layers and stages; writes the layer files.
 
-Files show which layers have a file (modules do; functions and tied layers with a `forward_fn` do not), and which
-trained parameters each stage's optimizer has. They do not show on which side of a stage boundary layers without
-parameters are, which layers without a file reuse a tied layer, and functions after the last layer with a file.
+The source shows which layers have a file (modules do; functions and tied layers with a `forward_fn` do not), and which
+trained parameters each stage's optimizer has. It does not show on which side of a stage boundary a layer without
+parameters is, which layers without a file reuse a tied layer, nor how many functions follow the last layer with a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ucp.io.torch_file.draft import FinishedFile
 from ucp_formats.deepspeed.write.run import RunFacts, tag
 
 PIPELINE = "pipeline"
-"""Extra of a source that was a pipeline; key in `optimizer_state.pt` of ucp's universal checkpoints of one."""
+"""Extra of a source that a pipeline saved; also the key by which ucp marks it in `optimizer_state.pt`."""
 
 Uses = Mapping[str, Sequence[int]]
 """Key of a tied layer to the layers that use it."""
@@ -44,7 +44,7 @@ def tied_key(name: str) -> str | None:
 
 
 def is_pipeline(facts: RunFacts) -> bool:
-    """Whether the source was a DeepSpeed pipeline: its files record one, and names are those of a PipelineModule.
+    """Whether a DeepSpeed pipeline saved the source: it is recorded, and names are those of a PipelineModule.
 
     Names alone do not decide: an `nn.Sequential` names its parameters the same way.
     """
@@ -57,7 +57,7 @@ def _names_layers(names: Iterable[str]) -> bool:
 
 
 def stage_at(bounds: Sequence[int], layer: int) -> int:
-    """Stage that has a layer."""
+    """Number of the stage that has a layer; `bounds`: the first layer of each stage, then the number of layers."""
     return bisect_right(bounds, layer) - 1
 
 
@@ -72,13 +72,13 @@ class Pipeline:
 
     @property
     def layer_stages(self) -> dict[int, int]:
-        """Layer with trained parameters of its own to its stage."""
+        """Layer to its stage, for layers with trained parameters that are not tied."""
         owned = ((layer_of(name), stage) for stage, names in enumerate(self.stages) for name in names)
         return {layer: stage for layer, stage in owned if layer is not None}
 
     @property
     def tied_stages(self) -> dict[str, set[int]]:
-        """Key of tied layers to the stages with their trained parameters."""
+        """Key of a tied layer to the stages that train its parameters."""
         stages_by_key: dict[str, set[int]] = {}
         for stage, names in enumerate(self.stages):
             for name in names:
@@ -88,7 +88,7 @@ class Pipeline:
         return stages_by_key
 
     def tied_uses(self, stated: Uses) -> Uses:
-        """Key of a tied layer to the layers that use it, increasing: those with a file, and those that are `stated`."""
+        """Key of a tied layer to the layers that use it, increasing: those with a file, and those in `stated`."""
         seen: dict[str, set[int]] = {key: set() for key in self.tied_stages}
         for layer, start in self.layers.items():
             key = tied_key(start)
@@ -97,9 +97,10 @@ class Pipeline:
         return {key: sorted({*layers, *stated.get(key, ())}) for key, layers in seen.items()}
 
     def find_unknown_uses(self, stated: Uses) -> list[str]:
-        """Keys of tied layers with unknown uses: fewer known than stages that hold it, or than two if none is `stated`.
+        """Keys of tied layers that must have more uses than are known.
 
-        A layer can have no file and use a tied layer all the same, if it has a `forward_fn`.
+        A tied layer has a use on each stage that trains it, and at least two, unless the user `stated` its uses. A
+        layer with a `forward_fn` can use a tied layer without having a file.
         """
         uses = self.tied_uses(stated).items()
         return [
@@ -109,7 +110,7 @@ class Pipeline:
         ]
 
     def has_stages(self, bounds: Sequence[int], uses: Uses) -> bool:
-        """Whether stages with these `bounds` have the trained parameters of the source's stages."""
+        """Whether stages with these `bounds` have the same trained parameters as the source's stages."""
         if not any(self.stages):
             return True
         placed = {key: {stage_at(bounds, layer) for layer in layers} for key, layers in uses.items()}
@@ -117,9 +118,9 @@ class Pipeline:
         return tied and all(stage_at(bounds, layer) == stages for layer, stages in self.layer_stages.items())
 
     def find_disorder(self, groups: Sequence[ParamGroup]) -> tuple[str, str] | None:
-        """Two parameters of one group and stage that do not come in the order of the module, else None.
+        """Two parameters of one group and stage that are not in the order of the module; None if there are none.
 
-        A PipelineModule has tied layers before all others, as it registers them first.
+        In a PipelineModule, tied layers come before all others, because it registers them first.
         """
         group_of = {name: number for number, group in enumerate(groups) for name in group.params}
         for names in self.stages:
@@ -131,7 +132,7 @@ class Pipeline:
         return None
 
     def stage_of(self, name: str) -> set[int]:
-        """Stages of a tensor that no optimizer has: the stage of the last layer before it with trained parameters."""
+        """Stages of a tensor that no optimizer has: the stage of the last trained layer up to its layer."""
         key = tied_key(name)
         if key is not None and key in self.tied_stages:
             return self.tied_stages[key]
@@ -146,10 +147,10 @@ def _place(name: str) -> int:
 
 
 def infer_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
-    """The pipeline that a source without stages becomes, by its names; None if they are not those of a PipelineModule.
+    """The pipeline that a source without stages becomes; None if its names are not those of a PipelineModule.
 
-    `tied`: key of a tied layer to the layers that use it, the first of which has its file. Raises UsageError for a
-    tied layer without an entry.
+    `tied`: key of a tied layer to the layers that use it; the first of these has the file. Raises UsageError for a tied
+    layer that `tied` does not have.
     """
     if not _names_layers(facts.index.atoms):
         return None
@@ -164,7 +165,7 @@ def infer_pipeline(facts: RunFacts, tied: Uses) -> Pipeline | None:
 
 
 def read_pipeline(facts: RunFacts) -> Pipeline | None:
-    """The pipeline of the source; None if it was not a pipeline."""
+    """The pipeline that saved the source; None if no pipeline did."""
     record = facts.extras.mapping(PIPELINE)
     layers, stages = record.get("layers"), record.get("stages")
     if not isinstance(layers, dict) or not isinstance(stages, list):
@@ -173,9 +174,9 @@ def read_pipeline(facts: RunFacts) -> Pipeline | None:
 
 
 def layer_files(facts: RunFacts, pipeline: Pipeline) -> Iterator[FinishedFile]:
-    """A state_dict for each layer; `facts`: of a tensor-parallel rank, with the parameters of all stages."""
+    """A state_dict for each layer; `facts`: view of a tensor-parallel rank, with the parameters of all stages."""
     cut = f"-model_{facts.mp % facts.tp:02d}" if facts.tp > 1 else ""
-    metadata = facts.extras.mapping("module_metadata")  # versions of modules, an attribute of a state_dict of torch
+    metadata = facts.extras.mapping("module_metadata")  # versions of modules, which torch keeps as an attribute
     for number, start in sorted(pipeline.layers.items()):
         draft = facts.draft(f"{tag(facts.index)}/layer_{number:02d}{cut}-model_states.pt")
         layer: OrderedDict[object, object] = OrderedDict()

@@ -1,13 +1,13 @@
 """Which layers each stage of the target has: those of the source's stage, or those that `--set` states.
 
 The optimizer file of a stage holds the parameters of its layers, and DeepSpeed does not check names in it. So the files
-must match how the run that loads them partitions its layers. No file records that, and nothing is inferred.
+must match how the run that loads them partitions its layers. No file records that, and ucp does not guess it.
 
-stages=0,3,5,9       the layer that each stage starts with, then the number of layers
-partition=uniform    `partition_method` of the run: uniform, parameters, or type: with the numbers of the layers
-                     that its expression matches (class names are in no file), like type:2-25,27
-layers=9             for partition: the number of layers, where functions follow the last that has a file
-tied=embed:8         a layer without a file (`forward_fn`) that uses a tied layer again
+stages=0,3,5,9       the first layer of each stage, then the number of layers
+partition=uniform    `partition_method` of the run: uniform, parameters, or type: followed by the numbers of the layers
+                     that its expression matches (no file records class names), like type:2-25,27
+layers=9             with partition: the number of layers, needed if functions follow the last layer with a file
+tied=embed:8         a layer without a file (it has a `forward_fn`) that uses a tied layer again
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _FORMS = {
     "layers": (r"[1-9]\d{0,4}", "the number of layers"),
     "tied": (r"[^:,]+:\d{1,5}(,[^:,]+:\d{1,5})*", "key and number of the layer that uses it again, like embed:8"),
 }
-"""Setting to its form, and to that in words."""
+"""Setting to the expression for its value, and to a description of the value."""
 SETTINGS = {name: words for name, (_, words) in _FORMS.items()}
-"""Setting to its form in words."""
+"""Setting to a description of its value."""
 _STAGES = (
     "--set stages=FIRST,FIRST,...,COUNT (the first layer of each stage, then how many layers there are; PipelineModule "
     "prints them) or "
     "--set partition=uniform, parameters or type:FIRST-LAST (the run's partition_method)"
 )
 _TIED = "--set tied={}:N (the number of the layer without a file, a forward_fn, that uses the tied layer again)"
-_ELSE = "or write --to deepspeed-universal, which loads at any number of stages"
+_ELSE = "or write --to deepspeed-universal, which loads with any number of stages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
-    """The settings; empty where the user states nothing."""
+    """The parsed settings; a field is empty if the user does not state it."""
 
     bounds: tuple[int, ...] = ()
     """First layer of each stage, then the number of layers."""
@@ -62,7 +62,7 @@ class StageSettings:
 
     @property
     def partitions(self) -> bool:
-        """Whether the user states which layers each stage has."""
+        """Whether the settings say which layers each stage has."""
         return bool(self.bounds or self.partition)
 
 
@@ -79,7 +79,7 @@ def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
         if not (re.fullmatch(form, text) and all(int(low) < int(high) for low, high in spans)):
             wrong.append(f"{name}={text}: expected {words}")
     if texts and ("stages" in texts) == ("partition" in texts):
-        wrong.append("say either stages or partition")
+        wrong.append("expected either stages or partition, not both or neither")
     if wrong:
         raise UsageError(
             f"the target deepspeed takes --set {', '.join(_FORMS)}, for the stages of a pipeline; "
@@ -100,7 +100,7 @@ def parse_stage_settings(texts: Mapping[str, str]) -> StageSettings:
 
 
 def _numbers(text: str) -> list[int]:
-    """Numbers and ranges.
+    """The numbers that a list of numbers and ranges stands for.
 
     >>> _numbers("2-4,7")
     [2, 3, 4, 7]
@@ -116,13 +116,14 @@ class Stages:
     places: Sequence[Mapping[str, int]]
     """Per stage, its parameters and buffers, each with its position in the module."""
     notes: tuple[str, ...] = ()
-    """Notes on them."""
+    """Notes on how the layers were assigned."""
 
 
 def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, count: int) -> Stages:
-    """Contents of `count` stages; `facts`: with the shapes that the first tensor-parallel rank has.
+    """Contents of `count` stages; `facts`: view of the first tensor-parallel rank, with the parameters of all stages.
 
-    Raises TopologyError if the layers of the stages are unknown or DeepSpeed cannot have such stages, and UsageError.
+    Raises TopologyError if the layers of the stages are not known or a stage would train nothing, UsageError if the
+    settings do not fit the source.
     """
     if count == len(pipeline.stages) and not settings.partitions:
         owned = {name for names in pipeline.stages for name in names}
@@ -134,9 +135,9 @@ def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, 
     disorder = pipeline.find_disorder(facts.index.groups)
     if disorder is not None:
         raise TopologyError(
-            f"expected each stage's optimizer to have the parameters of a group in the order of their layers; "
-            f"{facts.index.path} has {disorder[1]} after {disorder[0]}. How a run of other stages orders them is not "
-            "recorded: write --to deepspeed-universal, which goes by names"
+            f"expected the optimizer of each stage to have the parameters of a group in the order of their layers; "
+            f"{facts.index.path} has {disorder[1]} after {disorder[0]}, so it is not known how a run with other stages "
+            "orders them. Write --to deepspeed-universal, which is loaded by name"
         )
     uses = pipeline.tied_uses(settings.tied)
     layers = max(
@@ -153,8 +154,9 @@ def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, 
         which = [*(["how a run partitions its layers"] if len(lacking) > len(hidden) else [])]
         which += [f"which layers use {keys} again"] if hidden else []
         raise TopologyError(
-            f"expected the layers of each stage for pp={count}; {facts.index.path} is of pp={len(pipeline.stages)}, "
-            f"and DeepSpeed does not record {', nor '.join(which)}: say {', and '.join(lacking)}; {_ELSE}"
+            f"expected the layers of each stage for pp={count}; {facts.index.path} was saved with "
+            f"pp={len(pipeline.stages)}, and DeepSpeed does not record {', nor '.join(which)}: state "
+            f"{', and '.join(lacking)}; {_ELSE}"
         )
     bounds = settings.bounds or _partition_layers(facts, settings, uses, layers, count)
     note = _note(facts, pipeline, settings, uses, bounds)
@@ -162,34 +164,34 @@ def assign_stages(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, 
 
 
 def _note(facts: RunFacts, pipeline: Pipeline, settings: StageSettings, uses: Uses, bounds: Sequence[int]) -> str:
-    """A note on the stages, and whether the same partition gives the source's stages."""
-    note = f"the stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
+    """A note on the stages, which warns if the same partition does not give the source's stages."""
+    note = f"the pipeline stages have the layers of stages={','.join(map(str, bounds))}, as --set says"
     if settings.partition:
         note += f" with partition={settings.partition} for {bounds[-1]} layers"
         before = len(pipeline.stages)
         if before and not pipeline.has_stages(_partition_layers(facts, settings, uses, bounds[-1], before), uses):
             note += "; the source's stages do not follow from this partition: check partition, layers and tied"
-    return f"{note}. A run that partitions its layers otherwise fails to load its optimizer"
+    return f"{note}. A run that partitions its layers differently cannot load its optimizer"
 
 
 def _find_misfits(pipeline: Pipeline, settings: StageSettings, layers: int, count: int) -> Iterator[str]:
-    """Settings that do not fit the files, which have at least `layers` layers."""
+    """A line for each setting that does not fit the source, which has at least `layers` layers, or `count` stages."""
     if settings.bounds and len(settings.bounds) != count + 1:
-        yield f"stages: {len(settings.bounds) - 1} of them for pp={count}"
+        yield f"stages: expected {count} stages for pp={count}; got {len(settings.bounds) - 1}"
     stated = settings.bounds[-1] if settings.bounds else settings.layers
     if 0 < stated < layers:
-        yield f"{stated} layers: there are layers up to number {layers - 1}"
+        yield f"expected at least {layers} layers, because the source has layer {layers - 1}; got {stated}"
     if settings.matched and max(settings.matched) >= layers:
-        yield f"type: layer {max(settings.matched)} of {layers}; layers says how many there are"
+        yield f"type: layer {max(settings.matched)} is not among the {layers} layers; if there are more, state layers"
     for key, layers_stated in settings.tied.items():
         if key not in pipeline.tied_uses({}):
-            yield f"tied={key}: tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
+            yield f"tied={key}: the tied layers of the source are {', '.join(pipeline.tied_uses({})) or 'none'}"
         others = (at for at in layers_stated if at in pipeline.layers and tied_key(pipeline.layers[at]) != key)
-        yield from (f"tied={key}:{at}: this layer has a file of its own" for at in others)
+        yield from (f"tied={key}:{at}: this layer has a file, and is not tied by {key}" for at in others)
 
 
 def _partition_layers(facts: RunFacts, settings: StageSettings, uses: Uses, layers: int, count: int) -> tuple[int, ...]:
-    """Bounds as `PipelineModule._partition_layers` computes them."""
+    """The bounds that `PipelineModule._partition_layers` computes."""
     if settings.matched:
         return balanced_bounds([int(layer in settings.matched) for layer in range(layers)], count)
     if settings.partition == "uniform":
@@ -207,7 +209,7 @@ def _layers_of(name: str, uses: Uses) -> Sequence[int]:
 
 
 def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[str, int]]:
-    """Names of each stage, numbered by layer; tied layers come first, as in a PipelineModule."""
+    """Names of each stage, with numbers that order them as a PipelineModule does: tied layers, then by layer."""
     places: list[dict[str, int]] = [{} for _ in bounds[1:]]
     trained = {atom.name for atom in facts.index.atoms.values() if atom.kind is Kind.PARAMETER}
     for name in facts.index.atoms:
@@ -217,14 +219,15 @@ def _places(facts: RunFacts, uses: Uses, bounds: Sequence[int]) -> list[Mapping[
     untrained = [str(stage) for stage, names in enumerate(places) if trained and trained.isdisjoint(names)]
     if untrained:
         raise TopologyError(
-            f"expected trained parameters on each stage, as DeepSpeed makes no optimizer without; of stages="
-            f"{','.join(map(str, bounds))} none are on {', '.join(untrained)}. Choose other stages or fewer, {_ELSE}"
+            f"expected trained parameters on each stage, without which DeepSpeed makes no optimizer; with stages="
+            f"{','.join(map(str, bounds))} there are none on stage {', '.join(untrained)}. Choose other or fewer "
+            f"stages, {_ELSE}"
         )
     return [*places]
 
 
 def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
-    """Bounds of stages of equal length, the first ones longer by one layer (`partition_uniform`, runtime/utils.py).
+    """Bounds of equally long stages; the first ones can have one layer more (`partition_uniform`, runtime/utils.py).
 
     Some stages are empty if there are fewer layers than stages.
 
@@ -238,9 +241,9 @@ def uniform_bounds(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced_bounds(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Bounds with the least difference between heaviest and lightest stage (`partition_balanced`, ties included).
+    """Bounds with the least difference between the heaviest and the lightest stage (`partition_balanced`).
 
-    `weights`: one per layer. Of several such bounds, the last stages take the fewest layers.
+    `weights`: one per layer. If several bounds are as good, the last stages get the fewest layers, as in DeepSpeed.
 
     >>> balanced_bounds([88, 72, 0, 16, 72, 88], 2)
     (0, 4, 6)

@@ -1,12 +1,12 @@
 """FSDP1's flat parameters: many parameters end to end, sharded over ranks regardless of where one ends.
 
-A flat parameter belongs to a wrapped module. It holds the parameters of that module, in the order of a state dict,
-without those of wrapped modules further down.
+A flat parameter belongs to a wrapped module. It holds the parameters of that module, in the order of its state dict,
+without those of wrapped modules inside it.
 
-Without `use_orig_params` parameters are not padded, and a file records lengths only: shapes are accepted if they add
-up to just that length. With it, each parameter starts at a multiple of 16 bytes of the type in which the module
-computes, which no file records. But every rank then also saves its part of each parameter under the parameter's name:
-these parts are read, and the flat parameter only proves that none is missing.
+Without `use_orig_params`, parameters are not padded, and a file records only the length of the flat parameter: shapes
+are accepted if they add up to exactly that length. With `use_orig_params`, each parameter starts at a multiple of 16
+bytes, counted in the module's compute dtype, which no file records. But every rank then also saves its part of each
+parameter under the parameter's name: these parts are read, and the flat parameter only proves that none is missing.
 
 Sources: torch 2.13, `torch/distributed/fsdp/_flat_param.py` (`_init_flat_param_and_metadata`, `_get_unpadded_shard`),
 `_state_dict_utils.py` (`_local_post_state_dict_hook`).
@@ -33,13 +33,14 @@ from ucp.errors import MalformedError
 from ucp_formats.torch.files.global_tensor import COPIES, GlobalTensor
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Name to elements per dim, in the order of the model."""
+"""Name of a parameter to its shape, in the order of the model."""
 
 FlatShards = Sequence[Sequence[TensorRef | None]]
-"""For each copy its shards, in the order of the ranks; None for a rank without elements."""
+"""The shards of each copy of a flat parameter, in the order of the ranks; None for a rank without elements."""
 
 _ALIGNMENTS = (1, 2, 4, 8, 16)
-"""Elements at whose multiples parameters may start: 1 before torch 2.1, then 16 bytes of float64 to float8."""
+"""Parameters start at multiples of one of these, in elements: 1 before torch 2.1, since then 16 bytes, which are 2
+elements of float64 and 16 of float8."""
 
 
 def split_flat(
@@ -50,10 +51,10 @@ def split_flat(
     where: str,
     is_padded: bool = False,
 ) -> dict[str, GlobalTensor]:
-    """The parameters in a flat one of `numel` elements, end to end.
+    """The parameters that lie end to end in a flat parameter of `numel` elements.
 
-    `is_padded`: all shards have the same number of elements, as in optimizers. Raises MalformedError for parameters
-    of another length.
+    `is_padded`: all shards have the same number of elements, as in optimizers. Raises MalformedError if `shapes` do
+    not add up to `numel`.
     """
     counts = [prod(shape) for shape in shapes.values()]
     ranks = len(copies[0])
@@ -77,7 +78,9 @@ def split_flat(
 
 
 def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
-    """Whether parameters make up a flat one of `numel` with its padding; `widths`: elements that each rank has of each.
+    """Whether the parts of parameters make up a flat parameter of `numel` elements, with its padding.
+
+    `widths`: for each parameter, the elements that each rank has.
 
     >>> proves_parts([(3, 0), (0, 4)], 8), proves_parts([(3, 0)], 8), proves_parts([(3, 0), (2, 2)], 8)
     (True, False, False)
@@ -102,7 +105,7 @@ def proves_parts(widths: Sequence[Sequence[int]], numel: int) -> bool:
 
 
 def join_parts(shape: tuple[int, ...], copies: FlatShards, where: str) -> GlobalTensor:
-    """A parameter of which the ranks have parts, one after another (`use_orig_params`).
+    """A parameter from the parts of the ranks, which follow one another (`use_orig_params`).
 
     Raises MalformedError if the parts have more or fewer elements than the parameter.
     """
@@ -121,7 +124,7 @@ def _place(
     copies: FlatShards,
     spans: Sequence[Span | None],
 ) -> GlobalTensor:
-    """A parameter from the shards of a flat one; `spans`: where each shard holds it."""
+    """A parameter from the shards of its flat parameter; `spans`: where it lies in each shard."""
     replicas = (AxisLayout(COPIES, len(copies), pattern("replicate"), axis.known_from),) if len(copies) > 1 else ()
     stored = [
         StoredShard({COPIES: copy, axis.axis: number}, ref, span.start)
@@ -136,10 +139,10 @@ def _place(
 
 
 def units_of(shapes: Shapes, lengths: Sequence[int], ranks: int) -> list[list[str]] | None:
-    """Names that each of the flat parameters of these lengths holds; None unless just one way fits.
+    """Names of the parameters in each flat parameter, from its length alone; None unless exactly one answer fits.
 
-    `lengths`: elements with padding, in the order of the optimizer: the outermost module first, if it has parameters
-    of its own, then modules below it in the order of the model. Modules wrapped within wrapped ones are not considered.
+    `lengths`: elements with padding, in the order of the optimizer: first the outermost module, if it has parameters
+    outside the other wrapped modules, then these in the order of the model. It is assumed that they are not nested.
 
     >>> shapes = {"emb": (6,), "l.0.w": (4,), "l.0.b": (1,), "l.1.w": (4,), "l.1.b": (1,)}
     >>> units_of(shapes, [6, 6, 6], 2)
@@ -157,13 +160,13 @@ def units_of(shapes: Shapes, lengths: Sequence[int], ranks: int) -> list[list[st
 
 
 _Runs = tuple[tuple[int, int], ...]
-"""First and one past the last of the names that each unit below the outermost holds."""
+"""For each unit below the outermost: the positions of its first name and of the one after its last."""
 
 
 def _find_runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) -> list[_Runs]:
-    """The first two ways to assign a module's names to each unit; the rest are the outermost module's."""
+    """Up to two ways to give each inner unit the names of one module; the outermost module has all other names."""
     names = list(shapes)
-    # for each number of names: units done and elements of the outermost module, to ways that lead there
+    # for each number of names done: (inner units filled, elements in the outermost unit) to ways that lead there
     partial: list[dict[tuple[int, int], list[_Runs]]] = [{} for _ in range(len(names) + 1)]
     partial[0][0, 0] = [()]
 
@@ -188,7 +191,7 @@ def _find_runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: in
 
 
 def _find_stops(names: list[str], start: int) -> list[int]:
-    """Ends of the runs of names, from `start` on, that are all those of one module."""
+    """Where a run of names that begins at `start` may end, so that it has all names of one module."""
     parts = names[start].split(".")
     stops = set()
     for depth in range(1, len(parts)):

@@ -2,10 +2,10 @@
 
     _flat_param           parameters of the outermost module
     block._flat_param     those of `block`
-    block.weight          with `use_orig_params` the rank's part of a parameter in it, with one dim
+    block.weight          with `use_orig_params`: the rank's part of a parameter of `block`, flattened
 
-Shapes and the order come from elsewhere: what the user points to (`--shapes-from`), or the optimizer beside the model,
-if it was saved with names. Every flat parameter must be as long as the parameters in it (`lengths`).
+Shapes and their order come from what the user points to (`--shapes-from`), or from the optimizer beside the model, if
+it was saved with names. Every flat parameter must be as long as the parameters in it, with padding if any (`lengths`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ucp_formats.torch.state_dict.entries import StateEntry
 from ucp_formats.torch.state_dict.model_dict import FLAT, bare_name
 
 _PASS_SHAPES = (
-    "Pass --shapes-from: a checkpoint of the same model that has them, or a JSON file of name to shape in the order of "
-    "model.named_parameters()"
+    "Pass --shapes-from PATH: a checkpoint of the same model that records shapes, or a JSON file of name to shape in "
+    "the order of model.named_parameters()"
 )
 
 
 def split_flat_params(saved: SavedEntries, shapes: Shapes | None, where: str) -> SavedEntries:
     """`saved`, with parameters in place of flat ones.
 
-    `shapes`: of all parameters in the order of the model, as the user gave them. Raises UnsupportedError without them,
-    UsageError if they are of another model, IdleOptionError if they are not needed.
+    `shapes`: of all parameters in the order of the model, if the user gave them. Raises UnsupportedError if shapes are
+    not known, UsageError if they are of another model, IdleOptionError if they are not needed.
     """
     flat = {_prefix(entry): entry for entry in saved.model if str(entry.path[-1]).endswith(FLAT)}
     if not flat:
         if shapes is not None:
-            raise IdleOptionError(f"{where} has shapes of its own, which are taken: drop --shapes-from")
+            raise IdleOptionError(f"{where} records the shapes itself: drop --shapes-from")
         return saved
     known = _sort_as_model(saved, shapes if shapes is not None else _shapes_of_states(saved))
     named: dict[str, RankValues] = {_name(entry): entry.value for entry in saved.model if isinstance(entry.value, dict)}
@@ -58,7 +58,7 @@ def split_flat_params(saved: SavedEntries, shapes: Shapes | None, where: str) ->
     model = [tensor_entry((*root, name), tensor) for name, tensor in params.items()]
     for entry in saved.model:
         if entry not in flat.values() and _name(entry) not in params:
-            if isinstance(entry.value, dict):  # a buffer, of which every rank has a copy
+            if isinstance(entry.value, dict):  # a buffer: every rank has a copy
                 model.append(tensor_entry(entry.path, join_ranks(entry.value, str(entry.path[-1]))))
             else:
                 model.append(entry)
@@ -74,19 +74,19 @@ def _ties(named: Mapping[str, RankValues], params: Collection[str]) -> dict[str,
 
 
 def _check_buffers(buffers: Mapping[str, RankValues], where: str) -> None:
-    """Raise UnsupportedError for parts of parameters among tensors that are taken for buffers, which ranks copy."""
+    """Raise UnsupportedError for tensors whose shapes differ between ranks: they are parts of parameters."""
     parts = [name for name, refs in buffers.items() if len({getattr(ref, "shape", None) for ref in refs.values()}) > 1]
     if parts:
         raise UnsupportedError(
-            f"{where} was saved as FSDP1's LOCAL_STATE_DICT; ranks have parts of these parameters, whose shapes are "
-            f"not known (frozen ones are not in the optimizer):\n{format_list(parts)}\n{_PASS_SHAPES}"
+            f"{where} was saved as FSDP1's LOCAL_STATE_DICT; each rank has a part of these parameters, whose shapes "
+            f"are not known (the optimizer does not list frozen parameters):\n{format_list(parts)}\n{_PASS_SHAPES}"
         )
 
 
 def _split_unit(
     flat: GlobalTensor, shapes: Shapes, parts: Mapping[str, RankValues], where: str
 ) -> dict[str, GlobalTensor]:
-    """The parameters in a flat one: from the parts that ranks saved under their names, else end to end."""
+    """The parameters in a flat parameter: from parts that ranks saved under names; without these, by their lengths."""
     copies = _shards_by_copy(flat)
     if not parts:
         return split_flat(shapes, copies, numel=flat.shape[0], where=where)
@@ -103,9 +103,9 @@ def _split_unit(
     widths = [[0 if ref is None else ref.numel for ref in shards[name][0]] for name in shapes]
     if not proves_parts(widths, flat.shape[0]):
         raise MalformedError(
-            f"{where} has {flat.shape[0]} elements; the parts of its parameters that ranks saved beside it do not fill "
-            f"it one after another: {', '.join(shapes)}. Other parameters are in it too (frozen ones are not in the "
-            f"optimizer), or the files are of different steps. {_PASS_SHAPES}"
+            f"{where} has {flat.shape[0]} elements; the parts that ranks saved of these parameters do not fill it: "
+            f"{', '.join(shapes)}. It holds other parameters too (the optimizer does not list frozen ones), or the "
+            f"files are of different steps. {_PASS_SHAPES}"
         )
     return params
 
@@ -121,7 +121,7 @@ def _prefix(entry: StateEntry) -> str:
 
 
 def _shapes_of_states(saved: SavedEntries) -> dict[str, tuple[int, ...]]:
-    """Shapes of parameters in the order of the optimizer, which is that of a flat parameter; empty if it has none."""
+    """Shapes of the parameters whose states the optimizer saved under names, in its order; empty if it saved none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in saved.optimizer:
         match entry.path, entry.value:
@@ -131,18 +131,19 @@ def _shapes_of_states(saved: SavedEntries) -> dict[str, tuple[int, ...]]:
 
 
 def _sort_as_model(saved: SavedEntries, shapes: Shapes) -> Shapes:
-    """`shapes` in the order of the model's own names, if it has all of them (`use_orig_params`).
+    """`shapes` in the order of the names in the saved model, if it has all of them (`use_orig_params`).
 
-    An optimizer has names in order without `use_orig_params`, and sorted with it (torch 2.13, `_optim_utils.py`).
+    Without `use_orig_params` the optimizer has names in the order of the model; with it they are sorted alphabetically
+    (torch 2.13, `_optim_utils.py`).
     """
     names = [name for entry in saved.model if (name := _name(entry)) in shapes]
     return {name: shapes[name] for name in names} if len(names) == len(shapes) else shapes
 
 
 def _units(flat: Collection[str], shapes: Shapes, full: Collection[str], where: str) -> dict[str, list[str]]:
-    """Module to the parameters in its flat one: those that no module further down holds.
+    """Module to the parameters in its flat parameter: those that no wrapped module inside it holds.
 
-    `full`: parameters that ranks saved unsharded, which FSDP was to ignore.
+    `full`: parameters that every rank saved in full, because FSDP was told to ignore them.
     """
     units: dict[str, list[str]] = {prefix: [] for prefix in flat}
     unsharded: dict[str, list[str]] = {prefix: [] for prefix in flat}
@@ -157,14 +158,14 @@ def _units(flat: Collection[str], shapes: Shapes, full: Collection[str], where: 
     gathered = [name for prefix in empty for name in unsharded[prefix]]
     if gathered:
         raise UnsupportedError(
-            f"{where} was saved by FSDP1 between a forward pass and its backward pass: the parameters are not "
-            f"sharded, and of the type in which the model computes:\n{format_list(gathered)}\nSave after "
+            f"{where} was saved by FSDP1 between a forward pass and its backward pass, while these parameters "
+            f"were gathered in the compute dtype:\n{format_list(gathered)}\nSave after "
             "optimizer.step(), and evaluate under torch.no_grad()"
         )
     if not shapes or empty:
         raise UnsupportedError(
-            f"{where} was saved as FSDP1's LOCAL_STATE_DICT, which has neither names nor shapes of parameters; there "
-            f"are none for\n{format_list(prefix + FLAT for prefix in empty or units)}\n{_PASS_SHAPES}"
+            f"{where} was saved as FSDP1's LOCAL_STATE_DICT, which records neither names nor shapes of parameters; "
+            f"no shapes are known for\n{format_list(prefix + FLAT for prefix in empty or units)}\n{_PASS_SHAPES}"
         )
     if strays:
         raise UsageError(f"--shapes-from names parameters that {where} does not hold:\n{format_list(strays)}")

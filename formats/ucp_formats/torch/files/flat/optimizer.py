@@ -1,8 +1,8 @@
-"""An FSDP1 optimizer that was saved by its own `state_dict`: numbers of flat parameters, and flat shards of states.
+"""An FSDP1 optimizer that was saved by its own `state_dict`, as verl does: it numbers flat parameters.
 
-verl saves it so. The model beside it has every parameter in its own shape; which of them a flat parameter holds
-follows from its length (`lengths.units_of`). With `use_orig_params` a number is a parameter, and every rank has a
-range of it.
+Each rank saves its shard of every flat state. The model beside the optimizer has every parameter in its own shape;
+which parameters a flat one holds follows from its length (`lengths.units_of`). With `use_orig_params`, a number is one
+parameter, and each rank saves a range of its elements.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ucp_formats.torch.state_dict.numbered import Order, UnnamedError, name_para
 
 
 def states_by_name(saved: SavedEntries, order: Order | None = None) -> tuple[StateEntry, ...]:
-    """Entries of the optimizer with names for numbers, and states in the shapes of parameters.
+    """Entries of the optimizer under names instead of numbers, with states in the shapes of parameters.
 
-    Entries of other optimizers stay as they are. `order`: names for the numbers, as the user gives them. Raises
-    UnnamedError if lengths do not tell the parameters, UsageError for an order that does not fit.
+    An optimizer without flat states is returned unchanged. `order`: the user's names for the numbers. Raises
+    UnnamedError if lengths do not show which parameters a flat one holds, UsageError for an order that does not fit.
     """
     if not any(isinstance(entry.value, dict) and entry.path[-3:-2] == ("state",) for entry in saved.optimizer):
         return saved.optimizer
@@ -86,7 +86,7 @@ def _sharding_degree(entry: StateEntry) -> int:
 
 
 def _by_copy(values: RankValues, ranks: int) -> FlatShards:
-    """Shards by copy and rank: ranks of one copy follow each other (`init_device_mesh`, HYBRID_SHARD)."""
+    """Shards by copy and rank: the ranks of one copy have consecutive numbers (`init_device_mesh`, HYBRID_SHARD)."""
     copies: dict[int, list[TensorRef | None]] = {}
     for rank, ref in values.items():
         shards = copies.setdefault(rank // ranks, [None] * ranks)
@@ -126,9 +126,9 @@ def _names_of(optimizer: _FlatOptimizer, shapes: Shapes, order: Order | None) ->
     units = units_of(shapes, list(lengths.values()), optimizer.ranks) if len(lengths) == len(numbers) else None
     if units is None or len(groups) > 1:
         raise UnnamedError(
-            f"its {len(numbers)} flat parameters of FSDP1 have {list(lengths.values())} elements: lengths do not tell "
-            f"which of {len(shapes)} parameters each holds",
-            remedy="A run that saves FSDP.optim_state_dict saves names",
+            f"its {len(numbers)} flat parameters of FSDP1 have {list(lengths.values())} elements, which does not "
+            f"show which of the {len(shapes)} parameters each of them holds",
+            remedy="A run that saves what FSDP.optim_state_dict returns saves names",
         )
     return dict(zip(numbers, units, strict=True))
 

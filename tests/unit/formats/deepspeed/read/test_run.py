@@ -83,13 +83,13 @@ def test_an_optimizer_file_of_another_world_size(kept) -> None:
 def test_model_states_of_two_stages(kept) -> None:
     tag, other = kept("z3-dp4-fp32"), kept("z1-dp4-fp32")
     shutil.copy(other / "mp_rank_00_model_states.pt", tag)
-    assert "are the same part of a checkpoint" in problems(tag, MalformedError)
+    assert "hold the same part: one is of another run" in problems(tag, MalformedError)
 
 
 def test_optimizer_files_of_two_prefixes(kept) -> None:
     tag = kept("z1-dp4-fp32")
     shutil.copy(tag / OPTIMIZER.format(1), tag / f"bf16_{OPTIMIZER.format(1)}")
-    assert "are the same part of a checkpoint" in problems(tag, MalformedError)
+    assert "hold the same part: one is of another run" in problems(tag, MalformedError)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_model_states_under_their_name(kept, other: str) -> No
     tag = kept("z1-pp2-dp2")
     shutil.copyfile(tag / other, tag / "mp_rank_00_model_states.pt")
     assert "mp_rank_00_model_states.pt" in (text := problems(tag, MalformedError))
-    assert "expected 'module' among the keys, as model states have it; got '" in text
+    assert "expected the key 'module', which model states always have; got the keys '" in text
 
 
 def test_a_share_that_is_too_short(tmp_path: Path, fake_run) -> None:

@@ -98,7 +98,10 @@ def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Ma
     share = written.load(optim(0))["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
     assert share[:15].tolist() == flat(made, ["emb"], "exp_avg")
     assert not share[15:].any()
-    assert "1 parameter lacks states that others of their group have (w, ...): they are zero" in written.plan.notes[0]
+    assert (
+        "1 parameter lacks states that others of their group have (w, ...): these are written as zeros"
+        in written.plan.notes[0]
+    )
     assert written.plan.zeros == {"w": {"exp_avg", "exp_avg_sq", "step"}}
 
 

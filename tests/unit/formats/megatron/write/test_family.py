@@ -71,7 +71,7 @@ def test_a_model_of_no_family_is_told_what_megatron_needs(tmp_path: Path) -> Non
     assert "\n  (+4 more)\n" in text
     assert "gpt, gpt-neox, llama, mcore-gpt, mcore-hybrid, mixtral, qwen2" in text
     assert "mcore-frame" not in text  # a part of families, not one
-    assert "--patterns my.toml; --family says which" in text
+    assert "--patterns my.toml; --family chooses" in text
     assert not (tmp_path / "b").exists()
 
 

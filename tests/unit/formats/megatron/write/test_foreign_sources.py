@@ -141,7 +141,7 @@ def test_steps_that_differ(model, tmp_path):
         states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
     groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
-    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that join to one"):
+    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that are joined into one"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
 
 
@@ -215,7 +215,7 @@ def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_pa
     for layer, norm in enumerate(["norm", "input_layernorm", "norm", "pre_mlp_layernorm"]):
         stored = model[f"backbone.layers.{layer}.norm.weight"].bfloat16()  # without an optimizer, what it computes in
         assert torch.equal(found.read(f"decoder.layers.{layer}.{norm}.weight", "weight"), stored)
-    with pytest.raises(FamilyError, match=r"decoder.layers.0.mixer.in_proj.weight.*none of these is in the checkpoint"):
+    with pytest.raises(FamilyError, match=r"decoder.layers.0.mixer.in_proj.weight.*has none of these neighbours"):
         convert(
             tmp_path / "store",
             tmp_path / "c",
@@ -238,7 +238,7 @@ def test_modules_that_nothing_tells_are_said(store, tmp_path):
     assert "transformer_impl transformer_engine), Megatron's default, because the source does not say" in note
     assert note.endswith("add --set transformer_impl=local")
     (note,) = without_modules(store, tmp_path / "c")
-    assert note.endswith("(transformer_impl): the keys fit both")
+    assert note.endswith("(transformer_impl): runs with either find the written keys")
 
 
 def test_modules_that_megatron_does_not_have(store, tmp_path):

@@ -43,7 +43,7 @@ def test_what_is_not_understood_is_refused_with_what_is(name: str, text: str, me
 
 @pytest.mark.parametrize("settings", [{"stages": "0,3", "partition": "uniform"}, {"layers": "3"}, {"tied": "e:3"}])
 def test_either_stages_or_partition(settings: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="say either stages or partition"):
+    with pytest.raises(UsageError, match="expected either stages or partition"):
         parse_stage_settings(settings)
 
 

@@ -57,7 +57,9 @@ def test_what_the_user_says(settings: Mapping[str, str], expected: list[list[str
 
 @pytest.mark.parametrize("settings", [{}, {"stages": "0,2,4,6"}, {"partition": "uniform"}])
 def test_nothing_is_inferred(settings: Mapping[str, str]) -> None:
-    with pytest.raises(TopologyError, match=r"z1-pp2-dp2.* is of pp=2, and DeepSpeed does not record") as error:
+    with pytest.raises(
+        TopologyError, match=r"z1-pp2-dp2.* was saved with pp=2, and DeepSpeed does not record"
+    ) as error:
         stages("z1-pp2-dp2", 3, settings)
     assert "which layers use tied_modules.emb again" in str(error.value)
     ways = ["--set tied=emb:", "--to deepspeed-universal", *([] if settings else ["--set stages=", "--set partition="])]
@@ -90,12 +92,12 @@ def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stages": "0,3,6"}, "stages: 2 of them for pp=3"),
-        ({"stages": "0,2,3,5"}, "5 layers: there are layers up to number 5"),
-        ({"partition": "uniform", "layers": "3"}, "3 layers: there are layers up to number 5"),
-        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: tied layers of the source are emb"),
-        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file of its own"),
-        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 of 8; layers says how many there are"),
+        ({"stages": "0,3,6"}, "stages: expected 3 stages for pp=3; got 2"),
+        ({"stages": "0,2,3,5"}, "expected at least 6 layers, because the source has layer 5; got 5"),
+        ({"partition": "uniform", "layers": "3"}, "expected at least 6 layers, because the source has layer 5; got 3"),
+        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: the tied layers of the source are emb"),
+        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file, and is not tied by emb"),
+        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 is not among the 8 layers"),
     ],
 )
 def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message: str) -> None:
@@ -106,12 +108,15 @@ def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message
 
 @pytest.mark.parametrize(
     ("count", "settings", "bare"),
-    [(5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 none are on 1"), (2, {"stages": "0,6,7"}, "none are on 1")],
+    [
+        (5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 there are none on stage 1"),
+        (2, {"stages": "0,6,7"}, "there are none on stage 1"),
+    ],
 )
 def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bare: str) -> None:
     with pytest.raises(TopologyError, match="expected trained parameters on each stage") as error:
         stages("z1-pp2-dp2", count, {**TIED, **settings})
-    assert f"{bare}. Choose other stages" in str(error.value)
+    assert f"{bare}. Choose other or fewer stages" in str(error.value)
 
 
 def test_parameters_out_of_order_are_refused() -> None:
