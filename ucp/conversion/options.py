@@ -11,7 +11,6 @@ part's plan are read from the fields.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
@@ -192,8 +191,7 @@ class ConvertOptions:
         identity="iteration",
     )
     exact: bool = option(
-        "Refuse a source in which some parameters are older than others, as in a chain.",
-        default=False,
+        "Refuse a source in which some parameters are older than others, as in a chain.", default=False
     )
     max_plt: float | None = option(
         "Refuse a source whose experts lack a larger share of the run's tokens than this, such as 0.0375.",
@@ -208,12 +206,10 @@ class ConvertOptions:
         identity="of copies that differ",
     )
     step: StepPolicy = option(
-        "If parameters differ in the optimizer steps that they count, as in a chain: leave that to the target, or take "
-        "the newest for all.",
+        "If optimizer step counts of parameters differ, as in a chain: let the target decide, which may refuse them "
+        "(error), or take the newest for all (newest).",
         default=StepPolicy.ERROR,
-        python="If parameters differ in the optimizer steps that they count, as in a chain: leave that to the target, "
-        'which may refuse it ("error"), or take the newest for all ("newest").',
-        parse=choice_parser(StepPolicy, "a policy for step counts that differ"),
+        parse=choice_parser(StepPolicy, "step"),
         identity="step counts",
     )
     zero_moments: ZeroMoments = option(
@@ -356,15 +352,7 @@ class ConvertOptions:
     @property
     def source(self) -> SourceOptions:
         """The options for the source."""
-        return SourceOptions(
-            family=self.family,
-            patterns=self.patterns,
-            shapes_from=self.shapes_from,
-            param_order=self.param_order,
-            at=self.at,
-            exact=self.exact,
-            max_plt=self.max_plt,
-        )
+        return SourceOptions(**{field.name: getattr(self, field.name) for field in fields(SourceOptions)})
 
     @property
     def target(self) -> TargetOptions:
@@ -412,8 +400,3 @@ def make_options(**arguments: object) -> ConvertOptions:
     chosen = {name: value for name, value in settings.items() if name in options.engine.settings}
     others = {name: value for name, value in settings.items() if name not in chosen}
     return replace(options, engine=options.engine.configured(chosen), settings=others)
-
-
-def count_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

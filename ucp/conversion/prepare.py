@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import add_call_notes, target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.sidecars import select_sidecars
-from ucp.conversion.options import OPTIONS, ConvertOptions, count_cores
+from ucp.conversion.options import OPTIONS, ConvertOptions
 from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
@@ -206,6 +207,11 @@ def prepare(
         facts=_collect_facts(job, options),
         warnings=warnings,
     )
+
+
+def count_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 0) -> tuple[int, int]:

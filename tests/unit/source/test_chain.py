@@ -129,7 +129,7 @@ def test_targets_of_one_step_refuse_until_told(rotating: Path, tmp_path: Path) -
     assert {written.read(name, "step").item() for name in written} == {30}
 
 
-@given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=5))
+@given(st.lists(st.sampled_from([set(), {0}, {1, 2}, {0, 3}, {1}, {0, 1, 2, 3}]), min_size=1, max_size=5))
 def test_laws_of_merging(saved: list[set[int]]) -> None:
     """Each parameter is of the last link that saved it; a chain that ends in a full link is that link."""
     full = set(range(EXPERTS))
