@@ -42,21 +42,21 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--memory", "many"], "expected an amount of memory"),
-        (["--memory", "0"], "expected an amount of memory"),
-        (["--workers", "-1"], "expected a number of workers, 1 or more"),
-        (["--workers", "0"], "expected a number of workers, 1 or more"),
-        (["--workers", "two"], "expected a number of workers, 1 or more"),
+        (["--memory", "many"], "512M"),
+        (["--memory", "0"], "512M"),
+        (["--workers", "-1"], "workers, 1 or more"),
+        (["--workers", "0"], "workers, 1 or more"),
+        (["--workers", "two"], "workers, 1 or more"),
         (["--topology", "dp=x"], "expected axis=degree"),
         (["--topology", "dp=2"], "atoms are rank-independent"),
         (["--dtype", "weight"], "expected STATE=DTYPE"),
-        (["--dtype", "weight=int3"], "expected STATE=DTYPE with a dtype of"),
+        (["--dtype", "weight=int3"], "weight=int3"),
         (["--dtype", "weight=bf16", "--dtype", "weight=fp16"], "given twice for weight"),
-        (["--layout", "round"], "has the layouts packed, per-parameter, virtual"),
-        (["--to", "nothing"], "expected one of the targets dcp, deepspeed"),
+        (["--layout", "round"], "packed, per-parameter, virtual"),
+        (["--to", "nothing"], "targets dcp, deepspeed"),
         (["--virtual", "--layout", "packed"], "--virtual"),
-        (["--include", "nothing.at.all"], "no parameter matches 'nothing.at.all'"),
-        (["--include", "l1"], "a glob must match the whole name: '*l1*' matches l1."),
+        (["--include", "nothing.at.all"], "'nothing.at.all'"),
+        (["--include", "l1"], "'*l1*' matches l1."),
         (["--bogus"], "No such option"),
     ],
 )
@@ -76,7 +76,7 @@ def test_too_little_memory_is_told_in_its_own_unit(ucp: Run, zero3: Path) -> Non
     [["inspect", ""], ["plan", ""], ["convert", "", "x"], ["convert", "x", ""], ["verify", "x", "--against", ""]],
 )
 def test_an_empty_path_is_wrong_usage(ucp: Run, words: list[str]) -> None:
-    assert "expected a path; got ''" in ucp(*words, code=2).stderr
+    assert "a path; got ''" in ucp(*words, code=2).stderr
 
 
 @pytest.mark.parametrize(("verb", "called"), [(convert.command, api.convert), (verify.command, api.verify)])

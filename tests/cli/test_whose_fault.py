@@ -16,14 +16,14 @@ LLAMA = FIXTURES / "megatron/llama-tp2-pp2-dp2-full/checkpoint"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["inspect", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
-        (["plan", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
-        (["patterns", "check", LLAMA, "--family", "gpt"], "the model is not of the family 'gpt'"),
-        (["plan", ZERO3, "--to", "deepspeed", "--tag", "a/../b"], "its part '..' cannot be the name of a folder"),
-        (["plan", ZERO3, "--to", "deepspeed", "--tag", ""], "expected a tag such as global_step100"),
-        (["plan", ZERO3, "--to", "megatron", "--topology", "tp=1"], "Only models of a known family"),
-        (["plan", LLAMA, "--megatron-format", "torch"], "got 'torch', which is a layout of --to megatron"),
-        (["plan", ZERO3, "--to", "deepspeed", "--layout", "packed"], "has one layout: drop --layout"),
+        (["inspect", LLAMA, "--family", "gpt"], "family 'gpt': "),
+        (["plan", LLAMA, "--family", "gpt"], "family 'gpt': "),
+        (["patterns", "check", LLAMA, "--family", "gpt"], "family 'gpt': "),
+        (["plan", ZERO3, "--to", "deepspeed", "--tag", "a/../b"], "part '..' cannot"),
+        (["plan", ZERO3, "--to", "deepspeed", "--tag", ""], "a tag such"),
+        (["plan", ZERO3, "--to", "megatron", "--topology", "tp=1"], "known family"),
+        (["plan", LLAMA, "--megatron-format", "torch"], "got 'torch', which"),
+        (["plan", ZERO3, "--to", "deepspeed", "--layout", "packed"], "drop --layout"),
     ],
 )
 def test_an_option_is_at_fault(ucp: Run, words: list[object], said: str) -> None:

@@ -37,9 +37,9 @@ class TestReplicateOnSome(PatternContract):
     cases = tuple((Replicate(holders=(0, parts - 1)), shape, parts) for shape in SHAPES for parts in PARTS if parts > 1)
 
     def test_holders_are_parts_in_order(self):
-        with pytest.raises(ValueError, match="increasing order; got \\(3, 0\\)"):
+        with pytest.raises(ValueError, match=r"got \(3, 0\)"):
             Replicate(holders=(3, 0))
-        with pytest.raises(ValueError, match="not all among 2 parts"):
+        with pytest.raises(ValueError, match=r"\[0, 3\] .* 2 parts"):
             Replicate(holders=(0, 3)).regions((4,), 2, 0)
 
 
@@ -101,12 +101,20 @@ class TestShardWithCopies(PatternContract):
         assert [(pair.global_box.offsets[0], pair.copy) for pair in held] == [(8, 0), (8, 1), (9, 0), (9, 1)]
 
     def test_copies_must_divide_the_parts(self):
-        with pytest.raises(ValueError, match="copies do not divide 3 parts"):
+        with pytest.raises(ValueError, match=r"copies .* 3 parts"):
             Shard(0, (8, 2), (1, 2)).regions((10,), 3, 0)
 
-    @pytest.mark.parametrize("arguments", [(0, (4, 2), (1,)), (0, (4,), (0,)), (0, (), (), 2), (0, (4,), (), 0)])
-    def test_copies_and_repeats_are_of_blocks(self, arguments):
-        with pytest.raises(ValueError, match="expected"):
+    @pytest.mark.parametrize(
+        ("arguments", "got"),
+        [
+            ((0, (4, 2), (1,)), r"\(1,\)"),
+            ((0, (4,), (0,)), r"\(0,\)"),
+            ((0, (), (), 2), r"2 of \(\)"),
+            ((0, (4,), (), 0), r"0 of \(4,\)"),
+        ],
+    )
+    def test_copies_and_repeats_are_of_blocks(self, arguments, got):
+        with pytest.raises(ValueError, match=f"got {got}"):
             Shard(*arguments)
 
     @pytest.mark.parametrize(("blocks", "repeat"), [((1,), 8193), ((1, 1), 4097), ((1,) * 8193, 1), ((1,), 10**9)])
@@ -159,7 +167,7 @@ class TestPieces(PatternContract):
         assert self.cases[0][0].name == "pieces(2+1)"
 
     def test_a_pair_of_boxes_of_other_sizes_is_refused(self):
-        with pytest.raises(ValueError, match="expected the same sizes"):
+        with pytest.raises(ValueError, match=r"got \[0:3\], \[0:2\]"):
             Pieces(((RegionPair(Box((0,), (3,)), Box((0,), (2,))),),))
 
 
@@ -195,7 +203,7 @@ class TestPartition(PatternContract):
     cases = tuple((Partition(start, share), shape, parts) for start, share, shape, parts in BUFFERS)
 
     def test_a_parameter_that_leaves_the_buffer(self):
-        with pytest.raises(ValueError, match="leave a buffer of 2 x 4"):
+        with pytest.raises(ValueError, match="2 x 4"):
             Partition(start=3, share=4).regions((6,), 2, 0)
 
 

@@ -166,9 +166,9 @@ def test_pairs_of_a_shard_by_blocks_follow_one_another():
 @pytest.mark.parametrize(
     ("pattern", "shape", "message"),
     [
-        (Shard(1), (4,), "has no dim 1"),
-        (Shard(0), (), "has no dim 0"),
-        (Shard(0, (3, 2)), (4, 4), "do not add up"),
+        (Shard(1), (4,), r"\(4,\) .*dim 1"),
+        (Shard(0), (), r"\(\) .*dim 0"),
+        (Shard(0, (3, 2)), (4, 4), r"\[3, 2\].* 4 elements"),
         (Unique(2), (4,), "owner 2"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_pattern_that_does_not_fit_says_so(pattern, shape, message):
         pattern.regions(shape, 2, 0)
 
 
-@pytest.mark.parametrize("arguments", [(-1,), (0, (2, -1))])
-def test_an_invalid_shard_cannot_exist(arguments):
-    with pytest.raises(ValueError, match="not negative"):
+@pytest.mark.parametrize(("arguments", "got"), [((-1,), r"-1, \(\)"), ((0, (2, -1)), r"0, \(2, -1\)")])
+def test_an_invalid_shard_cannot_exist(arguments, got):
+    with pytest.raises(ValueError, match=f"got {got}"):
         Shard(*arguments)

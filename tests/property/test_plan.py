@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tracemalloc
 from dataclasses import replace
 from importlib import import_module
@@ -175,7 +176,7 @@ def test_of_a_list_of_tasks_only_where_each_begins_is_held():
 
 @pytest.mark.parametrize(("number", "parts"), [(0, 4), (5, 4), (1, 0), (-1, 3)])
 def test_a_share_that_is_none(number, parts):
-    with pytest.raises(ValueError, match="expected a part"):
+    with pytest.raises(ValueError, match=f"1 to {parts}; got {number}"):
         Share(number, parts)
 
 
@@ -189,39 +190,36 @@ class TestTargetsThatDoNotFit:
         with pytest.raises(MissingStateError, match=r"(?s)p/exp_avg.*q/weight"):
             check_target(index_of(p=state_of(4)), target)
 
-    @pytest.mark.parametrize("offset", [12, 15, 0])
-    def test_bytes_that_are_planned_twice(self, offset):
-        own = slice_of("p", 4, 0, 4)
-        target = self.plan(Placement(slice=own, path="f", offset=0), Placement(slice=own, path="f", offset=offset))
-        with pytest.raises(CoverError, match="planned twice"):
-            check_target(index_of(p=state_of(4)), target)
-
-    def test_bytes_that_are_planned_over_a_literal(self):
-        placement = Placement(slice=slice_of("p", 4, 0, 4), path="f", offset=4)
-        target = self.plan(placement, literals=(Literal(0, b"12345"),))
-        with pytest.raises(CoverError, match="planned twice"):
-            check_target(index_of(p=state_of(4)), target)
-
-    def test_bytes_past_the_end(self):
-        target = self.plan(Placement(slice=slice_of("p", 4, 0, 4), path="f", offset=25))
-        with pytest.raises(CoverError, match="past its end"):
-            check_target(index_of(p=state_of(4)), target)
+    @pytest.mark.parametrize(
+        ("offsets", "literals", "span"),
+        [
+            ((0, 12), (), "12:28"),
+            ((0, 15), (), "15:31"),
+            ((0, 0), (), "0:16"),
+            ((4,), (Literal(0, b"12345"),), "4:20"),
+            ((25,), (), "25:41"),
+        ],
+    )
+    def test_bytes_that_are_planned_twice_or_past_the_end(self, offsets, literals, span):
+        placements = (Placement(slice=slice_of("p", 4, 0, 4), path="f", offset=offset) for offset in offsets)
+        with pytest.raises(CoverError, match=f"bytes {span} of f"):
+            check_target(index_of(p=state_of(4)), self.plan(*placements, literals=literals))
 
     @pytest.mark.parametrize(("own", "asked"), [(DType.INT64, DType.FLOAT32), (DType.FLOAT32, DType.INT32)])
     def test_casts_that_are_none(self, own, asked):
         target = self.plan(Placement(slice=slice_of("p", 4, 0, 4, dtype=asked), path="f", offset=0))
-        with pytest.raises(UsageError, match=f"p/weight is {own}: it cannot be cast to {asked}"):
+        with pytest.raises(UsageError, match=f"p/weight is {own}: .*{asked}"):
             check_target(index_of(p=state_of(4, own)), target)
 
 
 class TestOutputFiles:
     @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", ".."])
     def test_paths_stay_below_the_destination(self, path):
-        with pytest.raises(ValueError, match="below the destination"):
+        with pytest.raises(ValueError, match=re.escape(repr(path))):
             OutputFile(path=path, nbytes=0)
 
     def test_literals_lie_in_the_file(self):
-        with pytest.raises(ValueError, match="past its end"):
+        with pytest.raises(ValueError, match="literal of 'f'"):
             OutputFile(path="f", nbytes=3, literals=(Literal(1, b"abc"),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 
 import numpy as np
@@ -55,7 +56,7 @@ def test_is_flat_in_means_consecutive(shape, data):
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_the_tensor_is_refused(start, stop):
-    with pytest.raises(ValueError, match="does not lie in"):
+    with pytest.raises(ValueError, match=rf"range {start}:{stop} .*\(2, 3\)"):
         cut_flat_range((2, 3), start, stop)
 
 
@@ -133,7 +134,7 @@ def test_a_box_past_the_shape_is_refused(shape, data):
     whole = Box.full(shape)
     sizes = (*whole.sizes[:dim], whole.sizes[dim] + 1, *whole.sizes[dim + 1 :])
     for box in (Box(whole.offsets, sizes), Box((0, *whole.offsets), (1, *whole.sizes))):
-        with pytest.raises(ValueError, match="does not lie in"):
+        with pytest.raises(ValueError, match=re.escape(str(box))):
             find_gaps(shape, [box])
 
 
@@ -141,5 +142,5 @@ def test_a_box_past_the_shape_is_refused(shape, data):
     ("offsets", "sizes"), [((0,), (1, 2)), ((-1,), (1,)), ((0,), (-1,))], ids=["dims", "offset", "size"]
 )
 def test_an_invalid_box_cannot_exist(offsets, sizes):
-    with pytest.raises(ValueError, match="offset"):
+    with pytest.raises(ValueError, match=re.escape(str(offsets))):
         Box(offsets, sizes)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucp.errors import MalformedError, UcpError
+from ucp.errors import MalformedError
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.store.values import NotPlainError, from_json, to_json
 
@@ -121,7 +121,7 @@ def test_json_nested_without_end_is_malformed():
     document: object = None
     for _ in range(100_000):
         document = [document]
-    with pytest.raises(UcpError):
+    with pytest.raises(MalformedError):
         from_json(document)
 
 

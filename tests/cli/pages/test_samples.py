@@ -128,5 +128,5 @@ def test_the_pages_with_samples_are_known() -> None:
 
 def test_a_wrong_remark_is_found() -> None:
     run("[1, 2]  # [1, 2]\n3  # whatever is written here\n", {})
-    with pytest.raises(AssertionError, match=r"the page says \[1, 3\]"):
+    with pytest.raises(AssertionError, match=r"page says \[1, 3\]"):
         run("[1, 2]  # [1, 3]\n", {})

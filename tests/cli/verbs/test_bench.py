@@ -29,5 +29,5 @@ def test_json(ucp: Run, tmp_path: Path) -> None:
 
 
 def test_mistakes(ucp: Run, tmp_path: Path) -> None:
-    assert "expected a folder to measure in" in ucp("bench", tmp_path / "nothing", code=1).stderr
+    assert str(tmp_path / "nothing") in ucp("bench", tmp_path / "nothing", code=1).stderr
     assert "or more to measure with" in ucp("bench", tmp_path, "--size", "1K", code=2).stderr

@@ -121,8 +121,8 @@ def test_a_part_that_is_killed_is_run_again(
     ucp("convert", mixed, dst, "--part", "2/2")
     said = ucp("convert", mixed, dst, "--finalize", code=1).stderr
     assert "part 1/2: " in said
-    assert "it was cut off on" in said
-    assert "run the same command with --part 1/2 in place of --finalize, then finalize again" in said
+    assert "cut off" in said
+    assert "with --part 1/2 in place" in said
     assert "Traceback" not in said
     assert not dst.exists()
     again = json.loads(ucp("convert", mixed, dst, "--part", "1/2", "--json").stdout)
@@ -139,9 +139,9 @@ def test_what_needs_the_place_for_itself_is_refused_while_a_part_runs(
         ucp("convert", mixed, dst, "--part", "2/2")
         for option in ("--finalize", "--resume", "--overwrite"):
             said = ucp("convert", mixed, dst, option, code=1).stderr
-            assert "1 part of the conversion" in said
+            assert "1 part of" in said
             assert f"process {part.pid}" in said
-        assert "1 part of the conversion" in ucp("convert", mixed, dst, code=1).stderr
+        assert "1 part of" in ucp("convert", mixed, dst, code=1).stderr
     ucp("convert", mixed, dst, "--part", "1/2")
     said = ucp("convert", mixed, dst, "--finalize").stdout
     assert "already there: " in said
@@ -180,9 +180,9 @@ def test_parts_of_a_step_and_of_an_array(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--part", "9/8"], "expected a part K/N such as 3/8"),
-        (["--part", "1/2", "--finalize"], "--finalize is for when all parts are done: drop --part"),
-        (["--part", "1/2", "--verify"], "--verify is for when all parts are done: drop --part"),
+        (["--part", "9/8"], "K/N such as 3/8"),
+        (["--part", "1/2", "--finalize"], "drop --part"),
+        (["--part", "1/2", "--verify"], "drop --part"),
     ],
 )
 def test_what_cannot_mean_anything(ucp: Run, mixed: Path, dst: Path, words: list[str], said: str) -> None:

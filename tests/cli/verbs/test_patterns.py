@@ -79,9 +79,9 @@ def test_show_explains_every_rule(ucp: Run) -> None:
     ("words", "message"),
     [
         (("show", "lama"), "did you mean 'llama'?"),
-        (("show", "llama", "--style", "bert"), "expected one of the naming styles"),
-        (("show", "llama", "--style", "bert", "--json"), "expected one of the naming styles"),
-        (("check", "x", "--family", "llama", "--patterns", "my.toml"), "by name (--family) or by file (--patterns)"),
+        (("show", "llama", "--style", "bert"), "got 'bert'"),
+        (("show", "llama", "--style", "bert", "--json"), "got 'bert'"),
+        (("check", "x", "--family", "llama", "--patterns", "my.toml"), "(--family) or by file (--patterns)"),
     ],
 )
 def test_what_is_not_there_is_wrong_usage(ucp: Run, words: tuple[str, ...], message: str) -> None:
@@ -144,8 +144,8 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unrecorded")
 def test_names_of_no_family_are_a_failure_that_says_what_to_do(ucp: Run, tmp_path: Path) -> None:
     message = ucp("patterns", "check", checkpoint(tmp_path / "odd", {"a.weight": (3,)}), code=3).stderr
-    assert "no model family fits the names of this checkpoint; none has a rule for any of them\n" in message
-    assert "write rules in a file for --patterns my.toml" in message
+    assert message.splitlines()[0].endswith("any of them")
+    assert "--patterns my.toml" in message
     assert len(message.splitlines()) == 2
 
 

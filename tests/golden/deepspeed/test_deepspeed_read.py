@@ -140,7 +140,7 @@ def test_files_that_were_exchanged_are_refused(case, name, tmp_path):
     one.rename(tmp_path / "aside")
     other.rename(one)
     (tmp_path / "aside").rename(other)
-    with pytest.raises(MalformedError, match=rf"{one.name} was saved as {other.name}.*were exchanged"):
+    with pytest.raises(MalformedError, match=rf"{one.name} .*saved as {other.name}.*exchanged"):
         DeepSpeedFormat().read(root)
 
 
@@ -149,7 +149,7 @@ def test_a_state_under_the_name_of_another(src, dst, tmp_path):
     root = Path(shutil.copytree(ROOT / "z1-dp4-fp32" / "universal", tmp_path / "universal"))
     folder = next(root.glob("*/zero/l2.bias"))
     shutil.copyfile(folder / f"{src}.pt", folder / f"{dst}.pt")
-    with pytest.raises(MalformedError, match=rf"l2\.bias/{dst}\.pt: expected the file .*; got {src}\.pt"):
+    with pytest.raises(MalformedError, match=rf"l2\.bias/{dst}\.pt: .*; got {src}\.pt"):
         DeepSpeedUniversalFormat().read(root)
 
 
@@ -157,5 +157,5 @@ def test_a_layer_that_was_renamed(tmp_path):
     root = Path(shutil.copytree(ROOT / "z0-pp2" / "checkpoint", tmp_path / "z0-pp2"))
     (path,) = root.glob("*/layer_01-model_states.pt")
     path.rename(path.with_name("layer_41-model_states.pt"))
-    with pytest.raises(MalformedError, match=r"was saved as layer_01-model_states\.pt, and there is none of that name"):
+    with pytest.raises(MalformedError, match=r"layer_41-.* saved as layer_01-model_states\.pt, .*none"):
         DeepSpeedFormat().read(root)

@@ -15,7 +15,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ucp
-from ucp.errors import FamilyError, IdleOptionError, MissingStateError, TopologyError, UcpError, UnsupportedError
+from ucp.errors import (
+    IdleOptionError,
+    MisfitError,
+    MissingStateError,
+    TopologyError,
+    UcpError,
+)
 from ucp.io.torch_file.archive import read_archive
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures" / "deepspeed"
@@ -160,13 +166,13 @@ def test_a_family_that_lacks_rules_is_refused_with_all_names(tmp_path: Path) -> 
     plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
     rules = tmp_path / "rules.toml"
     rules.write_text(AUTOTP.read_text().replace("block.o.", "block.p."))
-    with pytest.raises(FamilyError, match=r"(?s)2 names have no rule.*block.o.weight.*block.o.bias"):
+    with pytest.raises(MisfitError, match=r"2 names .*\n.*block.o.weight\n.*block.o.bias"):
         ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=2,zero=1", patterns=rules, workers=1)
 
 
 def test_a_degree_that_a_family_cannot_cut_by(tmp_path: Path) -> None:
     plain = without_record("z1-tp2-dp2", tmp_path, "deepspeed")
-    with pytest.raises(TopologyError, match=r"(?s)block.q.weight: \[8, 8\] along dim 0.*of all tensors: 1, 2, 4, 8"):
+    with pytest.raises(TopologyError, match=r"(?s)block.q.weight: \[8, 8\] along dim 0.*: 1, 2, 4, 8"):
         ucp.convert(plain, tmp_path / "dst", to="deepspeed", topology="tp=3,zero=1", patterns=AUTOTP, workers=1)
 
 
@@ -199,23 +205,18 @@ def test_a_universal_checkpoint_says_how_to_cut_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "topology", "error", "message"),
     [
-        ("z1-pp2-dp2", "dp=1,pp=5,zero=1", TopologyError, "expected the layers of each stage for pp=5"),
-        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", TopologyError, "no pipelines with ZeRO 2 or 3"),
-        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", TopologyError, "expected a model family that says how"),
-        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", TopologyError, "expected a model family that says how"),
-        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", TopologyError, "expected a source that a DeepSpeed pipeline saved"),
-        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", TopologyError, "there are none: drop ep"),
+        ("z1-pp2-dp2", "dp=1,pp=5,zero=1", TopologyError, "pp=5"),
+        ("z1-pp2-dp2", "dp=1,pp=2,zero=2", TopologyError, "got zero=2"),
+        ("z1-pp2-dp2", "dp=1,tp=2,pp=2,zero=1", TopologyError, "model family .* 2 tensor-parallel ranks"),
+        ("z1-dp4-fp32", "dp=1,tp=2,zero=1", TopologyError, "model family .* 2 tensor-parallel ranks"),
+        ("z1-dp4-fp32", "dp=1,pp=2,zero=1", TopologyError, "DeepSpeed pipeline saved"),
+        ("z1-dp4-fp32", "dp=2,ep=2,zero=1", TopologyError, "drop ep"),
         ("z1-tp2-dp2", "dp=1,tp=3,zero=1", TopologyError, r"block.q.weight: \[8, 8\] along dim 0"),
         ("z1-tp2-dp2", "dp=1,cp=2,zero=1", TopologyError, "drop cp"),
-        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", TopologyError, "expected ep to divide dp and the number of experts"),
-        (
-            "z1-ep2-dp4",
-            "dp=3,ep=2,zero=1",
-            TopologyError,
-            r"does not divide\n  dp=3\nChoose ep among 1, 2, 4, and a dp",
-        ),
-        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "no native experts with ZeRO 3"),
-        ("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=1", UnsupportedError, "groups that hold either experts or other"),
+        ("z1-ep2-dp4", "dp=3,ep=3,zero=1", TopologyError, r"got dp=3,ep=3.*\n.*moe\."),
+        ("z1-ep2-dp4", "dp=3,ep=2,zero=1", TopologyError, r"\n  dp=3\n.*ep among 1, 2, 4"),
+        ("z1-ep2-dp4", "dp=2,ep=2,zero=3", TopologyError, "experts with ZeRO 3"),
+        ("z0-ep2-fp16-one-group", "dp=2,ep=2,zero=1", MisfitError, "experts or other"),
     ],
 )
 def test_what_cannot_be_written(name: str, topology: str, error: type[UcpError], message: str, tmp_path: Path) -> None:
@@ -242,5 +243,5 @@ def test_a_universal_checkpoint_says_that_it_is_of_a_pipeline(name: str, expecte
 
 def test_a_universal_checkpoint_of_a_pipeline_says_why_it_makes_none(tmp_path: Path) -> None:
     universal = write("z1-pp2-dp2", "", tmp_path)
-    with pytest.raises(TopologyError, match="expected the layer files of a pipeline"):
+    with pytest.raises(TopologyError, match="layer files"):
         ucp.convert(universal, tmp_path / "b", to="deepspeed", topology="dp=1,pp=2,zero=1", workers=1)

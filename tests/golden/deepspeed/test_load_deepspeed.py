@@ -169,7 +169,7 @@ def test_there_are_cases_of_every_kind():
 def test_frozen_weights_that_were_not_saved_are_missing(case):
     run = Run(case)
     before = run.model.frozen.weight.clone()
-    with pytest.raises(LoadError, match=r"1 tensor of the model is not in the checkpoint:\n  frozen\.weight"):
+    with pytest.raises(LoadError, match=r"1 tensor .*:\n  frozen\.weight"):
         load_into(run.model, checkpoint=run.checkpoint, optimizer=run.optimizer)
     report = load_into(run.model, checkpoint=run.checkpoint, optimizer=run.optimizer, strict=False)
     assert report.missing == ("frozen.weight",)

@@ -106,7 +106,7 @@ def lost(request, tmp_path) -> Path:
 
 
 def test_it_is_refused_and_shown(lost, tmp_path):
-    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
+    with pytest.raises(MalformedError, match="exp_avg, exp_avg_sq is zero "):
         ucp.convert(lost, tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
     assert any("zero wherever they were sampled" in note for note in ucp.inspect(lost).notes)
@@ -132,7 +132,7 @@ def test_an_optimizer_that_counts_no_steps(tmp_path):
     shutil.copytree(ROOT / "deepspeed" / "z1-dp2-sgd" / "checkpoint", tmp_path / "lost")
     for path in tmp_path.glob("lost/global_step3/*_optim_states.pt"):
         lose(path, ("momentum_buffer",))
-    with pytest.raises(MalformedError, match="every element of momentum_buffer"):
+    with pytest.raises(MalformedError, match="momentum_buffer is zero "):
         ucp.convert(tmp_path / "lost", tmp_path / "out", workers=1)
 
 
@@ -147,7 +147,7 @@ def test_a_live_optimizer_does_not_take_them(tmp_path):
     with pytest.raises(MalformedError, match="zero_moments='keep'"):
         ucp.load_into(model, checkpoint=tmp_path / "lost", **options)
     for fine in ({"checkpoint": case}, {"checkpoint": tmp_path / "lost", "zero_moments": "keep"}):
-        with pytest.raises(ucp.errors.LoadError, match="has a name of the model"):  # both got past the moments
+        with pytest.raises(ucp.errors.LoadError, match=f"tensor of {fine['checkpoint']}"):  # both got past the moments
             ucp.load_into(model, **fine, **options)
     with pytest.raises(ucp.errors.LoadError):
         ucp.load_into(model, checkpoint=tmp_path / "lost", strict=False)
@@ -161,5 +161,5 @@ def test_it_goes_on_without_moments(lost, tmp_path):
 
 def test_atoms_are_looked_at_like_any_source(lost, tmp_path):
     ucp.convert(lost, tmp_path / "atoms", zero_moments="keep", compress=True, workers=1)
-    with pytest.raises(MalformedError, match="every element of exp_avg, exp_avg_sq"):
+    with pytest.raises(MalformedError, match="exp_avg, exp_avg_sq is zero "):
         ucp.convert(tmp_path / "atoms", tmp_path / "out", workers=1)

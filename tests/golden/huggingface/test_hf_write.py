@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ucp
-from ucp.errors import DestinationError, MalformedError, MisfitError, UcpError, UsageError
+from ucp.errors import DestinationError, MalformedError, MisfitError, ReplicaError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 FSDP = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
@@ -143,7 +143,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
     """Headers of safetensors are UTF-8, which a lone surrogate does not have."""
     source = saved({"a\ud800b": torch.ones(2), "\udc80": torch.ones(2), "w": torch.ones(2)}, tmp_path / "src")
     same_names = "huggingface:huggingface"
-    with pytest.raises(DestinationError, match=r"got 2 names with lone surrogates") as caught:
+    with pytest.raises(DestinationError, match=r"2 names .*surrogates") as caught:
         ucp.convert(source, tmp_path / "out", to="huggingface", settings=ALONE, names=same_names)
     str(caught.value).encode()
     assert not (tmp_path / "out").exists()
@@ -169,9 +169,9 @@ def test_what_is_published_with_a_model_goes_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"vocab_size": 31}, "vocab_size = 31: no tensor has a dim of that size"),
+        ({"vocab_size": 31}, "vocab_size = 31: "),
         ({"hidden_size": 777}, "hidden_size = 777"),
-        ({"num_hidden_layers": 9}, "num_hidden_layers = 9: there are tensors of 2 layers"),
+        ({"num_hidden_layers": 9}, "num_hidden_layers = 9: .* 2"),
     ],
 )
 def test_a_config_of_another_model(config: dict[str, Any], match: str, tmp_path: Path) -> None:
@@ -196,13 +196,13 @@ def test_the_config_of_a_model_without_the_tensors_that_it_sizes(tmp_path: Path)
     ("options", "match"),
     [
         ({}, "--set config=DIR"),
-        ({"settings": {"config": "nowhere"}}, "is no folder"),
+        ({"settings": {"config": "nowhere"}}, "nowhere.* no folder"),
         ({"settings": {**ALONE, "max_shard_size": "5GiB"}}, "max_shard_size"),
         ({"settings": {**ALONE, "max_shard_size": "0GB"}}, "above 0"),
         ({"settings": {**ALONE, "max_shard_size": "-1"}}, "above 0"),
         ({"settings": {**ALONE, "max_shard_size": "9" * 400}}, r"max_shard_size.*9\.\.\."),
         ({"settings": {**ALONE, "max_shard_size": "١GB"}}, "max_shard_size"),
-        ({"settings": {**ALONE, "shards": "3"}}, "no such setting"),
+        ({"settings": {**ALONE, "shards": "3"}}, r"\n +shards"),
         ({"settings": ALONE, "topology": "dp=2"}, "drop --topology"),
         ({"settings": ALONE, "compress": True}, "compress"),
         ({"settings": ALONE, "tag": "last"}, "tag"),
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize("text", ["", "[1]", '{"model_type": 3}', '{"a": '])
 def test_a_damaged_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UcpError, match=r"in .*config\.json"):
+    with pytest.raises(UsageError, match=r"in .*config\.json"):
         ucp.plan(FSDP, to="huggingface", settings={"config": str(tmp_path)})
 
 
@@ -254,9 +254,9 @@ def test_a_config_is_asked_for_before_sizes(tmp_path: Path) -> None:
     names += [f"layers.0.feed_forward.w{part}.weight" for part in "123"] + ["layers.0.ffn_norm.weight"]
     names += ["tok_embeddings.weight", "norm.weight", "output.weight"]
     torch.save({name: torch.ones(8 if "norm" in name else (8, 8)) for name in names}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match=r"needs a config.json.*--set config=DIR"):
+    with pytest.raises(UsageError, match=r"--set config=DIR"):
         ucp.plan(tmp_path / "a.pt", to="huggingface")
-    with pytest.raises(UcpError, match="how many heads"):
+    with pytest.raises(MisfitError, match="num_attention_heads"):
         ucp.plan(tmp_path / "a.pt", to="huggingface", settings=ALONE)
 
 
@@ -278,9 +278,9 @@ def test_the_vocabulary_of_a_config_that_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"head_dim": 8}, "num_key_value_heads = 2, with 8 rows each"),
+        ({"head_dim": 8}, "num_key_value_heads = 2, with 8 "),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8"),
-        ({"intermediate_size": 28}, "intermediate_size = 28: experts have 24"),
+        ({"intermediate_size": 28}, "intermediate_size = 28: .* 24"),
         ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
@@ -327,7 +327,7 @@ def test_names_of_another_framework_are_refused(tmp_path: Path) -> None:
     )
     state = torch.load(next((tmp_path / "titan").glob("*.pt")))
     source = saved({**state["model"], "freqs": torch.ones(2)}, tmp_path / "source")
-    with pytest.raises(MisfitError, match=r"names that transformers does not have.*tok_embeddings"):
+    with pytest.raises(MisfitError, match=r"config\.json .*\n.*: tok_embeddings\.weight"):
         ucp.plan(source, to="huggingface", settings={"config": str(llama)})
 
 
@@ -349,7 +349,7 @@ def test_verify_holds_a_model_against_its_config(tmp_path: Path) -> None:
 def test_names_of_no_family_are_not_taken_for_those_of_transformers(tmp_path: Path) -> None:
     """Weights alone, of which neither a config.json nor the source says that it is a model of transformers."""
     source = saved({"tok.weight": torch.ones(4, 2)}, tmp_path / "source")
-    with pytest.raises(UcpError, match=r"tok\.weight\n(?s:.*)--names huggingface:huggingface"):
+    with pytest.raises(MisfitError, match=r"tok\.weight\n(?s:.*)--names huggingface:huggingface"):
         ucp.plan(source, to="huggingface", settings={**ALONE, "num_attention_heads": 4})
     ucp.convert(source, tmp_path / "model", to="huggingface", settings=ALONE, names=AS_IS)
     ucp.convert(
@@ -407,6 +407,6 @@ def test_a_tied_weight_that_the_source_holds_twice(tmp_path: Path) -> None:
     embedding = torch.arange(12.0).reshape(4, 3)
     tensors = {"own.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1, "own.other.weight": embedding}
     source = saved(tensors, tmp_path / "src")
-    with pytest.raises(UcpError, match="cop"):
+    with pytest.raises(ReplicaError, match=r"embed_tokens\.weight"):
         ucp.convert(source, tmp_path / "out", to="huggingface", settings={"config": str(folder)})
     assert not (tmp_path / "out").exists()

@@ -25,6 +25,16 @@ from tests.golden.damage import Gadget, check_refused, copy_to, cut, flip
 from ucp.contract.model import sort_in_model_order
 from ucp.core.gaps import check_cover
 from ucp.core.index import Index, Kind
+from ucp.errors import (
+    CorruptError,
+    MalformedError,
+    MissingFileError,
+    ReplicaError,
+    UcpError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+)
 
 ROOT = Path(__file__).parents[3] / "fixtures" / "huggingface"
 TRUTH: dict[str, Any] = {path.parent.name: json.loads(path.read_text()) for path in ROOT.glob("*/truth.json")}
@@ -183,7 +193,7 @@ class TestBesideOthers:
         (folder / "adapter_config.json").write_text("{}")
         save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
         for path in (folder, folder / "adapter_model.safetensors"):
-            with pytest.raises(ucp.UcpError, match="LoRA adapter"):
+            with pytest.raises(UnknownFormatError, match="LoRA adapter"):
                 ucp.inspect(path)
 
     @pytest.mark.parametrize("is_linked", [False, True])
@@ -233,36 +243,49 @@ def quantise(copy: Path) -> None:
 
 
 NORM = "model.norm.weight"
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing file": (lambda copy: (copy / SECOND).unlink(), rf"missing: {SECOND}, which .* names for \d+ tensors"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], type[UcpError], str]] = {
+    "a missing file": (lambda copy: (copy / SECOND).unlink(), MissingFileError, rf"missing: {SECOND}, .* \d+ tensors"),
     "a name no file can have": (
         lambda copy: edit_index(copy, **{NORM: f"{'m' * 5000}.safetensors"}),
+        MissingFileError,
         r"missing: m{80}\.\.\., which",
     ),
     "a missing file, no index": (
         lambda copy: ((copy / FIRST).unlink(), (copy / INDEX).unlink()),
+        MissingFileError,
         f"missing: {FIRST}",
     ),
-    "a tensor that the file lacks": (lambda copy: edit_index(copy, ghost=FIRST), f"{FIRST}: lacks ghost"),
-    "a tensor not in the index": (lambda copy: edit_index(copy, **{NORM: None}), rf"holds {NORM}, which {INDEX}"),
-    "a tensor in two files": (store_twice, r"holds lm_head\.weight, as .* does"),
-    "a truncated file": (lambda copy: cut(copy / FIRST, 100), r"expected \d+ bytes; got \d+"),
+    "a tensor that the file lacks": (
+        lambda copy: edit_index(copy, ghost=FIRST),
+        MalformedError,
+        f"{FIRST}: lacks ghost",
+    ),
+    "a tensor not in the index": (
+        lambda copy: edit_index(copy, **{NORM: None}),
+        MalformedError,
+        rf"holds {NORM}, which {INDEX}",
+    ),
+    "a tensor in two files": (store_twice, MalformedError, r"holds lm_head\.weight, as .* does"),
+    "a truncated file": (lambda copy: cut(copy / FIRST, 100), MalformedError, r"expected \d+ bytes; got \d+"),
     "two forms of a model": (
         lambda copy: shutil.copy(ROOT / "llama" / "model" / "model.safetensors", copy),
+        UsageError,
         r"a model in 2 forms(.|\n)*index\.json(.|\n)*model\.safetensors",
     ),
-    "two indexes": (make_variants, "a model in 2 forms"),
-    "a quantised model": (quantise, r"config\.json: gptq"),
+    "two indexes": (make_variants, UsageError, "a model in 2 forms"),
+    "a quantised model": (quantise, UnsupportedError, r"config\.json: gptq"),
     **{
         f"an index that leads to {file!r}": (
             lambda copy, file=file: edit_index(copy, **{NORM: file}),
-            "expected names of files beside",
+            MalformedError,
+            f"weight_map.*{file!r}",
         )
         for file in ("../elsewhere.safetensors", "/etc/passwd", "", 3)
     },
     **{
         f"{text!r} as {name}": (
             lambda copy, text=text, name=name: (copy / name).write_text(text),
+            MalformedError,
             rf"in .*{name}|{INDEX}",
         )
         for text, name in (
@@ -276,13 +299,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused(name: str, tmp_path: Path) -> None:
     copy = copy_to(tmp_path, ROOT / "llama-sharded" / "model")
-    damage, said = DAMAGE[name]
+    damage, error, said = DAMAGE[name]
     damage(copy)
-    check_refused(copy, said)
+    check_refused(copy, error, said)
 
 
 def test_one_of_several_files_is_no_model() -> None:
-    with pytest.raises(ucp.UcpError, match="one of several files of a model; pass its folder"):
+    with pytest.raises(UsageError, match=f"{FIRST} .*folder"):
         ucp.inspect(ROOT / "llama-sharded" / "model" / FIRST)
 
 
@@ -295,24 +318,29 @@ def header(**tensors: list[Any]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "a hole or an overlap"),
-        (header(a=["F32", [2], [8, 16]]), "a hole or an overlap"),
+        (header(a=["F32", [2], [0, 8]], b=["F32", [2], [4, 12]]), "'b' at byte"),
+        (header(a=["F32", [2], [8, 16]]), "'a' at byte"),
         (header(a=["F32", [3], [0, 8]]), "got 8 bytes"),
         (header(a=["F32", [2], [0, 800]]), "got 800 bytes"),
-        (header(a=["F32", [200], [0, 800]]), "expected 8.. bytes; got"),
-        (header(a=["F99", [2], [0, 8]]), "type 'F99'"),
-        (header(a=["F32", [-2], [0, 8]]), "expected dtype, shape and data_offsets"),
-        ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "expected a header within its"),
-        (b"\x06" + bytes(7) + b'{"a":1', "expected a header of JSON"),
+        (header(a=["F32", [200], [0, 800]]), "8.. bytes; got"),
+        (header(a=["F32", [-2], [0, 8]]), "dtype, shape and data_offsets"),
+        ((1 << 60).to_bytes(8, "little") + b"{}" + bytes(20), "30 bytes; got one"),
+        (b"\x06" + bytes(7) + b'{"a":1', "JSON"),
         (b"\x0d" + bytes(7) + b'{"a":1,"a":2}', "'a' twice"),
-        (b"", "expected at least 10 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "not a whole safetensors file"),
+        (b"", "10 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "43 bytes; got one"),
     ],
 )
 def test_a_header_that_is_none_or_lies_is_refused(tmp_path: Path, data: bytes, found: str) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / "model.safetensors").write_bytes(data)
-    check_refused(tmp_path / "copy", found)
+    check_refused(tmp_path / "copy", MalformedError, found)
+
+
+def test_a_type_of_elements_that_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "model.safetensors").write_bytes(header(a=["F99", [2], [0, 8]]))
+    check_refused(tmp_path / "copy", UnsupportedError, "'a' is of type 'F99'")
 
 
 def test_a_tied_matrix_with_other_elements(tmp_path: Path) -> None:
@@ -324,20 +352,20 @@ def test_a_tied_matrix_with_other_elements(tmp_path: Path) -> None:
     assert ucp.diff(copy, ROOT / "llama-tied" / "model").equal
     tied["lm_head.weight"][3, 3] += 1
     save_file(tied, file)
-    check_refused(copy, r"model\.embed_tokens\.weight")
+    check_refused(copy, ReplicaError, r"model\.embed_tokens\.weight")
     save_file({**tied, "lm_head.weight": torch.zeros(3, 16)}, file)
-    check_refused(copy, "but their shapes")
+    check_refused(copy, MalformedError, r"lm_head\.weight .*\[3, 16\]")
 
 
 def test_damage_in_torch_files_is_refused(tmp_path: Path) -> None:
     copy = copy_to(tmp_path, ROOT / "llama-bin" / "model")
     flip(ucp.inspect(copy).atoms["lm_head.weight"].states["weight"].fragments[0].ref)
-    check_refused(copy, "CRC-32 differs")
+    check_refused(copy, CorruptError, "CRC-32")
     for content in ({"w": torch.zeros(2), "x": Gadget()}, Gadget()):
         torch.save(content, copy / "pytorch_model.bin")
-        check_refused(copy, "expected the state dict of a model")
+        check_refused(copy, MalformedError, "state dict")
     (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Gadget()))
-    check_refused(copy, "expected the magic number of torch.save")
+    check_refused(copy, MalformedError, "magic number")
 
 
 RANK = "shard-0000{}-model-00001-of-00001.safetensors"
@@ -352,32 +380,44 @@ def rewrite_offsets(copy: Path, make: Callable[[dict[str, torch.Tensor]], object
 
 NO_OFFSETS = "shard-00002-.*: expected DCP_SHARDING_INFO"
 HELD_TWICE = "shard-00002-.*: holds shards of .* that shard-00001-.* holds too"
-RANK_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing rank": (lambda copy: (copy / RANK.format(1)).unlink(), "missing: shard-00001-model"),
+RANK_DAMAGE: dict[str, tuple[Callable[[Path], object], type[UcpError], str]] = {
+    "a missing rank": (lambda copy: (copy / RANK.format(1)).unlink(), MissingFileError, "missing: shard-00001-model"),
     "a lost last rank": (
         lambda copy: (copy / RANK.format(2)).unlink(),
+        MalformedError,
         r"config\.json(.|\n)*hidden_size = 16",
     ),
-    "one rank over the other": (lambda copy: shutil.copyfile(copy / RANK.format(1), copy / RANK.format(2)), HELD_TWICE),
-    "the other over the one": (lambda copy: shutil.copyfile(copy / RANK.format(2), copy / RANK.format(1)), HELD_TWICE),
+    "one rank over the other": (
+        lambda copy: shutil.copyfile(copy / RANK.format(1), copy / RANK.format(2)),
+        MalformedError,
+        HELD_TWICE,
+    ),
+    "the other over the one": (
+        lambda copy: shutil.copyfile(copy / RANK.format(2), copy / RANK.format(1)),
+        MalformedError,
+        HELD_TWICE,
+    ),
     "one rank twice, no config": (
         lambda copy: (
             shutil.copyfile(copy / RANK.format(1), copy / RANK.format(2)),
             (copy / "config.json").unlink(),
         ),
+        MalformedError,
         HELD_TWICE,
     ),
-    "null as offsets": (lambda copy: rewrite_offsets(copy, lambda _: None), NO_OFFSETS),
-    "no offsets": (lambda copy: rewrite_offsets(copy, lambda _: {}), NO_OFFSETS),
-    "no JSON": (lambda copy: rewrite_offsets(copy, lambda _: "{"), NO_OFFSETS),
+    "null as offsets": (lambda copy: rewrite_offsets(copy, lambda _: None), MalformedError, NO_OFFSETS),
+    "no offsets": (lambda copy: rewrite_offsets(copy, lambda _: {}), MalformedError, NO_OFFSETS),
+    "no JSON": (lambda copy: rewrite_offsets(copy, lambda _: "{"), MalformedError, NO_OFFSETS),
     "negative offsets": (
         lambda copy: rewrite_offsets(copy, lambda own: {name: {"saved_offsets": [-1]} for name in own}),
+        MalformedError,
         NO_OFFSETS,
     ),
     "offsets of another rank": (
         lambda copy: rewrite_offsets(
             copy, lambda own: {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in own.items()}
         ),
+        MalformedError,
         HELD_TWICE,
     ),
 }
@@ -387,9 +427,9 @@ RANK_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", RANK_DAMAGE)
 def test_damage_in_files_of_ranks_is_refused(name: str, tmp_path: Path) -> None:
     copy = copy_to(tmp_path, ROOT / "llama-dcp" / "model")
-    damage, said = RANK_DAMAGE[name]
+    damage, error, said = RANK_DAMAGE[name]
     damage(copy)
-    check_refused(copy, said)
+    check_refused(copy, error, said)
 
 
 def test_that_lost_last_ranks_cannot_be_known_is_noted(tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ def test_settings_of_the_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", [{"lr": "fast"}, {"lr": -1}, {"beta1": 1}, {"eps": "nan"}])
 def test_settings_that_are_none(said: dict[str, str | int | float], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="of the new optimizer as a number"):
+    with pytest.raises(UsageError, match=f"--set {next(iter(said))}=.*; got {next(iter(said.values()))}"):
         ucp.convert(LLAMA, tmp_path / "out", to="dcp", optimizer="zero", settings=said)
 
 
 def test_a_source_with_an_optimizer_is_refused(tmp_path: Path) -> None:
     source = ROOT / "torch" / "fsdp2-dp4" / "checkpoint"
-    with pytest.raises(UsageError, match=r"without optimizer states .*; .* has .*exp_avg.*: drop --optimizer"):
+    with pytest.raises(UsageError, match=r"has .*exp_avg.*: drop --optimizer"):
         ucp.convert(source, tmp_path / "out", to="dcp", optimizer="zero")
 
 
@@ -79,7 +79,7 @@ def test_a_source_whose_states_are_left_out_starts_anew_in_its_own_groups(tmp_pa
     assert [group.params for group in made.index.groups] == [group.params for group in before.groups]
     assert [group.hyper["lr"] for group in made.index.groups] == [group.hyper["lr"] for group in before.groups]
     assert not any(made.read(name, "exp_avg").any() for group in before.groups for name in group.params)
-    with pytest.raises(UsageError, match="hyper-parameters of their own: drop --set lr"):
+    with pytest.raises(UsageError, match="drop --set lr"):
         ucp.plan(source, to="dcp", optimizer="zero", include=["*/weight"], settings={"lr": 1e-4})
 
 
@@ -87,7 +87,7 @@ def test_an_order_that_is_not_known_is_refused_where_it_matters(tmp_path: Path) 
     for source in (MIXTRAL, tmp_path / "atoms"):
         if source != MIXTRAL:
             ucp.convert(MIXTRAL, source)
-        with pytest.raises(MisfitError, match=r"in the order of the model.*deepspeed-universal"):
+        with pytest.raises(MisfitError, match="deepspeed-universal"):
             ucp.convert(source, tmp_path / "out", to="deepspeed", topology="zero=1", optimizer="zero")
         ucp.plan(source, to="deepspeed-universal", optimizer="zero")
         ucp.plan(source, to="deepspeed", topology="zero=0")

@@ -10,7 +10,7 @@ from torch import nn
 
 import ucp
 from tests.unit.live.cluster import module
-from ucp.errors import FamilyError, NoSuchNameError, UsageError
+from ucp.errors import MisfitError, NoSuchNameError, UsageError
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "fixtures" / "megatron" / "gpt-tp2-pp2-torch" / "checkpoint"
 FUSED = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -44,7 +44,7 @@ def test_the_family_named_is_the_one_that_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "error", "said"),
     [
-        ({"family": "llama"}, FamilyError, "the model is not of the family 'llama'"),
+        ({"family": "llama"}, MisfitError, "family 'llama': "),
         ({"family": "lama"}, UsageError, "did you mean 'llama'"),
         ({"family": "gpt", "patterns": "mine.toml"}, UsageError, "got both"),
         ({"patterns": "nowhere.toml"}, UsageError, "nowhere.toml"),
@@ -62,13 +62,13 @@ def test_a_family_that_is_wrong_is_refused(chosen: dict[str, str], error: type[E
 def test_names_that_are_not_there() -> None:
     """An error of the library, and the KeyError that a mapping raises."""
     saved = ucp.open(CHECKPOINT)
-    with pytest.raises(KeyError, match=r"no parameter 'decoder.final_layernorm.weihgt' .*; did you mean 'decoder"):
+    with pytest.raises(KeyError, match=r"'decoder.final_layernorm.weihgt' .*; .*'decoder.final_layernorm.weight'"):
         saved.atoms["decoder.final_layernorm.weihgt"]
-    with pytest.raises(NoSuchNameError, match=r"no parameter 'zzz' in .*; it has 52 names"):
+    with pytest.raises(NoSuchNameError, match=r"'zzz' in .* 52 names"):
         saved.atoms["zzz"]
-    with pytest.raises(KeyError, match="has no state 'exp_avg2'; it has weight, exp_avg, exp_avg_sq, step"):
+    with pytest.raises(KeyError, match=r"'exp_avg2'; .*weight, exp_avg, exp_avg_sq, step"):
         saved.atoms[FUSED].dtype("exp_avg2")
-    with pytest.raises(NoSuchNameError, match="has no state 'exp_avg2'"):
+    with pytest.raises(NoSuchNameError, match="state 'exp_avg2'"):
         saved.read(FUSED, "exp_avg2")
     assert "zzz" not in saved.atoms
     assert saved.atoms.get("zzz") is None
@@ -76,5 +76,5 @@ def test_names_that_are_not_there() -> None:
 
 def test_a_tied_name_says_which_holds_it() -> None:
     zero3 = CHECKPOINT.parents[2] / "deepspeed" / "z3-dp4-fp32" / "checkpoint"
-    with pytest.raises(NoSuchNameError, match=r"no parameter 'head.weight' .*: it is tied to 'emb.weight'"):
+    with pytest.raises(NoSuchNameError, match=r"'head.weight' .*: .*tied to 'emb.weight'"):
         ucp.open(zero3).atoms["head.weight"]

@@ -51,7 +51,7 @@ def test_native_files_are_equal_to_the_source(tmp_path: Path, zero: int) -> None
 @pytest.mark.parametrize("to", ["deepspeed-universal", *(f"dp=2,zero={stage}" for stage in range(4))])
 def test_moments_that_megatron_lost_are_refused_with_the_reason(tmp_path: Path, to: str) -> None:
     target = {"to": to} if "=" not in to else {"to": "deepspeed", "topology": to}
-    with pytest.raises(MissingStateError, match=r"(?s)wrote the states of these parameters shifted.*by 64 elements"):
+    with pytest.raises(MissingStateError, match=r"embedding\.word_embeddings\.weight: by 64 "):
         ucp.convert(SHIFTED, tmp_path / "to", workers=1, **target)
     assert not list(tmp_path.iterdir())
 
@@ -103,7 +103,7 @@ def test_an_optimizer_without_names_has_the_order_of_the_model_that_loads_it(tmp
     norms = [f"model.layers.{n}.{own}_layernorm.weight" for n in range(4) for own in ("input", "post_attention")]
     assert list(others) == [*norms, "model.norm.weight"]
     mixtral = FIXTURES / "mixtral-ep4-dp4-full" / "checkpoint"
-    with pytest.raises(MisfitError, match=r"in the order of the model.*deepspeed-universal"):
+    with pytest.raises(MisfitError, match="deepspeed-universal"):
         ucp.plan(mixtral, to="deepspeed", names="huggingface", topology="dp=2,zero=1")
 
 

@@ -18,7 +18,7 @@ import ucp
 from tests.golden.damage import Gadget, check_refused, copy_to, cut, flip
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
 from ucp.core.index import Kind
-from ucp.errors import UnsupportedError
+from ucp.errors import CorruptError, MalformedError, MissingFileError, UcpError, UnsupportedError
 
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] == "dcp")
 TIED = [name for name in CASES if REPORTS[name]["case"]["model"] == "tiny"]
@@ -83,24 +83,25 @@ def test_ties_buffers_and_frozen_parameters(case: str) -> None:
     assert index.atoms["num_steps"].kind is Kind.BUFFER
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing file": (lambda copy: (copy / "__2_0.distcp").unlink(), r"__2_0\.distcp"),
-    "a truncated file": (lambda copy: cut(copy / "__1_0.distcp", 700), r"__1_0\.distcp"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], type[UcpError], str]] = {
+    "a missing file": (lambda copy: (copy / "__2_0.distcp").unlink(), MissingFileError, r"__2_0\.distcp"),
+    "a truncated file": (lambda copy: cut(copy / "__1_0.distcp", 700), MalformedError, r"__1_0\.distcp"),
     "a flipped byte": (
         lambda copy: flip(ucp.inspect(copy).atoms["l1.weight"].states["exp_avg"].fragments[1].ref),
-        "CRC-32 differs",
+        CorruptError,
+        "CRC-32",
     ),
-    "an unfinished save": (lambda copy: (copy / ".metadata").unlink(), "not finished"),
-    "a gadget": (lambda copy: (copy / ".metadata").write_bytes(pickle.dumps(Gadget())), "expected the metadata"),
+    "an unfinished save": (lambda copy: (copy / ".metadata").unlink(), MissingFileError, "not finished"),
+    "a gadget": (lambda copy: (copy / ".metadata").write_bytes(pickle.dumps(Gadget())), MalformedError, r"\.metadata"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused(name: str, tmp_path: Path) -> None:
     copy = copy_to(tmp_path, ROOT / "fsdp2-dp4" / "checkpoint")
-    damage, said = DAMAGE[name]
+    damage, error, said = DAMAGE[name]
     damage(copy)
-    check_refused(copy, said)
+    check_refused(copy, error, said)
 
 
 def test_files_of_an_earlier_save_are_left_alone(tmp_path: Path) -> None:

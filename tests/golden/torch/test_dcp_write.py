@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import ucp
 from ucp.core.index import Index
-from ucp.errors import CorruptError, MisfitError, UcpError, UsageError
+from ucp.errors import CorruptError, MisfitError, UsageError
 from ucp.source.read import index_of
 
 ROOT = Path(__file__).parents[3] / "fixtures"
@@ -90,7 +90,7 @@ def test_accelerate_has_model_and_optimizer_in_folders_of_their_own(tmp_path: Pa
 
 def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
     source = ROOT / "deepspeed" / "z1-dp2-counting" / "checkpoint"
-    with pytest.raises(UcpError, match=r"keeps step as a tensor of shape \[1\]"):
+    with pytest.raises(MisfitError, match=r"step .*\[1\]"):
         ucp.convert(source, tmp_path / "out", to="dcp", topology="dp=2")
 
 
@@ -160,7 +160,7 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
     source = ROOT / "deepspeed" / "z3-dp4-fp32" / "checkpoint"
     ucp.convert(source, tmp_path / "out", to="dcp", topology="dp_replicate=2,dp_shard=2")
     assert str(ucp.inspect(tmp_path / "out").topology) == "dp_replicate=2,dp_shard=2"
-    with pytest.raises(UsageError, match="--to deepspeed does not have"):
+    with pytest.raises(UsageError, match=r"--to deepspeed .*dp_replicate=2,dp_shard=2"):
         ucp.convert(tmp_path / "out", tmp_path / "z", to="deepspeed", topology="dp_replicate=2,dp_shard=2,zero=1")
 
 
@@ -174,7 +174,7 @@ def test_replicas_of_shards_are_found_again(tmp_path: Path) -> None:
         ({"topology": "dp=2,zero=1"}, "got zero"),
         ({"tag": "last"}, "no tag"),
         ({"dtypes": {"step": "bfloat16"}}, "step in float32"),
-        ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
+        ({"settings": {"decoupled_weight_decay": "false"}}, "drop --set decoupled_weight_decay"),
     ],
 )
 def test_what_torch_cannot_have_is_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_lightning_finds_them_in_the_client_state_of_deepspeed(tmp_path: Path) -
     """`DeepSpeedStrategy` hands them to the engine, which puts them into the files of the model."""
     source = shutil.copytree(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "source")
     settings = {"style": "lightning"}
-    with pytest.raises(MisfitError, match=r"a distributed checkpoint without meta\.pt"):
+    with pytest.raises(MisfitError, match=r"meta\.pt"):
         ucp.plan(source, to="dcp", settings=settings)
     (file,) = source.rglob("mp_rank_00_model_states.pt")
     torch.save({**torch.load(file, weights_only=False), **lightning_values()}, file)
@@ -283,5 +283,5 @@ def test_the_keys_of_the_source_are_kept(save: Any, tmp_path: Path) -> None:
 
 
 def test_what_has_no_keys_has_none_to_keep(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has no keys that --set style=source could keep"):
+    with pytest.raises(UsageError, match="--set style=source"):
         ucp.plan(ROOT / "deepspeed" / "z1-dp4-bf16" / "checkpoint", to="dcp", settings={"style": "source"})

@@ -17,10 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ucp
-from tests.golden.damage import Gadget, check_refused, copy_to, flip, swap
+from tests.golden.damage import Errors, Gadget, check_refused, copy_to, flip, swap
 from tests.golden.torch.truth import REPORTS, ROOT, check_states, index_of, truth_of
 from ucp.core.index import Kind
-from ucp.errors import UnsupportedError
+from ucp.errors import (
+    CorruptError,
+    IdleOptionError,
+    MalformedError,
+    MissingFileError,
+    MissingStateError,
+    ReplicaError,
+    UnsupportedError,
+    UsageError,
+)
 
 WAYS = ("verl", "full", "nanogpt", "lightning")
 CASES = sorted(name for name, own in REPORTS.items() if own["case"]["saved"] in WAYS)
@@ -125,28 +134,36 @@ def store_no_parts(copy: Path) -> None:
 
 
 GROUP: dict[str, Any] = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], Errors, str]] = {
     "a missing model file": (
         lambda copy: (copy / MODEL.format(2)).unlink(),
+        MissingFileError,
         MODEL.format(2),
     ),
-    "a missing optimizer file": (lambda copy: (copy / OPTIM.format(2)).unlink(), OPTIM.format(2)),
-    "a flipped byte": (flip_moment, "CRC-32 differs|copies that should be equal"),
-    "exchanged ranks": (lambda copy: swap(copy / MODEL.format(0), copy / MODEL.format(1)), "exchanged|saved as"),
-    "another run": (lambda copy: torch.save(GROUP, copy / OPTIM.format(3)), "different runs"),
+    "a missing optimizer file": (lambda copy: (copy / OPTIM.format(2)).unlink(), MissingFileError, OPTIM.format(2)),
+    "a flipped byte": (flip_moment, (CorruptError, ReplicaError), "CRC-32|copies"),
+    "exchanged ranks": (
+        lambda copy: swap(copy / MODEL.format(0), copy / MODEL.format(1)),
+        MalformedError,
+        "exchanged|saved as",
+    ),
+    "another run": (lambda copy: torch.save(GROUP, copy / OPTIM.format(3)), MalformedError, "different runs"),
     "a setting of one rank": (
         lambda copy: edit_groups(copy, lambda group: group.setdefault("extra_key", 7)),
-        "only one of ranks 0 and 1 has extra_key",
+        MalformedError,
+        "ranks 0 and 1 has extra_key",
     ),
     "a setting lost on one rank": (
         lambda copy: edit_groups(copy, lambda group: group.pop("lr")),
-        "only one of ranks 0 and 1 has lr",
+        MalformedError,
+        "ranks 0 and 1 has lr",
     ),
     "runs of other sizes": (
         lambda copy: shutil.copy(copy / MODEL.format(0), copy / "model_world_size_8_rank_5.pt"),
-        "runs of 4 and 8 ranks",
+        UsageError,
+        "4 and 8 ranks",
     ),
-    "a tensor that is no part": (store_no_parts, "sharded on all ranks|same plain tensor"),
+    "a tensor that is no part": (store_no_parts, MalformedError, "all ranks|plain tensor"),
 }
 
 
@@ -154,13 +171,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused(name: str, case: str, tmp_path: Path) -> None:
     copy = copy_to(tmp_path, ROOT / case / "checkpoint")
-    damage, said = DAMAGE[name]
+    damage, error, said = DAMAGE[name]
     damage(copy)
-    check_refused(copy, said)
+    check_refused(copy, error, said)
 
 
 def test_the_file_of_one_rank_is_no_checkpoint() -> None:
-    with pytest.raises(ucp.UcpError, match="file of one rank; pass the folder"):
+    with pytest.raises(UsageError, match=f"{MODEL.format(0)} .*folder"):
         ucp.inspect(ROOT / RANKS[0] / "checkpoint" / MODEL.format(0))
 
 
@@ -172,10 +189,10 @@ def test_an_object_beside_tensors_is_not_made(tmp_path: Path) -> None:
 
 def test_a_whole_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"config": 3}, tmp_path / "a.pt")
-    with pytest.raises(ucp.UcpError, match="expected a model"):
+    with pytest.raises(MalformedError, match=r"tensors in a\.pt"):
         ucp.inspect(tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes(pickle.dumps({"w": 3}))
-    with pytest.raises(ucp.UcpError, match="magic number"):
+    with pytest.raises(MalformedError, match="magic number"):
         ucp.inspect(tmp_path / "a.pt")
 
 
@@ -191,7 +208,7 @@ def test_numbers_that_shapes_do_not_tell_are_refused(tmp_path: Path) -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
-    with pytest.raises(ucp.errors.MissingStateError, match="shapes do not tell which parameter number 0 is"):
+    with pytest.raises(MissingStateError, match="number 0 "):
         ucp.convert(tmp_path / "ckpt.pt", tmp_path / "out", to="dcp")
 
 
@@ -270,30 +287,30 @@ class TestFlatModels:
         assert ucp.diff(alone, tmp_path / "out", shapes_from=other).equal
 
     def test_none_are_refused(self, alone: Path) -> None:
-        with pytest.raises(ucp.UcpError, match="LOCAL_STATE_DICT, which records neither names nor shapes"):
+        with pytest.raises(UnsupportedError, match=r"\n +block\._flat_param\nPass --shapes-from"):
             ucp.inspect(alone)
 
     @pytest.mark.parametrize(
         ("change", "match"),
         [
-            ({"block.q.weight": [8, 9]}, "block._flat_param has 872 elements; its parameters have 880"),
+            ({"block.q.weight": [8, 9]}, "block._flat_param .* 872 .* 880"),
             ({"emb.weight": [3]}, "_flat_param has 176 elements"),
-            ({"emb.weight": "8x8"}, "expected name to shape"),
+            ({"emb.weight": "8x8"}, r"shapes\.json: .*\n +emb\.weight"),
         ],
     )
     def test_shapes_of_another_model_are_refused(self, alone: Path, shapes: Path, change: Any, match: str) -> None:
         shapes.write_text(json.dumps(json.loads(shapes.read_text()) | change))
-        with pytest.raises(ucp.UcpError, match=match):
+        with pytest.raises(MalformedError, match=match):
             ucp.inspect(alone, shapes_from=shapes)
 
     def test_sorted_names_are_refused(self, alone: Path, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
-        with pytest.raises(ucp.UcpError, match="keeps names sorted"):
+        with pytest.raises(UnsupportedError, match=r"model.safetensors holds"):
             ucp.inspect(alone, shapes_from=tmp_path / "model.safetensors")
 
     @pytest.mark.parametrize("case", ["fsdp2-dp4", "verl-fsdp2-dp4"])
     def test_shapes_that_nobody_needs_are_refused(self, case: str, shapes: Path) -> None:
-        with pytest.raises(ucp.errors.UsageError, match="drop --shapes-from"):
+        with pytest.raises(IdleOptionError, match="drop --shapes-from"):
             ucp.inspect(ROOT / case / "checkpoint", shapes_from=shapes)
 
 
@@ -321,7 +338,7 @@ class TestNamedPartsOfFlatModels:
     def test_a_parameter_without_a_shape_is_refused(self, shapes: Path, param: str) -> None:
         known = json.loads(shapes.read_text())
         shapes.write_text(json.dumps({name: shape for name, shape in known.items() if name != param}))
-        with pytest.raises(UnsupportedError, match=rf"shapes are not known.*\n  {param}\nPass --shapes-from"):
+        with pytest.raises(UnsupportedError, match=rf"\n  {param}\nPass --shapes-from"):
             ucp.inspect(self.SOURCE, shapes_from=shapes)
 
     def test_frozen_parameters_need_shapes(self) -> None:
@@ -336,7 +353,7 @@ def test_an_optimizer_alone_is_no_model(name: str, tmp_path: Path) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / name)
-    with pytest.raises(ucp.errors.MalformedError, match=f"no dict of named tensors in {name}"):
+    with pytest.raises(MalformedError, match=f"tensors in {name}"):
         ucp.open(tmp_path / name if name == "optimizer.pt" else tmp_path)
 
 

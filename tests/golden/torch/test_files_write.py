@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ucp
-from ucp.errors import UcpError, UsageError
+from ucp.errors import MisfitError, UsageError
 
 ROOT = Path(__file__).parents[3] / "fixtures"
 CASES = ("torch/verl-fsdp2-dp2-tp2", "torch/fsdp2-dp2-full", "torch/lightning", "torch/hsdp-dp2x2")
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_deepspeed_loads_into_a_plain_optimizer(tmp_path: Path) 
 
 
 def test_a_step_with_dims_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UcpError, match=r"keeps step as a tensor of shape \[1\]"):
+    with pytest.raises(MisfitError, match=r"step .*\[1\]"):
         written(ROOT / "deepspeed" / "z1-dp2-counting" / "checkpoint", tmp_path / "out")
 
 
@@ -89,9 +89,9 @@ def test_weights_alone_and_in_another_type(tmp_path: Path) -> None:
     [
         ({"settings": {"style": "nested"}}, "style"),
         ({"settings": {"decoupled_weight_decay": "yes"}}, "true|false"),
-        ({"settings": {"decoupled_weight_decay": "false"}}, "the source says"),
+        ({"settings": {"decoupled_weight_decay": "false"}}, "drop --set decoupled_weight_decay"),
         ({"compress": True}, "compress"),
-        ({"topology": "dp=2"}, "any number of ranks"),
+        ({"topology": "dp=2"}, "--topology dp=2"),
         ({"tag": "last"}, "tag"),
         ({"dtypes": {"step": "bfloat16"}}, "step in float32"),
     ],

@@ -219,7 +219,7 @@ def test_what_is_not_recorded_to_be_cut_along_dim_1_is_cut_wrongly_without_a_wor
     from deepspeed.utils.tensor_fragment import fragment_address
 
     path = FIXTURES / "deepspeed" / "z1-pp2-dp2" / "checkpoint"
-    with pytest.raises(ucp.errors.TopologyError, match="expected a model family that says how"):
+    with pytest.raises(ucp.errors.TopologyError, match=r"model family .* 2 tensor-parallel ranks"):
         ucp.convert(path, tmp_path / "refused", to="deepspeed-universal", topology="tp=2")
     ucp.convert(path, tmp_path / "written", to="deepspeed-universal", workers=1)
     whole = ucp.open(path).read("1.weight", "weight")

@@ -295,7 +295,7 @@ class TestRefusals:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(EngineError, match=f"no Ray cluster at {address}"):
+        with pytest.raises(EngineError, match=f"no Ray .*{address}"):
             ucp.convert(handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings={"address": address})
         assert not (tmp_path / "out").exists()
 
@@ -304,13 +304,13 @@ class TestRefusals:
         monkeypatch.setattr(cluster_module, "_JOINS", 8.0)
         with socket.create_server(("127.0.0.1", 0)) as other:
             address = f"127.0.0.1:{other.getsockname()[1]}"
-            with pytest.raises(EngineError, match="no answer of a cluster"):
+            with pytest.raises(EngineError, match=f"{address}.*answer"):
                 ucp.convert(
                     handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings={"address": address}
                 )
 
     def test_the_clients_protocol_is_not_spoken(self, tmp_path):
-        with pytest.raises(UsageError, match=r"ray://head:10001.*ray job submit"):
+        with pytest.raises(UsageError, match=r"got 'ray://head:10001'.*`ray job"):
             ucp.convert(
                 handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings={"address": "ray://head:10001"}
             )
@@ -318,7 +318,7 @@ class TestRefusals:
     def test_no_node_has_what_is_asked_for(self, settings, tmp_path):
         source = handmade(tmp_path / "source")
         for asked in ({"cpus": 99}, {"resource": "lustre"}):
-            with pytest.raises(EngineError, match=r"no node of the Ray cluster has .*\n.*CPU 1,"):
+            with pytest.raises(EngineError, match=r"no node .*\n.*CPU 1,"):
                 ucp.convert(source, tmp_path / "out", engine="ray", settings={**settings, **asked})
             assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -330,9 +330,7 @@ class TestRefusals:
             return real(token + "-elsewhere", files)
 
         monkeypatch.setattr(probe, "look", look)
-        with pytest.raises(
-            DestinationError, match=r"(?s)out.ucp-partial/data on every node.*: No such file.*same path"
-        ):
+        with pytest.raises(DestinationError, match=r"(?s)out.ucp-partial/data .*: No such file.*same path"):
             ucp.convert(handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings=settings)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -344,7 +342,7 @@ class TestRefusals:
             return real(token, [(path, nbytes, changed + 1) for path, nbytes, changed in files])
 
         monkeypatch.setattr(probe, "look", look)
-        with pytest.raises(MissingFileError, match=r"(?s)files of .*source on every node.*: .*\.bin\n.*same path"):
+        with pytest.raises(MissingFileError, match=r"(?s)source .*: .*\.bin\n.*same path"):
             ucp.convert(source, tmp_path / "out", engine="ray", settings=settings)
 
     def test_another_ucp_on_a_node(self, cluster, settings, tmp_path, monkeypatch):
@@ -354,9 +352,7 @@ class TestRefusals:
         path = f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"
         node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path}, **STORE)
         try:
-            with pytest.raises(
-                EngineError, match=r"expected ucp .* on every node.*got\n  .*: .*\(code [0-9a-f]{8}\)\n"
-            ):
+            with pytest.raises(EngineError, match=r"ucp .*got\n  .*: .*\(code [0-9a-f]{8}\)\n"):
                 ucp.convert(handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings=settings)
         finally:
             cluster.remove_node(node)

@@ -191,7 +191,7 @@ def test_no_row_of_the_vocabulary_depends_on_the_padding(pair: Pair, found: Foun
 @pytest.mark.parametrize("pair", UNLIKE, ids=str)
 def test_files_of_ranks_are_not_written_for_other_padding(pair: Pair, found: Found, tmp_path: Path) -> None:
     """Megatron loads them with exactly the rows that they hold."""
-    with pytest.raises(ucp.errors.TopologyError, match=f"padded_vocab_size={pair.rows(pair.dst)}, but there are"):
+    with pytest.raises(ucp.errors.TopologyError, match=f"padded_vocab_size={pair.rows(pair.dst)}, "):
         ucp.convert(
             found.made / pair.source("torch-zero") / "checkpoint",
             tmp_path / "out",
@@ -205,7 +205,7 @@ def test_files_of_ranks_are_not_written_for_other_padding(pair: Pair, found: Fou
 
 def test_files_of_ranks_are_not_written_where_ranks_overwrite_one_another(found: Found, tmp_path: Path) -> None:
     source = found.made / OVERWRITTEN.source("torch-zero") / "checkpoint"
-    with pytest.raises(ucp.errors.TopologyError, match="in folders of the same name"):
+    with pytest.raises(ucp.errors.TopologyError, match=r"several ranks .*--layout torch_dist"):
         ucp.convert(source, tmp_path / "out", to="megatron", topology=OVERWRITTEN.topology, layout="torch", workers=1)
 
 

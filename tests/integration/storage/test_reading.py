@@ -100,7 +100,7 @@ def test_references_into_a_bucket(both, tmp_path, bucket):
     assert ucp.diff(tmp_path / "virtual", both[0], extras=True).equal
     file = next(own["path"] for own in json.loads(text)["files"])
     bucket.change(file)
-    with pytest.raises(ucp.UcpError, match="changed since it was made"):
+    with pytest.raises(ucp.errors.ChangedError, match=re.escape(file)):
         ucp.inspect(tmp_path / "virtual")
 
 

@@ -30,16 +30,16 @@ def test_most_names_are_paths(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("", "its part '' cannot be the name of a folder"),
-        (".", "its part '.' cannot be the name of a folder"),
-        ("..", "its part '..' cannot be the name of a folder"),
-        ("a/../../b", "its part '..' cannot be the name of a folder"),
-        ("/tmp/a", "its part '' cannot be the name of a folder"),
-        ("a//b", "its part '' cannot be the name of a folder"),
-        ("a/", "its part '' cannot be the name of a folder"),
-        ("a\0b", "it holds a NUL character"),
-        ("a\ud800b", "it holds lone surrogates"),
-        ("\udc80", "it holds lone surrogates"),
+        ("", "part '' cannot"),
+        (".", "part '.' cannot"),
+        ("..", "part '..' cannot"),
+        ("a/../../b", "part '..' cannot"),
+        ("/tmp/a", "part '' cannot"),
+        ("a//b", "part '' cannot"),
+        ("a/", "part '' cannot"),
+        ("a\0b", "NUL"),
+        ("a\ud800b", "surrogates"),
+        ("\udc80", "surrogates"),
         ("x" * 256, "a part of its path takes 256 bytes"),
         ("\xe4" * 128, "a part of its path takes 256 bytes"),
         ("/".join(["y" * 200] * 25), "its path takes 5,034 bytes"),
@@ -75,7 +75,7 @@ def test_folders_may_lie_in_one_another_but_not_in_files() -> None:
 
 
 def test_two_names_of_one_file() -> None:
-    with pytest.raises(DestinationError, match="'b': f would be a file of 'a' too"):
+    with pytest.raises(DestinationError, match=r"'b': f .*'a'"):
         check_named([("a", "f"), ("b", "f")], expected="E", remedy="R")
 
 
@@ -89,20 +89,19 @@ class TestFits:
         longest = os.pathconf(tmp_path, "PC_NAME_MAX")
         folder = tmp_path / "out.ucp-partial" / "data"
         check_fits(folder, ["a/b", "x" * longest])
-        with pytest.raises(DestinationError, match="1 longer one"):
+        with pytest.raises(DestinationError, match=f"below {folder}; got 1 longer"):
             check_fits(folder, ["a/b", "c/" + "x" * (longest + 1)])
 
     def test_the_destination_counts(self, tmp_path: Path) -> None:
         room = os.pathconf(tmp_path, "PC_PATH_MAX") - 1 - len(str(tmp_path)) - 1
         path = "/".join(["y" * 200] * ((room - 2) // 201))
         check_fits(tmp_path, [f"{path}/{'z' * (room - len(path) - 1)}"])
-        with pytest.raises(DestinationError, match="choose a shorter destination"):
-            check_fits(tmp_path, [f"{path}/{'z' * (room - len(path))}"])
-        with pytest.raises(DestinationError, match="choose a shorter destination"):
-            check_fits(tmp_path / "sub", [f"{path}/{'z' * (room - len(path) - 1)}"])
+        for folder, last in ((tmp_path, room - len(path)), (tmp_path / "sub", room - len(path) - 1)):
+            with pytest.raises(DestinationError, match=f"below {folder}; got 1 longer"):
+                check_fits(folder, [f"{path}/{'z' * last}"])
 
     def test_a_name_of_the_destination_that_is_too_long(self, tmp_path: Path) -> None:
-        with pytest.raises(DestinationError, match="Choose a shorter name"):
+        with pytest.raises(DestinationError, match="got 262 bytes"):
             check_fits(tmp_path / ("d" * 250 + ".ucp-partial") / "data", ["a"])
 
 

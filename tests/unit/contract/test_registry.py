@@ -21,9 +21,9 @@ def test_built_ins_are_found_by_entry_point():
     assert target("ucp") is target("ucp")
 
 
-@pytest.mark.parametrize("find", [target, engine])
-def test_a_name_that_is_not_there_lists_those_that_are(find):
-    with pytest.raises(UsageError, match=r"expected one of the (targets .*ucp|engines .*serial).*; got 'nope'"):
+@pytest.mark.parametrize(("find", "known"), [(target, "targets .*ucp"), (engine, "engines .*serial")])
+def test_a_name_that_is_not_there_lists_those_that_are(find, known):
+    with pytest.raises(UsageError, match=f"{known}.*; got 'nope'"):
         find("nope")
 
 
@@ -32,19 +32,19 @@ def test_a_name_that_is_not_there_lists_those_that_are(find):
     [("fsdp", "dcp"), ("FSDP2", "dcp"), ("torchtitan", "dcp"), ("safetensors", "huggingface"), ("hf", "huggingface")],
 )
 def test_a_word_for_a_target_leads_to_its_name(name, meant):
-    with pytest.raises(UsageError, match=f"did you mean {meant!r}"):
+    with pytest.raises(UsageError, match=f"got {name!r}; .*{meant!r}"):
         target(name)
 
 
 @pytest.mark.parametrize("kept", ["dcp", "hf", "nano", "deepspeed"])
 def test_a_misspelt_family_is_named_where_none_is_needed(kept):
-    with pytest.raises(UsageError, match="got 'lama'; did you mean 'llama'") as caught:
+    with pytest.raises(UsageError, match=r"got 'lama'; .*'llama'") as caught:
         ucp.inspect(KEPT[kept], family="lama")
     assert not isinstance(caught.value, IdleOptionError)
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(UnknownFormatError, match="nothing is there"):
+    with pytest.raises(UnknownFormatError, match=f"{tmp_path}/nope; nothing"):
         recognise(tmp_path / "nope")
 
 
@@ -56,13 +56,13 @@ def test_a_checkpoint_above_is_named_whole(source, monkeypatch):
 
 
 def test_something_else_there(tmp_path):
-    with pytest.raises(UnknownFormatError, match="it holds nothing"):
+    with pytest.raises(UnknownFormatError, match="holds nothing"):
         recognise(tmp_path)
     for n in range(7):
         (tmp_path / f"{n}.txt").write_text("x")
-    with pytest.raises(UnknownFormatError, match=r"it holds 0\.txt, .*4\.txt, \.\.\."):
+    with pytest.raises(UnknownFormatError, match=r"holds 0\.txt, .*4\.txt, \.\.\."):
         recognise(tmp_path)
-    with pytest.raises(UnknownFormatError, match="a file of 1 bytes"):
+    with pytest.raises(UnknownFormatError, match=r"0.txt is .* 1 bytes"):
         recognise(tmp_path / "0.txt")
 
 
@@ -72,7 +72,7 @@ def test_two_claims_are_not_decided_here(source, monkeypatch):
     made = plugins.instance
     monkeypatch.setattr(plugins, "registered", lambda group: {"ucp": None, "twin": None})
     monkeypatch.setattr(plugins, "instance", lambda group, name: twin if name == "twin" else made(group, name))
-    with pytest.raises(UnknownFormatError, match=f"could be several formats.*\n  {source}: twin, because of a hunch"):
+    with pytest.raises(UnknownFormatError, match=f"\n  {source}: twin, .*a hunch\n  {source}: ucp, "):
         recognise(source)
     twin.detect = lambda path: Evidence(path, ("a hunch",), strength=Strength.WEIGHTS)
     assert recognise(source)[0].name == "ucp"
@@ -91,7 +91,7 @@ KEPT = {
 def test_folders_of_several_formats_are_not_decided_here(held, tmp_path):
     for name in held:
         shutil.copytree(KEPT[name], tmp_path / "runs" / name)
-    with pytest.raises(UnknownFormatError, match=f"holds {len(held)} checkpoints, of several formats") as caught:
+    with pytest.raises(UnknownFormatError, match=f"holds {len(held)} checkpoints") as caught:
         recognise(tmp_path / "runs")
     assert [str(tmp_path / "runs" / name) in str(caught.value) for name in KEPT] == [name in held for name in KEPT]
     assert [recognise(tmp_path / "runs" / name)[1].root for name in held]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import TAG, Extra
 from ucp.core.target import OutputFile, TargetPlan
 from ucp.core.topology import Topology
-from ucp.errors import CorruptError, MalformedError, TagError, UsageError
+from ucp.errors import CorruptError, MalformedError, TagError, UnknownFormatError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 TRAINER = FIXTURES / "deepspeed" / "z2-dp2-hf-trainer" / "checkpoint-3"
@@ -107,7 +108,7 @@ def test_large_ones_are_left_unless_asked_for(saved):
 
 
 def test_an_unknown_policy_is_refused(saved):
-    with pytest.raises(UsageError, match="of small, all, none; got 'some'"):
+    with pytest.raises(UsageError, match="small, all, none; got 'some'"):
         ucp.plan(saved, companions="some")
 
 
@@ -167,19 +168,18 @@ def test_a_file_of_a_name_that_the_target_writes_itself_is_left(saved):
     )
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "a\0b", "\ud800"])
-def test_a_store_that_names_a_path_is_damaged(saved, name):
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *(sidecar_extra(name, "config.json", 1) for name in ("../x", "a/b", "", ".", "a\0b", "\ud800")),
+        Extra(name="companion/x", value={"a": 1}),
+    ],
+    ids=lambda extra: ascii(extra.name),
+)
+def test_a_store_that_names_a_path_or_keeps_something_else_under_a_name_is_damaged(saved, extra):
     index = ucp.inspect(saved)
-    index = replace(index, extras=(*index.extras, sidecar_extra(name, str(saved / "config.json"), 1)))
-    with pytest.raises(MalformedError, match="The store is damaged"):
-        add_sidecars(index, TargetPlan(files=(), placements=()), reserved=())
-
-
-def test_a_store_that_keeps_something_else_under_such_a_name_is_damaged(saved):
-    index = ucp.inspect(saved)
-    index = replace(index, extras=(Extra(name="companion/x", value={"a": 1}),))
-    with pytest.raises(MalformedError, match="to be the bytes of a file"):
-        list(list_sidecars(index))
+    with pytest.raises(MalformedError, match=re.escape(f"extra {extra.name!r} of")):
+        add_sidecars(replace(index, extras=(*index.extras, extra)), TargetPlan(files=(), placements=()), reserved=())
 
 
 def test_verify_reads_them_back(saved, tmp_path):
@@ -189,7 +189,7 @@ def test_verify_reads_them_back(saved, tmp_path):
     told = {"source": SourceOptions(), "observer": SilentObserver(), "threads": 1}
     verify_written(job, tmp_path / "out", **told)
     (tmp_path / "out" / "scheduler.pt").write_bytes(bytes(768))
-    with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: .* in the source"):
+    with pytest.raises(CorruptError, match=r"companion/scheduler\.pt/ values: "):
         verify_written(job, tmp_path / "out", **told)
 
 
@@ -242,28 +242,28 @@ def test_without_a_tag_the_step_names_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("tag", "why"),
     [
-        ("../outside", "cannot be the name of a folder"),
-        ("/absolute", "cannot be the name of a folder"),
-        ("a//b", "cannot be the name of a folder"),
-        (".", "cannot be the name of a folder"),
+        ("../outside", r"part '\.\.' cannot"),
+        ("/absolute", "part '' cannot"),
+        ("a//b", "part '' cannot"),
+        (".", r"part '\.' cannot"),
         ("a\0b", "NUL"),
         ("two\nlines", "unprintable"),
-        (" blank", "blanks at either end"),
-        ("x" * 300, "a file system allows 255"),
-        ("latest", "a file of the checkpoint itself"),
-        ("latest_universal/x", "a file of the checkpoint itself"),
-        ("ucp-conversion.json", "a file of the checkpoint itself"),
-        ("mp_rank_00_model_states.pt", "the name of a file of a checkpoint"),
+        (" blank", "blanks"),
+        ("x" * 300, "takes 300 bytes"),
+        ("latest", "latest.* checkpoint itself"),
+        ("latest_universal/x", "latest_universal/x.* checkpoint itself"),
+        ("ucp-conversion.json", "ucp-conversion.json.* checkpoint itself"),
+        ("mp_rank_00_model_states.pt", "a file of"),
     ],
 )
 def test_a_tag_that_is_no_folder_of_the_destination_is_refused(saved, tag, why):
     for to in ("deepspeed", "deepspeed-universal"):
-        with pytest.raises(TagError, match=f"(?s){why}.*choose another with --tag"):
+        with pytest.raises(TagError, match=f"(?s){why}.*--tag"):
             ucp.plan(saved, to=to, tag=tag)
 
 
 def test_an_empty_tag_is_no_tag(saved):
-    with pytest.raises(UsageError, match="expected a tag such as global_step100; got ''"):
+    with pytest.raises(UsageError, match=r"a tag .*; got ''"):
         ucp.plan(saved, tag="")
 
 
@@ -274,7 +274,7 @@ def test_megatron_names_its_folder_by_the_iteration(tmp_path):
 
 def test_checkpoints_of_a_trainer_are_listed_where_their_parent_is_passed(saved):
     shutil.copytree(saved, saved.with_name("checkpoint-10"))
-    with pytest.raises(ucp.UcpError, match=r"(?s)It holds several:\n.*checkpoint-10\n.*checkpoint-3\nPass one"):
+    with pytest.raises(UnknownFormatError, match=r"\n.*checkpoint-10\n.*checkpoint-3\n"):
         ucp.inspect(saved.parent)
 
 

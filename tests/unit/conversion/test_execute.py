@@ -25,11 +25,14 @@ from ucp.core.layout import Overlap
 from ucp.core.region import Box
 from ucp.core.tensor import DType
 from ucp.errors import (
+    BusyError,
     CorruptError,
     DestinationError,
+    IncompleteError,
     OverlapError,
     ReplicaError,
-    UcpError,
+    SourceError,
+    UnknownFormatError,
     UsageError,
 )
 from ucp.source.read import index_of
@@ -54,7 +57,7 @@ class TestDestination:
     def test_the_source_and_what_lies_in_it_are_refused(self, source, tmp_path, place):
         (tmp_path / "link").symlink_to(source)
         before = look(source)
-        with pytest.raises(OverlapError, match="is the source"):
+        with pytest.raises(OverlapError, match=f"source {source} or"):
             ucp.convert(source, source / place, overwrite=True)
         assert look(source) == before
 
@@ -66,12 +69,12 @@ class TestDestination:
 
     def test_a_file_is_refused(self, source, tmp_path):
         (tmp_path / "out").write_text("mine")
-        with pytest.raises(DestinationError, match="a file is there"):
+        with pytest.raises(DestinationError, match=f"{tmp_path / 'out'}; a file"):
             ucp.convert(source, tmp_path / "out", overwrite=True)
         assert (tmp_path / "out").read_text() == "mine"
 
     def test_a_folder_that_is_not_there_is_not_made(self, source, tmp_path):
-        with pytest.raises(DestinationError, match="create it first"):
+        with pytest.raises(DestinationError, match=f"directory {tmp_path / 'a'} does"):
             ucp.convert(source, tmp_path / "a" / "b")
 
     def test_a_link_to_an_empty_folder_is_followed(self, source, tmp_path):
@@ -99,9 +102,9 @@ class TestDestination:
         begun = {"fingerprint": "another", "made": {"target": "ucp", "layout": "per-parameter"}}
         (left / "journal.jsonl").write_text(json.dumps(begun) + "\n")
         before = tree(left)
-        with pytest.raises(DestinationError, match="with --resume, or discard it and start over with --overwrite"):
+        with pytest.raises(DestinationError, match=r"unfinished conversion .*--resume, .*--overwrite"):
             ucp.convert(source, tmp_path / "out")
-        with pytest.raises(DestinationError, match=r"(?s)layout: per-parameter then, by default now.*Start over with"):
+        with pytest.raises(DestinationError, match=r"layout: per-parameter then, .*\n.*--overwrite"):
             ucp.convert(source, tmp_path / "out", resume=True)
         assert {path: data for path, data in tree(left).items() if path != "lock"} == before
         ucp.convert(source, tmp_path / "out", overwrite=True)
@@ -123,7 +126,7 @@ class TestDestination:
             error: Exception | None = None
 
             def advance(self, nbytes):
-                with pytest.raises(DestinationError, match="is running"):
+                with pytest.raises(BusyError, match=f": process {os.getpid()} on"):
                     ucp.convert(source, tmp_path / "out", resume=True)
 
         ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
@@ -164,7 +167,7 @@ class TestDestination:
 
         with pytest.raises(StopError):
             ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
-        with pytest.raises(DestinationError, match="with other options"):
+        with pytest.raises(DestinationError, match=r"dtypes: .*weight=float16 now"):
             ucp.convert(source, tmp_path / "out", resume=True, dtypes={"weight": "float16"})
         start = time.monotonic()
         ucp.convert(source, tmp_path / "out", resume=True)
@@ -188,7 +191,7 @@ class TestDestination:
                 link = tmp_path / "link"
                 if not link.exists():
                     link.symlink_to(partial(tmp_path / "out") / "data")
-                with pytest.raises(ucp.UcpError, match="unfinished conversion"):
+                with pytest.raises(IncompleteError, match="out --resume"):
                     ucp.open(link)
 
         ucp.convert(source, tmp_path / "out", workers=1, observer=Watch())
@@ -217,7 +220,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("workers", [1, 2])
     def test_a_flipped_bit_in_a_shard_is_named(self, damaged, tmp_path, workers, small_blocks):
-        with pytest.raises(CorruptError, match=r"(?s)weight\.bin.*head/weight.*copy them again"):
+        with pytest.raises(CorruptError, match=r"1 record: .*\n.*weight\.bin.*head/weight"):
             ucp.convert(damaged, tmp_path / "out", workers=workers)
         assert not (tmp_path / "out").exists()
         assert not partial(tmp_path / "out").exists()
@@ -262,7 +265,7 @@ class TestCopies:
             return copy
 
         source = self.source(tmp_path, drifted)
-        with pytest.raises(ReplicaError, match=r"(?s)w/weight: 1 of .* bfloat16 copy.*model\.bin differ, by up to"):
+        with pytest.raises(ReplicaError, match=r"w/weight: 1 of .* bfloat16 .*model\.bin differ"):
             ucp.convert(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         (problem,) = ucp.verify(source).problems
@@ -301,7 +304,7 @@ class TestCopies:
         fragments.append(Fragment(box=box, ref=shards.put(arrays[0] + 1, file="copy.bin"), replica=1, term=1))
         state = StateIndex(dtype=DType.FLOAT32, global_shape=(40,), fragments=tuple(fragments), overlap=Overlap.MEAN)
         write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
-        with pytest.raises(ReplicaError, match=r"copy\.bin differ, by up to 2"):
+        with pytest.raises(ReplicaError, match=r"w/weight: .*copy\.bin differ, .* 2\b"):
             ucp.convert(shards.folder, tmp_path / "out")
 
 
@@ -339,7 +342,7 @@ class TestSystem:
         return shards.folder
 
     def test_too_little_space_is_seen_before_a_byte_is_written(self, large, small_disk):
-        with pytest.raises(DestinationError, match=r"expected .* free bytes"):
+        with pytest.raises(DestinationError, match=r"[\d,]+ free bytes"):
             ucp.convert(large, small_disk / "out")
         assert not (small_disk / "out").exists()
 
@@ -349,10 +352,10 @@ class TestSystem:
         self, large, small_disk, monkeypatch, workers, layout, small_blocks
     ):
         monkeypatch.setattr(import_module("ucp.conversion.destination.disk"), "check_space", lambda *_: None)
-        with pytest.raises(DestinationError, match="no space is left; free some, then continue with --resume"):
+        with pytest.raises(DestinationError, match=r"no space .*--resume"):
             ucp.convert(large, small_disk / "out", workers=workers, layout=layout)
         assert not (small_disk / "out").exists()
-        with pytest.raises(UcpError):
+        with pytest.raises(UnknownFormatError):
             ucp.open(small_disk / "out")
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
         ucp.convert(large, small_disk / "out", resume=True, layout=layout)
@@ -366,7 +369,7 @@ class TestSystem:
 
     def test_a_write_of_nothing_is_an_error(self, source, tmp_path, monkeypatch):
         monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
-        with pytest.raises(DestinationError, match="takes no more"):
+        with pytest.raises(DestinationError, match="no more"):
             ucp.convert(source, tmp_path / "out", workers=1)
 
     def test_a_file_that_may_not_grow(self, large, tmp_path):
@@ -396,7 +399,7 @@ class TestSystem:
             return real(path, *args, **more)
 
         monkeypatch.setattr(os, "open", denied)
-        with pytest.raises(ucp.UcpError, match=r"cannot read .*exp_avg\.bin: Permission denied"):
+        with pytest.raises(SourceError, match=r"cannot read .*exp_avg\.bin: Permission denied"):
             ucp.convert(source, tmp_path / "out", workers=1)
         assert not (tmp_path / "out").exists()
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ucp.conversion.option import find_slurm_part, parse_part
@@ -22,7 +24,7 @@ def test_a_part_is_counted_from_one(asked):
     ["", "3", "0/8", "9/8", "3/0", "a/b", "-1/4", "1/2/3", (0, 8), (9, 8), (1,), 3, None, "Auto", "1.5/2", "²/3"],
 )
 def test_what_is_no_part_is_refused(asked):
-    with pytest.raises(UsageError, match="expected a part K/N"):
+    with pytest.raises(UsageError, match=f"K/N .*got {re.escape(repr(asked))}"):
         parse_part(asked)
 
 
@@ -61,12 +63,6 @@ def test_steps_in_an_array_are_parts_of_all():
     assert found == [Share(number, 12) for number in range(1, 13)]
 
 
-@pytest.mark.parametrize("own", [1, 5, 9])
-def test_an_array_with_gaps_does_not_say_which_part(own):
-    with pytest.raises(UsageError, match=r"evenly spaced.*SLURM_ARRAY_TASK_ID/N"):
-        find_slurm_part(array(own, first=1, last=9, count=3))
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -75,8 +71,9 @@ def test_an_array_with_gaps_does_not_say_which_part(own):
         ({"SLURM_PROCID": "x", "SLURM_NTASKS": "2"}, "SLURM_PROCID=x"),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "2"}, "below SLURM_NTASKS"),
         ({"SLURM_ARRAY_TASK_ID": "1"}, "no SLURM_ARRAY_TASK_MIN"),
-        (array(1, first=0, last=3, count=4, step=0), "evenly spaced"),
-        (array(7, first=0, last=3, count=4), "evenly spaced"),
+        (array(1, first=0, last=3, count=4, step=0), "index 1 among 4 from 0 to 3 in steps of 0"),
+        (array(7, first=0, last=3, count=4), "index 7 among 4 from 0 to 3 in steps of 1"),
+        *((array(own, first=1, last=9, count=3), f"index {own} among 3 from 1 to 9 ") for own in (1, 5, 9)),
     ],
 )
 def test_what_slurm_does_not_say_is_not_guessed(environment, said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from ucp.conversion.option import parse_memory
 from ucp.conversion.options import make_options
 from ucp.core.tensor import DType
 from ucp.core.topology import Topology
-from ucp.errors import UcpError, UsageError
+from ucp.errors import TopologyError, UsageError
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.bfloat16, DType.BFLOAT16, "torch.bfloat16"])
@@ -20,7 +22,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", ["float", "int32", torch.int64, None, 3])
 def test_dtypes_that_nothing_is_cast_to(dtype):
-    with pytest.raises(UsageError, match="expected STATE=DTYPE with a dtype of float64"):
+    with pytest.raises(UsageError, match=r"STATE=DTYPE .*got weight="):
         make_options(dtypes={"weight": dtype})
 
 
@@ -29,27 +31,37 @@ def test_topologies(topology):
     assert make_options(topology=topology).topology == Topology(dp=4, zero=3)
 
 
-@pytest.mark.parametrize("topology", [3, ["dp=4"], {"dp": "four"}, {"ranks": 4}, {}, ""])
-def test_topologies_that_are_none(topology):
-    with pytest.raises(UcpError, match="expected"):
+@pytest.mark.parametrize(
+    ("topology", "error", "got"),
+    [
+        (3, UsageError, "3"),
+        (["dp=4"], UsageError, r"\['dp=4'\]"),
+        ({"dp": "four"}, TopologyError, "'dp=four'"),
+        ({"ranks": 4}, TopologyError, "'ranks=4'"),
+        ({}, TopologyError, "''"),
+        ("", TopologyError, "''"),
+    ],
+)
+def test_topologies_that_are_none(topology, error, got):
+    with pytest.raises(error, match=f"got {got}"):
         make_options(topology=topology)
 
 
 @pytest.mark.parametrize("memory", ["", "lots", "-1G", "0", 0, True, 1.5, None])
 def test_memory_that_is_none(memory):
-    with pytest.raises(UsageError, match="expected an amount of memory such as 512M"):
+    with pytest.raises(UsageError, match=f"512M .*got '?{re.escape(str(memory))}"):
         parse_memory(memory)
 
 
 @pytest.mark.parametrize("name", ["drift", "zero_moments", "companions"])
 def test_choices(name):
-    with pytest.raises(UsageError, match=r"expected .* of .*; got 'perhaps'"):
+    with pytest.raises(UsageError, match="got 'perhaps'"):
         make_options(**{name: "perhaps"})
 
 
-@pytest.mark.parametrize("accept", [True, None, 3, [3], "equal"])
+@pytest.mark.parametrize("accept", [True, None, 3, [3], "equal", ["all"]])
 def test_doubts_that_are_none(accept):
-    with pytest.raises(UsageError, match="expected accept to be a list of names among equal-ranks"):
+    with pytest.raises(UsageError, match=f"equal-ranks, .*got {re.escape(repr(accept))}"):
         make_options(accept=accept)
 
 
@@ -74,5 +86,5 @@ def test_texts_that_are_none(options):
 
 
 def test_extras_of_a_diff_are_compared_or_not():
-    with pytest.raises(UsageError, match="expected extras to be True or False; got 'no'"):
+    with pytest.raises(UsageError, match=r"extras .*got 'no'"):
         ucp.diff("a", "b", extras="no")

@@ -42,24 +42,24 @@ def test_copies_need_not_tile(tmp_path):
 def test_every_term_of_a_mean_tiles(tmp_path):
     boxes, terms = [WHOLE, TOP, BOTTOM], [0, 1, 1]
     check_cover(index_of(tmp_path, boxes, overlap=Overlap.MEAN, terms=terms))
-    with pytest.raises(CoverError, match=r"\[2:4, 0:3\] of \[4, 3\]: held by nothing"):
+    with pytest.raises(CoverError, match=r"w/weight .*\[2:4, 0:3\] of \[4, 3\]: .*nothing"):
         check_cover(index_of(tmp_path, boxes[:2], overlap=Overlap.MEAN, terms=terms))
 
 
 def test_terms_without_a_mean_are_an_overlap(tmp_path):
-    with pytest.raises(CoverError, match=r"held by .*0\.bin and .*1\.bin"):
+    with pytest.raises(CoverError, match=r"0\.bin and .*1\.bin"):
         check_cover(index_of(tmp_path, [WHOLE, WHOLE], terms=[0, 1]))
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("box", [Box((3, 0), (2, 3)), Box((0,), (4,)), Box((0, 0, 0), (1, 1, 1))])
 def test_a_piece_past_the_shape_is_named(tmp_path, box, replica):
-    with pytest.raises(CoverError, match=r"w/weight .*1\.bin, lies past \[4, 3\]"):
+    with pytest.raises(CoverError, match=r"w/weight .*1\.bin, .*\[4, 3\]"):
         check_cover(index_of(tmp_path, [WHOLE, box], replicas=[0, replica]))
 
 
 def test_no_piece_at_all_is_a_hole(tmp_path):
-    with pytest.raises(CoverError, match="held by nothing"):
+    with pytest.raises(CoverError, match=r"w/weight .*\[0:4, 0:3\] of \[4, 3\]: .*nothing"):
         check_cover(index_of(tmp_path, []))
 
 

@@ -30,25 +30,22 @@ def test_bytes_of_a_reference(shape, strides, nbytes, extent, contiguous):
 
 
 @pytest.mark.parametrize(
-    ("shape", "strides"), [((2,), (1, 1)), ((-1,), (1,)), ((2,), (-1,))], ids=["dims", "shape", "strides"]
+    ("offset", "shape", "strides"),
+    [(0, (2,), (1, 1)), (0, (-1,), (1,)), (0, (2,), (-1,)), (-1, (), ())],
+    ids=["dims", "shape", "strides", "offset"],
 )
-def test_an_invalid_reference_cannot_exist(shape, strides):
-    with pytest.raises(ValueError, match="not a tensor reference"):
-        ref(shape, strides)
-
-
-def test_a_negative_offset_cannot_exist():
-    with pytest.raises(ValueError, match="not a tensor reference"):
-        TensorRef(path="f", offset=-1, dtype=DType.INT8, shape=(), strides=())
+def test_an_invalid_reference_cannot_exist(offset, shape, strides):
+    with pytest.raises(ValueError, match=rf"TensorRef\(path='f', offset={offset}, "):
+        TensorRef(path="f", offset=offset, dtype=DType.INT8, shape=shape, strides=strides)
 
 
 def test_a_tensor_in_the_index_has_the_bytes_of_its_shape():
     assert InlineTensor(data=bytes(8), dtype=DType.INT64).nbytes == 8
-    with pytest.raises(ValueError, match="do not hold"):
+    with pytest.raises(ValueError, match=r"7 bytes .*\(\) of int64"):
         InlineTensor(data=bytes(7), dtype=DType.INT64)
 
 
 def test_a_fragment_has_the_shape_of_its_box():
-    with pytest.raises(ValueError, match="stored for a box"):
+    with pytest.raises(ValueError, match=r"\(2,\) .*\(3,\)"):
         Fragment(box=Box((0,), (3,)), ref=ref((2,), (1,)))
     assert Fragment(box=Box((), ()), ref=InlineTensor(data=bytes(8), dtype=DType.INT64)).path is None

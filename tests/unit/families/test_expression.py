@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from contextlib import suppress
 
 import pytest
@@ -71,7 +72,7 @@ def test_values(text, value):
     ],
 )
 def test_what_is_not_understood_is_refused(text):
-    with pytest.raises(ExpressionError):
+    with pytest.raises(ExpressionError, match=re.escape(repr(text))):
         Expression(text)
 
 
@@ -82,22 +83,21 @@ def test_what_is_not_known_is_named(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("dim / 5", "12 is not a multiple of 5"),
+        ("dim / 5", "12 .*multiple of 5"),
         ("dim / 0", "zero"),
         ("dim % 0", "zero"),
-        ("text", "expected a whole number"),
-        ("nothing + 1", "expected a whole number"),
-        ("text < 3", "expected a whole number"),
-        ("-text", "expected a whole number"),
-        ("fc1", "expected a whole number"),
+        ("text", "64 bits for text; got a str"),
+        ("nothing + 1", "64 bits for nothing; got a NoneType"),
+        ("text < 3", "64 bits for <; got a str"),
+        ("-text", "64 bits for -; got a str"),
+        ("fc1", "64 bits for fc1; got a "),
     ],
 )
-def test_what_has_no_value_says_why(text, message):
-    with pytest.raises(ExpressionError, match=message) as raised:
+def test_what_has_no_value_says_why(text, facts):
+    with pytest.raises(ExpressionError, match=rf"^{re.escape(repr(text))}: .*{facts}"):
         Expression(text).value(VALUES)
-    assert text in str(raised.value)
 
 
 def test_names_are_those_it_may_depend_on():
@@ -127,7 +127,7 @@ def test_arithmetic_is_that_of_whole_numbers(a, b, c):
 def test_numbers_stay_sizes():
     """Products of products would soon fill the memory."""
     values: dict[str, object] = {"a": 1 << 62}
-    with pytest.raises(ExpressionError, match="whole number of 64 bits"):
+    with pytest.raises(ExpressionError, match=r"64 bits for a \* a; got one of 125 bits"):
         Expression("a * a").value(values)
     assert Expression("a + (a - 1)").value(values) == (1 << 63) - 1
 
@@ -136,5 +136,5 @@ def test_what_is_recorded_is_compared_only_where_it_is_a_number_or_text():
     nested: object = ()
     for _ in range(200):
         nested = (nested, nested)
-    with pytest.raises(ExpressionError, match="numbers or texts"):
+    with pytest.raises(ExpressionError, match=r"'a == b': .*texts"):
         Expression("a == b").value({"a": nested, "b": (nested, nested)})

@@ -96,17 +96,17 @@ class TestNames:
         ]
 
     def test_what_a_style_lacks_is_an_error(self, mcore):
-        with pytest.raises(FamilyError, match="has no name in the style 'huggingface'"):
+        with pytest.raises(FamilyError, match=r"embeddings\.weight .*no name .*'huggingface'"):
             mcore.to_style("embedding.word_embeddings.weight", "huggingface")
-        with pytest.raises(FamilyError, match=r"is 3 tensors in the style 'huggingface': .*q_proj"):
+        with pytest.raises(FamilyError, match=r"3 tensors .*'huggingface': .*q_proj"):
             family("llama").to_style("decoder.layers.0.self_attention.linear_qkv.weight", "huggingface")
-        with pytest.raises(UsageError, match=r"expected one of the naming styles mcore, te, .*; got 'bert'"):
+        with pytest.raises(UsageError, match=r"mcore, te, .*; got 'bert'"):
             mcore.to_style("embedding.word_embeddings.weight", "bert")
-        with pytest.raises(FamilyError, match="1 name has no rule"):
+        with pytest.raises(FamilyError, match=r"no rule .*\n  nothing\n"):
             mcore.to_style("nothing", "te")
 
     def test_a_name_of_several_parameters_is_not_guessed(self):
-        with pytest.raises(FamilyError, match=r"can be .*input_layernorm.* or .*norm"):
+        with pytest.raises(FamilyError, match=r"input_layernorm.* or .*norm"):
             family("mcore-hybrid").read("backbone.layers.1.norm.weight")
 
     def test_a_layer_past_the_last_is_an_extra_one(self):
@@ -171,7 +171,7 @@ class TestSizes:
 class TestMatch:
     def test_all_names_without_a_rule_are_told_at_once(self):
         names = ["decoder.layers.0.mlp.linear_fc1.weight", "a.b", "decoder.layers.0.mlp.router.weight"]
-        with pytest.raises(FamilyError, match=r"2 names have no rule in the family 'llama':\n  a.b\n  decoder.*router"):
+        with pytest.raises(FamilyError, match=r"2 names .*'llama':\n  a\.b\n  decoder.*router"):
             family("llama").match(names)
 
     def test_two_rules_for_a_name_are_told(self):
@@ -179,7 +179,7 @@ class TestMatch:
         name = "decoder.layers.0.mlp.linear_fc1.weight"
         both = [rule for rule in own.rules if rule.name.text == "decoder.layers.{layer}.mlp.linear_fc1.weight"]
         twice = replace(own, rules=tuple(replace(rule, when=None) for rule in both))
-        with pytest.raises(FamilyError, match=r"1 name has two rules .*:\n  .*linear_fc1.weight: .* and "):
+        with pytest.raises(FamilyError, match=r"two rules .*:\n  .*linear_fc1\.weight: .* and "):
             twice.match([name])
 
     def test_what_is_no_parameter_is_left_out(self, mcore):
@@ -203,7 +203,7 @@ class TestMatch:
         names = ["decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.input_layernorm.weight"]
         matches = family("mcore-gpt").match(names)
         matches[names[1]].layout(axes={"tp": 2}, global_shape=(4,))
-        with pytest.raises(FamilyError, match=r"depends on gated, which neither .* \[given\] gated = N \(--patterns\)"):
+        with pytest.raises(FamilyError, match=r"linear_fc1\.weight .*gated, .* \[given\] gated = N \(--patterns\)"):
             matches[names[0]].layout(axes={"tp": 2}, global_shape=(8, 4))
 
     def test_averaged_parameters(self):
@@ -239,18 +239,18 @@ class TestLayout:
             match.layout(axes={"tp": 2}, global_shape=(12,))
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("arguments", "facts"),
         [
-            ({"axes": {"tp": 2}, "local_shapes": [(6, 5)]}, r"expected the shapes of 2 parts \(tp=2\); got 1"),
-            ({"axes": {"tp": 2}, "local_shapes": [(6, 5), (6, 4)]}, "expected the parts of one tensor"),
-            ({"axes": {"tp": 2}, "local_shapes": [(6, 5), (5, 5)]}, "not a multiple of 2"),
-            ({"axes": {"tp": 2}, "local_shapes": [(7, 5), (3, 5)]}, "expected the parts of one tensor"),
-            ({"axes": {"tp": 2}, "global_shape": (7, 5)}, "not a multiple of 2"),
-            ({"axes": {"tp": 2}, "global_shape": ()}, "has no dim 0|not a multiple|do not add up"),
+            ({"axes": {"tp": 2}, "local_shapes": [(6, 5)]}, r"2 parts \(tp=2\); got 1"),
+            ({"axes": {"tp": 2}, "local_shapes": [(6, 5), (6, 4)]}, r"got shapes \[\[6, 5\], \[6, 4\]\]"),
+            ({"axes": {"tp": 2}, "local_shapes": [(6, 5), (5, 5)]}, "11 .*multiple of 2"),
+            ({"axes": {"tp": 2}, "local_shapes": [(7, 5), (3, 5)]}, r"got shapes \[\[7, 5\], \[3, 5\]\]"),
+            ({"axes": {"tp": 2}, "global_shape": (7, 5)}, "7 .*multiple of 2"),
+            ({"axes": {"tp": 2}, "global_shape": ()}, r"shape \(\) .*dim 0"),
         ],
     )
-    def test_what_does_not_fit_says_where_and_why(self, arguments, message):
-        with pytest.raises(FamilyError, match=message) as raised:
+    def test_what_does_not_fit_says_where_and_why(self, arguments, facts):
+        with pytest.raises(FamilyError, match=facts) as raised:
             self.layout(**arguments)
         assert self.NAME in str(raised.value)
         assert "--family" in str(raised.value)
@@ -259,7 +259,7 @@ class TestLayout:
         match = family("llama").match([self.NAME])[self.NAME]
         layout = match.layout(axes={"tp": 2}, local_shapes=[(6, 5)] * 2)
         assert match.global_shape(layout, [(6, 5)] * 2) == (12, 5)
-        with pytest.raises(FamilyError, match="expected the parts of one tensor"):
+        with pytest.raises(FamilyError, match=r"got shapes \[\[6, 5\], \[6, 6\]\]"):
             match.global_shape(layout, [(6, 5), (6, 6)])
 
 

@@ -9,7 +9,7 @@ from ucp_patterns.replicate import Replicate
 from ucp.contract import registry
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family, families, family, library
-from ucp.errors import FamilyError, UnknownFamilyError, UsageError
+from ucp.errors import FamilyError, MisfitError, UnknownFamilyError, UsageError
 from ucp.families.library import Library, choose
 from ucp.families.toml.family import read_family
 
@@ -74,7 +74,7 @@ def test_recorded_arguments_speak_against_a_family(arguments, found):
 
 def test_several_families_are_not_guessed():
     own = library_of(a=f'name = "a"\n{RULE}', b=f'name = "b"\n{RULE}')
-    with pytest.raises(UnknownFamilyError, match="may be of the families a, b; say which with --family"):
+    with pytest.raises(UnknownFamilyError, match=r"families a, b; .*--family"):
         choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})
 
 
@@ -102,23 +102,20 @@ def test_evidence_that_is_absent():
     text = 'name = "a"\n[evidence]\nnames = ["own.{layer}.w"]\nabsent = ["own.{layer}.b"]\n'
     own = library_of(a=text + RULE + '[[rule]]\nname = "own.{layer}.b"\ntp = "replicate"')
     assert choose(own.concrete(), names=["own.0.w"], shapes={}, arguments={}, axes={})[0].name == "a"
-    with pytest.raises(UnknownFamilyError, match=r"a: has own.\{layer\}.b"):
+    with pytest.raises(UnknownFamilyError, match=r"a: .*own\.\{layer\}\.b"):
         choose(own.concrete(), names=["own.0.w", "own.0.b"], shapes={}, arguments={}, axes={})
 
 
 class TestLibrary:
     def test_a_name_that_is_not_there(self):
-        with pytest.raises(
-            UsageError, match=r"expected one of the families .*; got 'LLaMa'; did you mean 'llama'\?"
-        ) as c:
+        with pytest.raises(UsageError, match=rf" {', '.join(families())}; got 'LLaMa'; .*'llama'"):
             family("LLaMa")
-        assert str(c.value).partition("; got")[0].removeprefix("expected one of the families ") == ", ".join(families())
 
     def test_a_part_of_families_cannot_be_chosen(self):
         assert library().family("mcore-mla").abstract
-        with pytest.raises(UsageError, match="'mcore-mla' is only a part that families extend"):
+        with pytest.raises(UsageError, match="'mcore-mla' is only"):
             library().get_concrete("mcore-mla")
-        with pytest.raises(UsageError, match="is only a part that families extend"):
+        with pytest.raises(UsageError, match="'mcore-mla' is only"):
             choose_family(names=["a"], options=SourceOptions(family="mcore-mla"))
 
     def test_what_is_extended_must_be_there(self):
@@ -127,7 +124,7 @@ class TestLibrary:
 
     def test_a_circle_is_told(self):
         own = library_of(a='name = "a"\nextends = ["b"]', b='name = "b"\nextends = ["a"]')
-        with pytest.raises(UsageError, match="in a circle: a -> b -> a"):
+        with pytest.raises(UsageError, match="a -> b -> a"):
             own.family("a")
 
     def test_two_files_of_one_name(self, tmp_path, monkeypatch):
@@ -137,7 +134,7 @@ class TestLibrary:
             (tmp_path / package / "x.toml").write_text(f'name = "x"\n{RULE}')
         monkeypatch.syspath_prepend(tmp_path)
         assert Library.from_packages(["first"], lambda name: Replicate).names() == ("x",)
-        with pytest.raises(UsageError, match=r"the family 'x' is defined twice, in first/x.toml and in second/x.toml"):
+        with pytest.raises(UsageError, match=r"'x' .*first/x\.toml .*second/x\.toml"):
             Library.from_packages(["first", "second"], lambda name: Replicate)
 
 
@@ -157,16 +154,16 @@ class TestOfTheUser:
     def test_a_family_that_says_otherwise_than_the_checkpoint_is_refused(self, tmp_path):
         """A gated model cut as one that is not would be silently wrong, though every name has a rule."""
         arguments = {"swiglu": True}
-        with pytest.raises(FamilyError, match=r"not of the family 'gpt': gated is 0 in the family, 1 .* \(swiglu or"):
+        with pytest.raises(MisfitError, match=r"'gpt': gated is 0 .*, 1 .*\(swiglu "):
             choose_family(names=[], arguments=arguments, options=SourceOptions(family="gpt"))
         shapes = {"decoder.layers.0.mlp.linear_fc1.weight": (8, 4), "decoder.layers.0.mlp.linear_fc2.weight": (4, 4)}
-        with pytest.raises(FamilyError, match="gated is 0 in the family, 1 in the checkpoint"):
+        with pytest.raises(MisfitError, match=r"'gpt': gated is 0 .*, 1 "):
             choose_family(names=[], shapes=shapes, options=SourceOptions(family="gpt"))
         own = self.file(tmp_path, 'name = "mine"\nextends = ["gpt"]')
         assert choose_family(names=[], arguments=arguments, options=SourceOptions(patterns=own))[0].values["gated"] == 0
 
     def test_a_name_that_is_taken(self, tmp_path):
-        with pytest.raises(UsageError, match=r"my.toml: the name 'llama' is taken by ucp_patterns/families/llama.toml"):
+        with pytest.raises(UsageError, match=r"my\.toml: .*'llama' .*ucp_patterns/families/llama\.toml"):
             library().with_file(self.file(tmp_path, 'name = "llama"'))
 
     def test_rules_in_place_of_known_ones_are_named(self, tmp_path):
@@ -198,22 +195,22 @@ class TestFilesThatAreNone:
     """What cannot be a rules file is refused at once, whatever it is."""
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "fact"),
         [
-            (b"\xff\xfe", "byte 0 is not UTF-8"),
+            (b"\xff\xfe", "byte 0 .*UTF-8"),
             (b'name="x"\ntitle="x"\nx=' + b"[" * 5000 + b"]" * 5000, "recursion"),
-            (b"#" * (5 << 20), "at most 4,194,304 bytes"),
+            (b"#" * (5 << 20), "4,194,304 bytes"),
         ],
         ids=["binary", "nested", "long"],
     )
-    def test_content(self, tmp_path, content, said):
+    def test_content(self, tmp_path, content, fact):
         (tmp_path / "rules.toml").write_bytes(content)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=fact):
             library().with_file(tmp_path / "rules.toml")
 
     @pytest.mark.parametrize("path", ["/dev/zero", "/", "/nowhere.toml"])
     def test_place(self, path):
-        with pytest.raises(UsageError, match="expected a rules file"):
+        with pytest.raises(UsageError, match=rf" {path}; "):
             library().with_file(Path(path))
 
 
@@ -226,5 +223,5 @@ def test_a_rule_that_makes_too_many_pieces_is_refused(tmp_path):
     own = library.family(name).bind(arguments={}, shapes={}, axes={"tp": 2, "ep": 2})
     (match,) = own.match(["own.0.w"]).values()
     match.layout(axes={"tp": 2}, global_shape=(2048, 2))
-    with pytest.raises(FamilyError, match="at most 65,536 pieces of a tensor on a rank"):
+    with pytest.raises(FamilyError, match="65,536 pieces"):
         match.layout(axes={"tp": 2, "ep": 2}, global_shape=(2048, 2))

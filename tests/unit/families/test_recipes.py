@@ -184,17 +184,17 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     shards = Shards(tmp_path)
     q, k = cut(shards, Q, "rows"), cut(shards, K, "rows")
     lacking = make_index(tmp_path, {("q", "weight"): q, ("q", "exp_avg"): q, ("k", "weight"): k})
-    with pytest.raises(MissingStateError, match="q with the states weight, exp_avg and of k with weight"):
+    with pytest.raises(MissingStateError, match=r"q .*weight, exp_avg .*k with weight:"):
         apply_recipes(lacking, {"qkv": joined()})
     index = make_index(tmp_path, {("q", "weight"): q, ("k", "weight"): k})
     apart = replace(index, groups=(ParamGroup(params=("q",), hyper={}), ParamGroup(params=("k",), hyper={})))
-    with pytest.raises(UnsupportedError, match="different parameter groups of the optimizer: q, k"):
+    with pytest.raises(UnsupportedError, match=r"parameter groups .*: q, k"):
         apply_recipes(apart, {"qkv": joined()})
     half = replace(k, dtype=DType.BFLOAT16)
-    with pytest.raises(UnsupportedError, match=r"differ in kind or type .*bfloat16"):
+    with pytest.raises(UnsupportedError, match=r"q and k, .*bfloat16"):
         apply_recipes(make_index(tmp_path, {("q", "weight"): q, ("k", "weight"): half}), {"qkv": joined()})
     flat = make_index(tmp_path, {("q", "weight"): q, ("q", "row"): cut(shards, Q[:, :3], "rows")})
-    with pytest.raises(UnsupportedError, match="row has another shape than the parameter"):
+    with pytest.raises(UnsupportedError, match=r"q, .*--exclude '\*/row'"):
         apply_recipes(flat, {"turned": permute_view("q", (8, 4), (8, 4), (1, 0), 2)})
 
 
@@ -202,8 +202,12 @@ def test_no_element_is_lost_or_taken_twice(tmp_path: Path) -> None:
     shards = Shards(tmp_path)
     index = make_index(tmp_path, {("q", "weight"): cut(shards, Q, "rows"), ("k", "weight"): cut(shards, K, "rows")})
     half = TensorRecipe((4, 4), (RegionPair.strided(Box((0, 0), (4, 4)), "q", (0, 0), (0, 1), (1, 1)),))
-    for made in ({"a": half}, {"a": half, "b": half, "c": half}, {"a": TensorRecipe((12, 4), joined().patches[:3])}):
-        with pytest.raises(UnsupportedError, match="keep every element exactly once"):
+    for made, facts in (
+        ({"a": half}, "q: 16 of its 32 "),
+        ({"a": half, "b": half, "c": half}, "q: 48 of its 32 "),
+        ({"a": TensorRecipe((12, 4), joined().patches[:3])}, r"a \[12, 4\]: q, k "),
+    ):
+        with pytest.raises(UnsupportedError, match=facts):
             apply_recipes(index, made)
 
 

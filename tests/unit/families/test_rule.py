@@ -75,21 +75,21 @@ def test_grouped_experts_are_looked_at_as_their_memory_is():
 
 
 @pytest.mark.parametrize(
-    ("alias", "shapes", "message"),
+    ("alias", "shapes", "facts"),
     [
-        (Alias(names=("q", "k"), groups=Expression("4")), [(8,), (6,)], "4 groups do not divide the lengths"),
-        (Alias(names=("q", "k")), [(8,)], "expected the shapes of q, k; got 1"),
-        (Alias(names=("qkv",), blocks=(3, 3)), [(8,)], "are 6 long, not 8"),
+        (Alias(names=("q", "k"), groups=Expression("4")), [(8,), (6,)], r"4 groups .*\[8, 6\] of q, k"),
+        (Alias(names=("q", "k")), [(8,)], "q, k; got 1"),
+        (Alias(names=("qkv",), blocks=(3, 3)), [(8,)], "6 long, not 8"),
         (Alias(names=("q",), groups=Expression("0")), [(8,)], "0 groups"),
     ],
 )
-def test_what_does_not_join_says_so(alias, shapes, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_does_not_join_says_so(alias, shapes, facts):
+    with pytest.raises(ValueError, match=facts):
         alias.locate_parts(shapes, {})
 
 
 def test_a_view_of_other_elements_is_refused():
-    with pytest.raises(ValueError, match="cannot be viewed"):
+    with pytest.raises(ValueError, match=r"w of shape \[4, 4\] .* \[3, 5\]"):
         Alias(names=("w",), view=(3, -1)).elements((4, 4), {})
 
 

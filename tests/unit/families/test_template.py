@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -49,7 +50,7 @@ def test_other_names_are_not_its(text, name):
 
 @pytest.mark.parametrize("text", ["a.{}", "a.{Layer}", "a.{layer", "a.layer}", "a.{layer+}", "{l}.{l}", "a.{layer-1}"])
 def test_other_braces_are_a_mistake(text):
-    with pytest.raises(ValueError, match=r"fields like|occurs twice"):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
         Template(text)
 
 

@@ -97,61 +97,64 @@ def test_the_header_is_read_on_its_own():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("name = ", r"my\.toml: expected a TOML file of rules; Invalid value"),
-        ("title = 'x'", "my.toml: Object missing required field `name`"),
-        ("name = 'x'\nnmae = 'y'", "unknown field `nmae`"),
+        ("name = ", r"my\.toml: .*Invalid value"),
+        ("title = 'x'", r"my\.toml: .*`name`"),
+        ("name = 'x'\nnmae = 'y'", "`nmae`"),
         ("name = 'x'\nabstract = 1", r"got `int` - at `\$\.abstract`"),
         ("name = 'x'\norder = 'y'", r"got `str` - at `\$\.order`"),
         ("name = 'x'\nrule = 3", r"got `int` - at `\$\.rule`"),
-        ("name = 'x'\n[[rule]]\nname = 'a.{'\ntp = 'replicate'", r"rule\[0\]: expected fields like"),
-        ("name = 'x'\n[[rule]]\nname = 'a'\nxp = 'replicate'", r"rule\[0\]: .*unknown field `xp`"),
-        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'shart'", r"rule\[0\]: tp: expected one of the patterns; got 'shart'"),
+        ("name = 'x'\n[[rule]]\nname = 'a.{'\ntp = 'replicate'", r"rule\[0\]: .*got 'a\.\{'"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\nxp = 'replicate'", r"rule\[0\]: .*`xp`"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'shart'", r"rule\[0\]: tp: .*'shart'"),
         ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 3", r"rule\[0\]: .*got `int` - at `\$\.tp`"),
         ("name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 'k' }", "tp: dim: Expected `int`"),
         ("name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = -3 }", "tp: dim: Expected `int` >= 0"),
         (
             "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 0, blocks = ['1 +'] }",
-            r"rule\[0\]: tp: expected an expression .*got '1 \+'",
+            r"rule\[0\]: tp: .*got '1 \+'",
         ),
         (
             "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dm = 0 }",
-            r"rule\[0\]: tp: the pattern 'shard' does not take these options",
+            r"rule\[0\]: tp: .*'shard' .*'dim'",
         ),
         (
             "name = 'x'\n[[rule]]\nname = 'a'\ntp = { pattern = 'shard', dim = 0, blocks = ['wdith'] }",
-            r"expected names under \[sizes\] or \[given\], for a; got \['wdith'\]",
+            r"\[given\], for a; got \['wdith'\]",
         ),
-        ("name = 'x'\n[[rule]]\nname = 'a'\nwhen = 'a b'\ntp = 'replicate'", r"rule\[0\]: expected an expression"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\nwhen = 'a b'\ntp = 'replicate'", r"rule\[0\]: .*'a b'"),
         ("name = 'x'\n[[rule]]\nname = 'a'\npadded = true\ntp = 'replicate'", r"got `bool` - at `\$\.padded`"),
-        ("name = 'x'\n[[rule]]\nname = 'a'\ntp = 'replicate'\nalias = { te = 'b' }", r"expected styles.*got \['te'\]"),
-        ("name = 'x'\n[style.a]\nlike = 'b'", r"style: a: like: expected a style that is described; got \['b'\]"),
+        (
+            "name = 'x'\n[[rule]]\nname = 'a'\ntp = 'replicate'\nalias = { te = 'b' }",
+            r"styles .*for a; got \['te'\]",
+        ),
+        ("name = 'x'\n[style.a]\nlike = 'b'", r"style: a: like: .*\['b'\]"),
         ("name = 'x'\n[given]\na = 'b'", r"got `str` - at `\$\.given"),
-        ("name = 'x'\ndrop = ['a']", r"drop: expected templates of rules that are extended; got \['a'\]"),
-        ("name = 'x'\n[alias.te]\na = 'b'", r"alias: expected templates of rules; got \['a'\]"),
-        ("name = 'x'\n[alias.te]\na = 'b{'", r"alias: te: a: expected fields like"),
-        ("name = 'x'\n[evidence]\nname = ['a']", r"unknown field `name` - at `\$\.evidence`"),
-        ("name = 'x'\n[[tied]]\nname = 'a'", r"missing required field `to` - at `\$\.tied\[0\]`"),
-        ("name = 'x'\n[[repeat]]\nrules = 'a'", r"repeat: expected rules and as"),
-        ("name = 'x'\n[style.a]\nlike = 'a'", r"style: a: like: .*in a circle; got \['a', 'a'\]"),
-        ("name = 'x'\n[style.a]\nlike = 'b'\n[style.b]\nlike = 'a'", r"in a circle; got \['a', 'b', 'a'\]"),
-        ("name = 'x'\n[sizes]\na = 'min()'", r"expected one number or more for min\(\)"),
-        (f"name = 'x'\n[given]\na = {'9' * 5000}", "my.toml: expected a TOML file of rules"),
+        ("name = 'x'\ndrop = ['a']", r"drop: .*\['a'\]"),
+        ("name = 'x'\n[alias.te]\na = 'b'", r"alias: .*\['a'\]"),
+        ("name = 'x'\n[alias.te]\na = 'b{'", r"alias: te: a: .*'b\{'"),
+        ("name = 'x'\n[evidence]\nname = ['a']", r"`name` - at `\$\.evidence`"),
+        ("name = 'x'\n[[tied]]\nname = 'a'", r"`to` - at `\$\.tied\[0\]`"),
+        ("name = 'x'\n[[repeat]]\nrules = 'a'", r"repeat: .*\{'rules': 'a'\}"),
+        ("name = 'x'\n[style.a]\nlike = 'a'", r"style: a: like: .*\['a', 'a'\]"),
+        ("name = 'x'\n[style.a]\nlike = 'b'\n[style.b]\nlike = 'a'", r"style: a: like: .*\['a', 'b', 'a'\]"),
+        ("name = 'x'\n[sizes]\na = 'min()'", r"for min\(\) "),
+        (f"name = 'x'\n[given]\na = {'9' * 5000}", r"my\.toml: .*digits"),
         (f"name = 'x'\n[given]\na = 0x{'f' * 5000}", r"at `\$\.given"),
-        ("name = 'x'\n[[rule]]\nname = 'a'\n[[repeat]]\nrules = 'a'\nas = '{'", "expected fields like"),
+        ("name = 'x'\n[[rule]]\nname = 'a'\n[[repeat]]\nrules = 'a'\nas = '{'", r"got '\{'"),
         (
             "name = 'x'\n[[rule]]\nname = 'a'\n[rule.alias]\nmcore = { name = 'b', order = [0, 0] }",
-            "order: expected every dim once",
+            r"order: .*\[0, 0\]",
         ),
     ],
 )
-def test_mistakes_are_named_with_their_place(text, message):
-    with pytest.raises(UsageError, match=message):
+def test_mistakes_are_named_with_their_place(text, facts):
+    with pytest.raises(UsageError, match=facts):
         family(text)
 
 
 def test_names_that_a_style_writes_are_names():
     own = family("name = 'x'\n[[rule]]\nname = 'aaaaaaaaaa'\n[style.s]\nlike = 'mcore'\n[style.s.rewrite]\na = '{'")
-    with pytest.raises(UsageError, match=r"my.toml: style: s: rewrite: a: expected fields like"):
+    with pytest.raises(UsageError, match=r"my\.toml: style: s: rewrite: a: .*got '.*\{"):
         own.read("a")

@@ -53,12 +53,12 @@ def test_short_reads_are_continued(path: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1025), (1024, 1), (5000, 1), (-1, 1), (0, -1)])
 def test_past_the_end_is_malformed(path: str, offset: int, nbytes: int) -> None:
-    with open_source(path) as file, pytest.raises(MalformedError, match="the file ends at 1024"):
+    with open_source(path) as file, pytest.raises(MalformedError, match=f"{nbytes} bytes at {offset}; .* 1024:"):
         file.read(offset, nbytes)
 
 
 def test_filling_past_the_end_is_malformed(path: str) -> None:
-    with open_source(path) as file, pytest.raises(MalformedError, match="truncated"):
+    with open_source(path) as file, pytest.raises(MalformedError, match=r"1 bytes at 1024; .* 1024:"):
         file.read_into([memoryview(bytearray(1020)), memoryview(bytearray(5))], 0)
 
 
@@ -67,48 +67,42 @@ def test_a_file_that_shrank_is_malformed(tmp_path: Path) -> None:
     name.write_bytes(DATA)
     with open_source(str(name)) as file:
         os.truncate(name, 10)
-        with pytest.raises(MalformedError, match="truncated"):
+        with pytest.raises(MalformedError, match=f"{name} .*truncated"):
             file.read(0, 1024)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match=r"nothing is there"):
-        open_source(str(tmp_path / "x"))
-    with pytest.raises(MissingFileError):
-        open_source(str(tmp_path / "folder" / "x"))
+    for name in ("x", "folder/x"):
+        with pytest.raises(MissingFileError, match=f"{tmp_path}/{name}; "):
+            open_source(str(tmp_path / name))
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(MalformedError, match="a special file"):
+    with pytest.raises(MalformedError, match=f"special .*{tmp_path}/pipe"):
         open_source(str(tmp_path / "pipe"))
-    with pytest.raises(MalformedError, match="a folder"):
+    with pytest.raises(MalformedError, match=f"folder .*{tmp_path}$"):
         open_source(str(tmp_path))
 
 
 def test_names_that_no_file_can_have() -> None:
-    with pytest.raises(SourceError, match="expected the name of a file"):
+    with pytest.raises(SourceError, match=r"'a\\x00b'"):
         open_source("a\0b")
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    for index in (0, 2):
-        (tmp_path / f"x.pt-{index}.4").write_bytes(b"")
-    with pytest.raises(MissingFileError, match=r"(?s)x\.pt-1\.4.*x\.pt-3\.4"):
-        open_source(str(tmp_path / "x.pt"))
-
-
-def test_parts_of_two_runs_are_refused(tmp_path: Path) -> None:
-    for name in ("x.pt-0.1", "x.pt-0.2", "x.pt-1.2"):
+@pytest.mark.parametrize(
+    ("names", "error", "facts"),
+    [
+        (["x.pt-0.4", "x.pt-2.4"], MissingFileError, r"/x\.pt-1\.4\n.*/x\.pt-3\.4$"),
+        (["x.pt-0.1", "x.pt-0.2", "x.pt-1.2"], MalformedError, r"\[1, 2\]"),
+        (["x.pt-0.2", "x.pt-1.2", "x.pt-2.2"], MalformedError, "part 2 of 2"),
+    ],
+    ids=["missing", "of two runs", "past the count"],
+)
+def test_parts_that_are_not_those_of_one_file(names: list[str], error: type, facts: str, tmp_path: Path) -> None:
+    for name in names:
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(MalformedError, match=r"\[1, 2\]"):
-        open_source(str(tmp_path / "x.pt"))
-
-
-def test_a_part_past_the_count_is_refused(tmp_path: Path) -> None:
-    for index in (0, 1, 2):
-        (tmp_path / f"x.pt-{index}.2").write_bytes(b"")
-    with pytest.raises(MalformedError, match="part 2 of 2"):
+    with pytest.raises(error, match=facts):
         open_source(str(tmp_path / "x.pt"))
 
 

@@ -15,22 +15,21 @@ def test_what_is_json_is_read(document: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "facts"),
     [
-        (b"", "it is empty"),
-        (b" \n", "it is empty"),
-        (b"{", "it goes wrong at line 1, column 2"),
-        (b'{\n "a": 1,\n}', "it goes wrong at line 3, column 1"),
-        (b'{"a": 1} x', "it goes wrong at line 1, column 10"),
-        (b'"\xff"', "byte 1 is not UTF-8 text"),
-        (b"[" * 100_000, "it is nested too deeply to be read"),
-        (b"9" * 5000, "a number in it has thousands of digits"),
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"{", "line 1, column 2$"),
+        (b'{\n "a": 1,\n}', "line 3, column 1$"),
+        (b'{"a": 1} x', "line 1, column 10$"),
+        (b'"\xff"', "byte 1 .*UTF-8"),
+        (b"[" * 100_000, "nested"),
+        (b"9" * 5000, "digits"),
     ],
 )
-def test_what_is_not_says_where(text: bytes, said: str) -> None:
-    with pytest.raises(NotJson) as caught:
+def test_what_is_not_says_where(text: bytes, facts: str) -> None:
+    with pytest.raises(NotJson, match=facts):
         parsed(text)
-    assert str(caught.value) == said
 
 
 def test_objects_become_what_is_asked_for() -> None:
@@ -55,11 +54,11 @@ class TestTyped:
             (b'{"a": [1, 2.5]}', r"got `float` - at `\$\[...\]\[1\]`"),
             (b'{"a": [true]}', r"got `bool` - at `\$\[...\]\[0\]`"),
             (b'{"a": 3}', r"got `int` - at `\$\[...\]`"),
-            (b'{"a": ["\\ud800"]}', "surrogates not allowed"),
+            (b'{"a": ["\\ud800"]}', "surrogates"),
             (b'{"a": [NaN]}', r"got `float`"),
-            (b'{"a": [1', "it goes wrong at line 1, column 9"),
-            (b'{"a": [1]} x', "it goes wrong at line 1, column 12"),
-            (b"\xff", "byte 0 is not UTF-8"),
+            (b'{"a": [1', "line 1, column 9$"),
+            (b'{"a": [1]} x', "line 1, column 12$"),
+            (b"\xff", "byte 0 .*UTF-8"),
             (b'{"a": ' + b"[" * 100_000, "got `array`"),
         ],
     )

@@ -44,5 +44,5 @@ def test_a_file_in_parts_is_one(tmp_path):
 def test_what_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         size_and_time(str(tmp_path / "nope"))
-    with pytest.raises(MissingFileError):
+    with pytest.raises(MissingFileError, match="/nope"):
         identity_of(str(tmp_path / "nope"))

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ucp.core.tensor import DType, contiguous_strides
-from ucp.errors import MalformedError, UcpError, UnsupportedError
+from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.safetensors import layout_safetensors, read_header
 
 DTYPES = [dtype for dtype in DType if dtype != DType.COMPLEX128]
@@ -81,7 +81,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
 def test_names_that_cannot_be(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="expected names"):
+    with pytest.raises(ValueError, match=f"got '{names[-1]}'$"):
         layout_safetensors([(name, DType.INT8, ()) for name in names])
 
 
@@ -91,37 +91,37 @@ def entry(first: int, stop: int, shape: object = None, dtype: str = "U8") -> dic
 
 
 @pytest.mark.parametrize(
-    ("header", "words"),
+    ("header", "facts"),
     [
         ({"a": entry(0, 2), "b": entry(1, 4)}, "overlap"),
         ({"a": entry(0, 2), "b": entry(3, 4)}, "hole"),
         ({"a": entry(1, 4)}, "hole"),
-        ({"a": entry(0, 3)}, "expected .* bytes; got"),
-        ({"a": entry(0, 5)}, "expected .* bytes; got"),
+        ({"a": entry(0, 3)}, "71 bytes; got 72"),
+        ({"a": entry(0, 5)}, "73 bytes; got 72"),
         ({"a": entry(0, 4, [2])}, "got 4 bytes"),
         ({"a": entry(4, 0, [4])}, "got -4 bytes"),
-        ({"a": entry(0, 4, [-4])}, "dtype, shape and data_offsets"),
-        ({"a": entry(0, 4, [4.0])}, "dtype, shape and data_offsets"),
-        ({"a": entry(0, 4, [True] * 2)}, "dtype, shape and data_offsets"),
-        ({"a": entry(0, 4, [1] * 65)}, "dtype, shape and data_offsets"),
-        ({"a": entry(0, 4, [2**70])}, "dtype, shape and data_offsets"),
-        ({"a": {"dtype": "U8", "shape": [4]}}, "dtype, shape and data_offsets"),
-        ({"a": 3}, "dtype, shape and data_offsets"),
-        ({"__metadata__": {"a": 1}}, "text to text"),
-        ({"__metadata__": []}, "text to text"),
-        ([], "a JSON object"),
+        ({"a": entry(0, 4, [-4])}, "data_offsets of 'a'; got "),
+        ({"a": entry(0, 4, [4.0])}, "data_offsets of 'a'; got "),
+        ({"a": entry(0, 4, [True] * 2)}, "data_offsets of 'a'; got "),
+        ({"a": entry(0, 4, [1] * 65)}, "data_offsets of 'a'; got "),
+        ({"a": entry(0, 4, [2**70])}, "data_offsets of 'a'; got "),
+        ({"a": {"dtype": "U8", "shape": [4]}}, "data_offsets of 'a'; got "),
+        ({"a": 3}, "data_offsets of 'a'; got "),
+        ({"__metadata__": {"a": 1}}, "__metadata__"),
+        ({"__metadata__": []}, "__metadata__"),
+        ([], "got a list"),
         (b'{"a":1,"a":2}', "'a' twice"),
         (b'{"a":%(a)s,"a":%(a)s}' % {b"a": b'{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'}, "'a' twice"),
         (b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', "'dtype' twice"),
         (b'{"__metadata__":{"a":"1","a":"2"},"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', "'a' twice"),
-        (b"{", "header of JSON"),
-        (b"\xff\xfe", "header of JSON"),
-        (b"[" * 100_000, "header of JSON"),
-        (b'{"a":' + b"9" * 5000 + b"}", "header of JSON"),
+        (b"{", "header of JSON; "),
+        (b"\xff\xfe", "header of JSON; "),
+        (b"[" * 100_000, "header of JSON; "),
+        (b'{"a":' + b"9" * 5000 + b"}", "header of JSON; "),
     ],
 )
-def test_headers_that_cannot_be(header: object, words: str, tmp_path: Path) -> None:
-    with pytest.raises(MalformedError, match=words):
+def test_headers_that_cannot_be(header: object, facts: str, tmp_path: Path) -> None:
+    with pytest.raises(MalformedError, match=facts):
         read_header(written(tmp_path / "x.safetensors", header, b"1234"))
 
 
@@ -138,7 +138,7 @@ NESTED = (500_000).to_bytes(8, "little") + b'{"a":' * 100_000
 def test_other_files(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
-    with pytest.raises(MalformedError):
+    with pytest.raises(MalformedError, match=r"/x\.safetensors: "):
         read_header(str(path))
 
 
@@ -148,5 +148,5 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     data = path.read_bytes()
     for stop in range(len(data)):
         path.write_bytes(data[:stop])
-        with pytest.raises(UcpError):
+        with pytest.raises(MalformedError, match=r"/x\.safetensors: "):
             read_header(str(path))

@@ -208,17 +208,17 @@ def test_the_checkpoint_may_be_named_by_the_environment(saved, monkeypatch):
     saved.check(net)
 
 
-def test_a_checkpoint_must_be_named(monkeypatch):
+@pytest.mark.parametrize("environment", [{}, {ENVIRONMENT: ""}], ids=["unset", "empty"])
+def test_a_checkpoint_must_be_named(monkeypatch, environment):
     monkeypatch.delenv(ENVIRONMENT, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="UCP_CHECKPOINT"):
-        load_into(Net())
-    monkeypatch.setenv(ENVIRONMENT, "")
-    with pytest.raises(UsageError, match="expected a checkpoint"):
         load_into(Net())
 
 
 def test_the_topology_must_be_that_of_the_group(saved):
-    with pytest.raises(UsageError, match="expected a topology of 1 rank"):
+    with pytest.raises(UsageError, match=r"1 rank, .*; got dp=2, .* 2\. "):
         load_into(Net(), "dp=2", checkpoint=saved.path)
     load_into(Net(), "dp=1,zero=0", checkpoint=saved.path)
 
@@ -259,17 +259,17 @@ def test_what_does_not_fit_may_be_left_as_it_is(saved):
 
 
 def test_a_checkpoint_of_something_else_is_refused_even_so(saved):
-    with pytest.raises(LoadError, match=r"has a name of the model; nothing was loaded:(.*\n)+pass rename=FUNCTION"):
+    with pytest.raises(LoadError, match=r":(.*\n)+.*rename=FUNCTION"):
         load_into(nn.Linear(3, 3), checkpoint=saved.path, strict=False)
     net = nn.Module()
     net.turned = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(LoadError, match=r"fits the model(.*\n)+.*turned has shape \[4, 4\] in the model and \[3, 5\]"):
+    with pytest.raises(LoadError, match=r"\n.*turned .*\[4, 4\] .*\[3, 5\]"):
         load_into(net, checkpoint=saved.path, strict=False)
 
 
 @pytest.mark.parametrize("switch", ["strict", "verify"])
 def test_switches_are_true_or_false(saved, switch):
-    with pytest.raises(UsageError, match=f"expected {switch} to be True or False; got 'no'"):
+    with pytest.raises(UsageError, match=f"{switch} .*; got 'no'"):
         load_into(nn.Linear(3, 3), checkpoint=saved.path, **{switch: "no"})
 
 
@@ -392,7 +392,7 @@ def test_an_optimizer_that_keeps_no_states_needs_none(tmp_path):
     optimizer = optim.SGD(net.parameters(), lr=1.0)
     load_into(net, checkpoint=path, optimizer=optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.25
-    with pytest.raises(LoadError, match="holds no optimizer states"):
+    with pytest.raises(LoadError, match="without optimizer="):
         load_into(net, checkpoint=path, optimizer=optim.AdamW(net.parameters()))
 
 
@@ -413,7 +413,7 @@ def test_a_step_that_float32_does_not_hold_is_refused_before_anything_is_written
 def test_a_function_that_fails_is_named(saved):
     with pytest.raises(UsageError, match=r"rename\('turned'\) failed: ZeroDivisionError"):
         load_into(Net(), checkpoint=saved.path, rename=lambda name: name * (1 // 0))
-    with pytest.raises(UsageError, match=r"to return a name; got None"):
+    with pytest.raises(UsageError, match=r"rename\('turned'\) .*; got None"):
         load_into(Net(), checkpoint=saved.path, rename=lambda name: None)
 
 

@@ -18,7 +18,7 @@ from ucp.conversion.arguments import CompareArguments, ConvertArguments
 from ucp.conversion.options import OPTIONS, ConvertOptions, make_options
 from ucp.conversion.prepare import prepare
 from ucp.core.tensor import TensorRef
-from ucp.errors import MissingLibraryError, UcpError, UsageError
+from ucp.errors import IdleOptionError, MissingLibraryError, TopologyError, UsageError
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 ZERO1 = {"to": "deepspeed", "topology": "dp=2,zero=1", "exclude": ["counter"]}
@@ -44,7 +44,7 @@ def test_tensors_ask_for_torch_only_when_they_are_read(source, monkeypatch):
     checkpoint = ucp.open(source)
     name = next(iter(checkpoint.atoms))
     for asked in (lambda: checkpoint.read(name, "weight"), lambda: checkpoint.atoms[name].dtype("weight")):
-        with pytest.raises(MissingLibraryError, match=r"expected torch, .*pip install 'universal-checkpoint\[torch\]'"):
+        with pytest.raises(MissingLibraryError, match=r"'universal-checkpoint\[torch\]'"):
             asked()
 
 
@@ -73,10 +73,14 @@ def test_a_plan_is_what_a_conversion_does(source, tmp_path):
 
 
 def test_what_is_refused_is_refused_before(source, tmp_path):
-    for asked in ({"to": "deepspeed", "topology": "tp=2,zero=1"}, {"include": "nothing"}, {"family": "llama"}):
-        with pytest.raises(UcpError) as early:
+    for asked, error in (
+        ({"to": "deepspeed", "topology": "tp=2,zero=1"}, TopologyError),
+        ({"include": "nothing"}, UsageError),
+        ({"family": "llama"}, IdleOptionError),
+    ):
+        with pytest.raises(error) as early:
             ucp.plan(source, **asked)
-        with pytest.raises(type(early.value)) as late:
+        with pytest.raises(error) as late:
             ucp.convert(source, tmp_path / "out", **asked)
         assert str(early.value) == str(late.value)
 
@@ -91,15 +95,15 @@ def test_what_is_planned_is_what_is_prepared(source):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"to": None}, "expected the argument 'to' to be text; got None"),
-        ({"layout": None}, "expected the argument 'layout' to be text; got None"),
-        ({"optimizer": "adam"}, "expected optimizer to be zero; got 'adam'"),
-        ({"dtypes": "weight=bfloat16"}, r"expected dtypes by state, as in \{'weight': 'bfloat16'\}; got 'weight=bf"),
-        ({"dtypes": {"weight": float}}, "expected STATE=DTYPE with a dtype of float64, "),
-        ({"settings": ["a=b"]}, r"expected settings by name, .* each a text or a number; got \['a=b'\]"),
-        ({"settings": {"moe_layer_freq": [0, 1]}}, r"expected settings by name, .* got \{'moe_layer_freq': \[0, 1"),
-        ({"include": None}, r"expected globs over names as text, as in \['\*/weight'\]; got None"),
-        ({"exclude": [1]}, r"expected globs over names as text, as in \['\*/weight'\]; got \[1\]"),
+        ({"to": None}, "'to' .*; got None"),
+        ({"layout": None}, "'layout' .*; got None"),
+        ({"optimizer": "adam"}, "optimizer .*zero; got 'adam'"),
+        ({"dtypes": "weight=bfloat16"}, "expected dtypes .*; got 'weight=bf"),
+        ({"dtypes": {"weight": float}}, "STATE=DTYPE .*got weight="),
+        ({"settings": ["a=b"]}, r"expected settings .*; got \['a=b'\]"),
+        ({"settings": {"moe_layer_freq": [0, 1]}}, r"expected settings .* got \{'moe_layer_freq': \[0, 1"),
+        ({"include": None}, "expected globs .*; got None"),
+        ({"exclude": [1]}, r"expected globs .*; got \[1\]"),
     ],
 )
 def test_arguments_of_another_type_are_told(source, asked, said):
@@ -129,7 +133,7 @@ class TestCheckpoint:
     def test_regions_that_are_none(self, source, region):
         checkpoint = ucp.open(source)
         name = next(name for name, atom in checkpoint.atoms.items() if len(atom.global_shape) == 2)
-        with pytest.raises(ValueError, match=r"is not inside|slices with steps of 1"):
+        with pytest.raises(ValueError, match=re.escape(str(region))):
             checkpoint.read(name, "weight", region)
 
     def test_it_shows_what_it_is(self, source):
@@ -194,11 +198,11 @@ def test_a_checkpoint_is_a_mapping_of_names_to_atoms():
     assert len(checkpoint) == len(checkpoint.index.atoms)
     name, atom = next(iter(checkpoint.items()))
     assert name in checkpoint
-    assert "no such name" not in checkpoint
+    assert "nope" not in checkpoint
     assert checkpoint[name] == atom
     assert checkpoint[name].states[0] == "weight"
-    with pytest.raises(KeyError, match="no parameter 'no such name'"):
-        checkpoint["no such name"]
+    with pytest.raises(KeyError, match="no parameter 'nope'"):
+        checkpoint["nope"]
 
 
 def test_the_state_that_is_read_is_the_weight_unless_another_is_named():
@@ -217,7 +221,7 @@ def test_a_state_dict_has_every_weight_and_tied_names_share_their_tensor():
         assert tensors[name] is tensors[stored]
     for name in checkpoint:
         assert torch.equal(tensors[name], checkpoint.read(name))
-    with pytest.raises(KeyError, match="no parameter has a state 'exp_avg'; the states are weight"):
+    with pytest.raises(KeyError, match=r"'exp_avg'; .* weight"):
         checkpoint.state_dict("exp_avg")
 
 

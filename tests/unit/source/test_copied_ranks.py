@@ -12,7 +12,7 @@ import torch
 import ucp
 from ucp.core.index import Doubt, Fragment, StateIndex
 from ucp.core.region import Box
-from ucp.errors import MalformedError, UsageError
+from ucp.errors import MalformedError
 from ucp.io.torch_file.archive import read_archive
 from ucp.source.copied_ranks import find_copied_ranks
 from ucp.testing.handmade import make_index
@@ -85,15 +85,13 @@ def test_it_is_refused_unless_it_is_accepted(tmp_path):
         lambda: ucp.convert(path, tmp_path / "out"),
         lambda: ucp.load_into(model, checkpoint=path, strict=False),
     ):
-        with pytest.raises(MalformedError, match=r"(?s)hold the same bytes.*go on with --accept equal-ranks") as caught:
+        with pytest.raises(MalformedError, match="--accept equal-ranks") as caught:
             refused()
         assert caught.value.__notes__ == ["In Python: --accept is accept=..."]
     assert not (tmp_path / "out").exists()
     (warning,) = ucp.convert(path, tmp_path / "out", accept=["equal-ranks"], workers=1, verify=True).warnings
     assert "hold the same bytes" in warning
     assert any("hold the same bytes" in note for note in ucp.diff(path, tmp_path / "out").notes)
-    with pytest.raises(UsageError, match="expected accept to be a list of names among equal-ranks, missing-layers"):
-        ucp.plan(path, accept=["all"])
 
 
 class Ranks:

@@ -26,9 +26,9 @@ def test_another_shape_of_as_many_elements_is_refused(tmp_path, reshape):
     model, optimizer = save(source, reshape)
     (doubt,) = ucp.inspect(source).doubts
     assert (doubt.kind, "weight: exp_avg has the shape " in doubt.text) == ("moment-shapes", True)
-    with pytest.raises(MalformedError, match=r"expected moments in the shapes of their parameters"):
+    with pytest.raises(MalformedError, match="--accept moment-shapes"):
         ucp.plan(source, to="dcp")
-    with pytest.raises(MalformedError, match=r"the parameter \[6, 4\]"):
+    with pytest.raises(MalformedError, match=r"weight: .*exp_avg .*\[6, 4\]"):
         ucp.load_into(model, source, optimizer=optimizer)
     assert ucp.plan(source, to="dcp", accept=["moment-shapes"]).warnings
 

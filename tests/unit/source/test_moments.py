@@ -48,9 +48,7 @@ def spike(at: int) -> np.ndarray:
 
 def test_all_zero_is_refused_with_the_way_on(made):
     index = made(exp_avg=ZEROS, exp_avg_sq=ZEROS)
-    with pytest.raises(
-        MalformedError, match="every element of exp_avg, exp_avg_sq is zero for all 2 trained parameters"
-    ) as caught:
+    with pytest.raises(MalformedError, match=r"exp_avg, exp_avg_sq is zero .* 2 ") as caught:
         check_moments(index, ZeroMoments.ERROR)
     assert "--exclude '*/exp_avg' --exclude '*/exp_avg_sq'" in str(caught.value)
     assert "--zero-moments keep" in str(caught.value)
@@ -122,7 +120,7 @@ def test_steps_of_the_run_where_no_other_is_recorded(made):
     index = made(step=None, momentum_buffer=ZEROS)
     for step in (0, None):
         check_moments(replace(index, step=step), ZeroMoments.ERROR)
-    with pytest.raises(MalformedError, match="every element of momentum_buffer"):
+    with pytest.raises(MalformedError, match=r"momentum_buffer is zero .* 2 "):
         check_moments(replace(index, step=4), ZeroMoments.ERROR)
 
 
@@ -134,14 +132,14 @@ def test_a_run_that_took_no_step_has_none_to_show(step, skipped, is_fine, made):
         check_moments(index, ZeroMoments.ERROR)
         assert describe_zero_moments(index) is None
     else:
-        with pytest.raises(MalformedError, match="as steps were taken"):
+        with pytest.raises(MalformedError, match=r"exp_avg is zero .* 2 "):
             check_moments(index, ZeroMoments.ERROR)
 
 
 def test_a_part_is_judged_by_the_whole(made):
     whole = made(exp_avg=ZEROS)
     part = replace(whole, atoms={"a": whole.atoms["a"]})
-    with pytest.raises(MalformedError, match="all 2 trained parameters"):
+    with pytest.raises(MalformedError, match=r"exp_avg is zero .* 2 "):
         check_moments(whole, ZeroMoments.ERROR, selection=part)
     bare = {name: replace(atom, states={"weight": atom.states["weight"]}) for name, atom in whole.atoms.items()}
     check_moments(whole, ZeroMoments.ERROR, selection=replace(whole, atoms=bare))
@@ -170,7 +168,7 @@ def test_a_moment_that_cannot_be_read_is_no_proof(made, tmp_path):
     states = {**index.atoms["a"].states, "exp_avg": replace(state, fragments=(lost,))}
     index = replace(index, atoms={**index.atoms, "a": replace(index.atoms["a"], states=states)})
     assert describe_zero_moments(index) is not None
-    with pytest.raises(MalformedError, match="every element"):
+    with pytest.raises(MalformedError, match=r"exp_avg, exp_avg_sq is zero .* 2 "):
         check_moments(index, ZeroMoments.ERROR)
 
 

@@ -129,7 +129,7 @@ def test_a_load_goes_by_the_same_states_and_the_same_choice(tmp_path):
     run, other = Run(), Run(steps=2)
     source = run.save_dcp(tmp_path / "source", scheduler=run.schedule, critic={"schedule": other.schedule})
     fresh = Run(steps=0)
-    with pytest.raises(LoadError, match=r"several states fit it: app\.scheduler, app\.critic\.schedule\. Choose one"):
+    with pytest.raises(LoadError, match=r": app\.scheduler, app\.critic\.schedule\. "):
         ucp.load_into(fresh.model, source, scheduler=fresh.scheduler)
     report = ucp.load_into(
         fresh.model, source, scheduler=fresh.scheduler, settings={"scheduler": "app.critic.schedule"}
@@ -142,10 +142,10 @@ def test_what_the_user_says_of_the_step_overrides_what_the_optimizer_counts(tmp_
     source = Run().save_file(tmp_path / "all.pt")
     ucp.convert(source, tmp_path / "zero", to="deepspeed", topology="dp=1,zero=1", settings={"step": "12"})
     assert (tmp_path / "zero" / "latest").read_text() == "global_step12"
-    with pytest.raises(UsageError, match="expected --set step as a whole number; got late"):
+    with pytest.raises(UsageError, match=r"--set step .*got late"):
         ucp.plan(source, to="dcp", settings={"step": "late"})
     said = Run().save_file(tmp_path / "said.pt", step=3)
-    with pytest.raises(UsageError, match="that its step is 3: drop --set step=4"):
+    with pytest.raises(UsageError, match="3: drop --set step=4"):
         ucp.plan(said, to="dcp", settings={"step": "4"})
 
 

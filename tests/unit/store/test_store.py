@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 
@@ -148,7 +149,7 @@ def test_a_name_too_long_for_a_folder_is_refused_before_anything_is_written(tmp_
     shards = Shards(tmp_path / "source")
     states = {(own, "weight"): shards.whole(np.arange(3, dtype="int32")) for own in ("short", name)}
     write_checkpoint(make_index(shards.folder, states))
-    with pytest.raises(DestinationError, match=r"(?s)got 1 that cannot:.*drop --layout per-parameter"):
+    with pytest.raises(DestinationError, match=r"(?s)got 1 .*--layout per-parameter"):
         ucp.convert(shards.folder, tmp_path / "out", layout="per-parameter")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
     ucp.convert(shards.folder, tmp_path / "out")
@@ -165,7 +166,7 @@ def test_names_that_are_no_text_are_refused_together(tmp_path, memory_format, op
     states = {own: shards.whole(np.arange(3, dtype="int32")) for own in names.get(where, [("w", "weight")])}
     index = make_index(shards.folder, states)
     memory_format.index = replace(index, aliases={one: "w", two: "w"}) if where == "alias" else index
-    with pytest.raises(DestinationError, match=r"got 2 names with lone surrogates") as caught:
+    with pytest.raises(DestinationError, match=r"got 2 names .*surrogates") as caught:
         ucp.convert(shards.folder, tmp_path / "out", **options)
     str(caught.value).encode()
     assert "'a\\ud800b'" in str(caught.value)
@@ -179,7 +180,7 @@ def test_names_that_are_one_when_joined_are_told_apart_or_refused(tmp_path, opti
     states = {own: shards.whole(np.full(3, at, dtype="int32")) for at, own in enumerate(names)}
     write_checkpoint(make_index(shards.folder, states))
     if options in ({}, {"layout": "packed"}):
-        with pytest.raises(DestinationError, match=r"(?s)same name .* 1 time:\n  'a/b/c'\n.*--layout per-parameter"):
+        with pytest.raises(DestinationError, match=r" 1 .*:\n  'a/b/c'\n.*--layout per-parameter"):
             ucp.convert(shards.folder, tmp_path / "out", **options)
         assert [p.name for p in tmp_path.iterdir()] == ["source"]
     else:
@@ -321,23 +322,23 @@ def test_an_extra_stored_twice_is_malformed(tmp_path, memory_format):
     del document["xxh3"]
     document["extras"] *= 2
     (tmp_path / "out" / "ucp.json").write_text(json.dumps(document))
-    with pytest.raises(MalformedError, match="stored twice"):
+    with pytest.raises(MalformedError, match=r"'e' .*twice"):
         ucp.open(tmp_path / "out")
 
 
 class TestOptions:
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("options", "facts"),
         [
-            ({"layout": "flat"}, "has the layouts packed, per-parameter, virtual; got 'flat'"),
-            ({"topology": "dp=2"}, "rank-independent"),
-            ({"layout": "per-parameter", "compress": True}, "--compress needs the packed layout"),
-            ({"virtual": True, "dtypes": {"weight": "bfloat16"}}, "--dtype cannot cast them"),
+            ({"layout": "flat"}, "packed, per-parameter, virtual; got 'flat'"),
+            ({"topology": "dp=2"}, "--topology"),
+            ({"layout": "per-parameter", "compress": True}, "--compress .*per-parameter"),
+            ({"virtual": True, "dtypes": {"weight": "bfloat16"}}, "virtual .*--dtype"),
             ({"dtypes": {"momentum": "bfloat16"}}, "momentum"),
         ],
     )
-    def test_those_that_do_not_go_together(self, source, tmp_path, options, message):
-        with pytest.raises(UsageError, match=message):
+    def test_those_that_do_not_go_together(self, source, tmp_path, options, facts):
+        with pytest.raises(UsageError, match=facts):
             ucp.convert(source, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
 
@@ -421,7 +422,7 @@ class TestDamage:
     def test_a_manifest_that_is_gone_is_named(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out")
         (tmp_path / "out" / "ucp.json").unlink()
-        with pytest.raises(MissingFileError, match=r"expected a file at .*ucp\.json"):
+        with pytest.raises(MissingFileError, match=r"/out/ucp\.json"):
             ucp.open(tmp_path / "out")
 
 
@@ -516,9 +517,9 @@ class TestForgedManifests:
         ucp.convert(source, tmp_path / "out")
         return tmp_path / "out"
 
-    def refused(self, out, message):
+    def refused(self, out, facts):
         for verb in (ucp.open, ucp.plan, lambda path: ucp.convert(path, out.parent / "dst")):
-            with pytest.raises(MalformedError, match=message):
+            with pytest.raises(MalformedError, match=facts):
                 verb(out)
         assert not (out.parent / "dst").exists()
 
@@ -530,7 +531,7 @@ class TestForgedManifests:
         ucp.convert(shards.folder, tmp_path / "out")
         (tmp_path / "out" / link).rename(tmp_path / "elsewhere")
         (tmp_path / "out" / link).symlink_to(tmp_path / "elsewhere")
-        self.refused(tmp_path / "out", f"got a link at .*{link}")
+        self.refused(tmp_path / "out", f"link at .*{link}")
 
     def test_a_link_to_a_whole_store_is_the_store(self, out, tmp_path):
         (tmp_path / "link").symlink_to(out)
@@ -546,7 +547,7 @@ class TestForgedManifests:
     def test_paths_that_leave_the_store(self, out, tmp_path, path):
         named = path.format(tmp_path)
         rewrite(out, lambda manifest: manifest["files"][0].update(path=named))
-        self.refused(out, "inside the store")
+        self.refused(out, rf"store .*out; got {re.escape(repr(named))}")
 
     def test_a_virtual_store_needs_an_identity_of_every_file(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out", virtual=True)
@@ -565,7 +566,7 @@ class TestForgedManifests:
     def test_a_weight_has_the_shape_of_its_parameter(self, source, tmp_path):
         ucp.convert(source, tmp_path / "out", compress=True)
         rewrite(tmp_path / "out", lambda manifest: manifest["atoms"]["embed"]["shape"].reverse())
-        self.refused(tmp_path / "out", r"expected a weight of the parameter's shape")
+        self.refused(tmp_path / "out", r"embed: .*weight .*; got ")
 
     def test_groups_and_tied_names_of_nothing(self, out):
         def edit(manifest):
@@ -573,7 +574,7 @@ class TestForgedManifests:
             manifest["aliases"] = {"tied": "no one"}
 
         rewrite(out, edit)
-        with pytest.raises(MalformedError, match=r"(?s)group: nobody.*tied: tied = no one.*in several groups: embed"):
+        with pytest.raises(MalformedError, match=r"(?s)group: nobody\n.*tied = no one\n.*groups: embed\n"):
             ucp.convert(out, out.parent / "dst")
         assert "nobody" in ucp.verify(out).problems[0]
 
@@ -585,13 +586,13 @@ class TestForgedManifests:
         ucp.convert(shards.folder, tmp_path / "out")
         with (tmp_path / "out" / name).open("r+b") as file:
             file.truncate(20 << 30)
-        self.refused(tmp_path / "out", "expected a document of at most 1,073,741,824 bytes")
+        self.refused(tmp_path / "out", rf"1,073,741,824 bytes in .*{name}; got 21,474,836,480")
 
     def test_a_manifest_too_long_to_be_read_is_not_written(self, tmp_path, memory_format, monkeypatch):
         shards = Shards(tmp_path / "source")
         memory_format.index = make_index(shards.folder, {("w", "weight"): shards.whole(np.arange(9, dtype="int32"))})
         monkeypatch.setattr(import_module("ucp.store.manifest"), "LONGEST", 400)
-        with pytest.raises(DestinationError, match=r"at most 400 bytes; got .*drop --virtual"):
+        with pytest.raises(DestinationError, match=r"400 bytes; got .*--virtual"):
             ucp.convert(shards.folder, tmp_path / "out", virtual=True)
         assert not (tmp_path / "out").exists()
 

@@ -94,7 +94,7 @@ class TestReads:
     def test_a_file_cut_short_is_malformed(self, shards, gatherer):
         ref = shards.put(np.zeros((4, 4), "float32"))
         (shards.folder / "shard.bin").write_bytes(bytes(60))
-        with pytest.raises(MalformedError, match=r"shard\.bin is truncated"):
+        with pytest.raises(MalformedError, match=r"4 bytes at 60; .*/shard\.bin "):
             read(gatherer, state_of(ref, shape=(4, 4)))
 
 
@@ -209,5 +209,5 @@ class TestEncodedBlocks:
         row = TensorRef(
             path=str(tmp_path / "pack.zst"), offset=0, dtype=DType.FLOAT32, shape=(1, 4), strides=(4, 1), **ref
         )
-        with pytest.raises(CorruptError):
+        with pytest.raises(CorruptError, match=r"/pack\.zst\b"):
             read(gatherer, state_of(row, shape=(1, 4)))

@@ -41,7 +41,7 @@ def test_tensors_end_to_end(ref: TensorRef) -> None:
 
 
 def test_ranges_outside_are_refused(ref: TensorRef) -> None:
-    with Prober() as prober, pytest.raises(ValueError, match="elements 20:25 of a tensor of 24"):
+    with Prober() as prober, pytest.raises(ValueError, match=r"20:25 .* 24"):
         prober.window(ref, 20, 25)
 
 
@@ -54,7 +54,7 @@ def test_encoded_tensors_are_decoded(tmp_path: Path) -> None:
     long = TensorRef(**place, codec_start=16, dtype=DType.FLOAT32, shape=(21,), strides=(1,))
     with Prober() as prober:
         assert prober.window(own, 1, 4) == VALUES.flatten()[5:8].numpy().tobytes()
-        with pytest.raises(CorruptError, match="block of 100 bytes or more at 2; got 96"):
+        with pytest.raises(CorruptError, match=r"100 bytes .* at 2; got 96"):
             prober.window(long, 0, 21)
 
 

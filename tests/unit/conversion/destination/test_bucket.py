@@ -221,9 +221,9 @@ def test_objects_that_changed_are_written_again(interrupted, memory, tmp_path):
 
 
 def test_an_unfinished_conversion_is_not_begun_over_by_accident(interrupted, memory, tmp_path):
-    with pytest.raises(DestinationError, match=rf"last written by process {os.getpid()} on .*--resume.*--overwrite"):
+    with pytest.raises(DestinationError, match=rf"process {os.getpid()} on .*--resume.*--overwrite"):
         converted(interrupted, tmp_path, **TARGETS["dcp"])
-    with pytest.raises(DestinationError, match=r"(?s)begun from another.*target: dcp then, ucp now"):
+    with pytest.raises(DestinationError, match=r"target: dcp then, ucp now"):
         converted(interrupted, tmp_path, resume=True)
     with pytest.raises(IncompleteError):
         ucp.convert(f"{DST}/__0_0.distcp", tmp_path / "out")
@@ -237,7 +237,7 @@ def test_what_others_put_into_an_unfinished_one(asked, interrupted, memory, tmp_
     """Readers would take it for a part of what is completed beside it."""
     memory.fs.pipe_file(f"{DST}/__9_9.distcp", b"x")
     before = objects(memory)
-    with pytest.raises(DestinationError, match=r"(?s)1 file that ucp did not write there.*__9_9"):
+    with pytest.raises(DestinationError, match=r"1 file .*\n +__9_9"):
         converted(interrupted, tmp_path, **asked)
     assert objects(memory) == before
     memory.fs.rm_file(f"{DST}/__9_9.distcp")
@@ -253,18 +253,18 @@ def test_one_that_began_between_two_looks(memory, scratch, source, monkeypatch):
         memory.fs.pipe_file(f"{DST}/.ucp-partial/conversion.json", b"{}")
 
     monkeypatch.setattr(bucket, "forget", meanwhile)
-    with pytest.raises(DestinationError, match="has just begun"):
+    with pytest.raises(DestinationError, match="just begun"):
         converted(source, scratch)
 
 
 def test_a_finished_one_is_replaced_only_when_asked(memory, scratch, source, tmp_path, small):
     converted(source, scratch)
-    with pytest.raises(DestinationError, match="not empty; choose another folder, or pass --overwrite"):
+    with pytest.raises(DestinationError, match=r"not empty; .*--overwrite"):
         converted(source, scratch, **TARGETS["torch"])
     with pytest.raises(DestinationError, match="made differently"):
         converted(source, scratch, resume=True, **TARGETS["torch"])
     memory.fs.pipe_file(f"{DST}/mine", b"x")
-    with pytest.raises(DestinationError, match=r"(?s)1 file that ucp did not write there.*mine"):
+    with pytest.raises(DestinationError, match=r"1 file .*\n +mine"):
         converted(source, scratch, overwrite=True, **TARGETS["torch"])
     memory.fs.rm_file(f"{DST}/mine")
     converted(source, scratch, overwrite=True, **TARGETS["torch"])
@@ -277,7 +277,7 @@ def test_who_comes_later_takes_the_place(memory, scratch, source, small):
         def advance(self, nbytes):
             memory.fs.pipe_file(f"{DST}/.ucp-partial/owner", b"another")
 
-    with pytest.raises(DestinationError, match="began after this one"):
+    with pytest.raises(DestinationError, match="began after"):
         converted(source, scratch, observer=Other())
     assert ".ucp-partial/owner" in objects(memory), "it is the other's now: nothing is removed"
 
@@ -294,7 +294,7 @@ def test_objects_that_somebody_else_replaced(memory, scratch, source, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(bucket.BucketDestination, "finish", meanwhile)
-        with pytest.raises(DestinationError, match=r"(?s)1 object below .* changed after they were uploaded.*packs/"):
+        with pytest.raises(DestinationError, match=r"1 object .*\n +packs/"):
             converted(source, scratch)
     ucp.convert(source, tmp_path / "disk", fsync=False)
     converted(source, scratch, resume=True)
@@ -306,7 +306,7 @@ def test_one_at_a_time_on_a_machine(memory, scratch, source):
         said = ""
 
         def advance(self, nbytes):
-            with pytest.raises(DestinationError, match=rf"is running on this machine: process {os.getpid()} on"):
+            with pytest.raises(DestinationError, match=rf"process {os.getpid()} on .*{scratch}"):
                 converted(source, scratch, resume=True)
 
     converted(source, scratch, observer=Again())
@@ -322,7 +322,7 @@ def test_two_that_begin_at_once(memory, scratch, source, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(bucket, "read_mark", meanwhile)
-    with pytest.raises(DestinationError, match="has just begun"):
+    with pytest.raises(DestinationError, match="just begun"):
         converted(source, scratch)
 
 
@@ -343,9 +343,7 @@ def test_a_scratch_folder_that_is_too_small(memory, scratch, source, monkeypatch
     bucket = import_module("ucp.conversion.destination.bucket")
     free = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(bucket.shutil, "disk_usage", lambda _: free)
-    with pytest.raises(
-        DestinationError, match=r"expected [\d,]+ free bytes for .* got 1,000.*--scratch or UCP_SCRATCH"
-    ):
+    with pytest.raises(DestinationError, match=r"[\d,]+ free bytes .* 1,000.*--scratch or UCP_SCRATCH"):
         converted(source, scratch)
     assert not objects(memory)
 
@@ -358,7 +356,7 @@ def test_a_scratch_disk_that_is_full(memory, scratch, source, monkeypatch, small
 
     with monkeypatch.context() as patch:
         patch.setattr(bucket, "create_file", full)
-        with pytest.raises(DestinationError, match=r"--scratch names another folder\): no space is left"):
+        with pytest.raises(DestinationError, match=r"--scratch .*no space"):
             converted(source, scratch)
     assert not list(scratch.iterdir())
     converted(source, scratch, resume=True)
@@ -367,7 +365,7 @@ def test_a_scratch_disk_that_is_full(memory, scratch, source, monkeypatch, small
 
 def test_the_environment_names_the_scratch_folder(memory, scratch, source, monkeypatch):
     monkeypatch.setenv("UCP_SCRATCH", str(scratch / "absent"))
-    with pytest.raises(DestinationError, match="create it first"):
+    with pytest.raises(DestinationError, match=f"folder at {scratch}/absent"):
         ucp.convert(source, DST)
     with pytest.raises(UsageError, match="drop --scratch"):
         ucp.convert(source, scratch / "out", scratch=scratch)
@@ -384,9 +382,9 @@ def test_what_a_killed_run_left_in_scratch_is_removed(memory, scratch, source):
 
 
 def test_stores_that_are_only_read(scratch, source):
-    with pytest.raises(UsageError, match="which is read-only"):
+    with pytest.raises(UsageError, match="read-only"):
         converted(source, scratch, dst="hf://owner/model")
-    with pytest.raises(UsageError, match="expected the URL of a bucket"):
+    with pytest.raises(UsageError, match="s3://bucket/run; got memory://"):
         converted(source, scratch, dst="memory://")
 
 

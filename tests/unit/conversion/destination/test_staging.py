@@ -62,14 +62,14 @@ def test_what_was_begun_otherwise_says_how(staging):
     assert "target: ucp then, deepspeed now" in said
     assert "topology: by default then, dp=2 now" in said
     assert "source:" not in said
-    with pytest.raises(DestinationError, match="files of the source: others than then"):
+    with pytest.raises(DestinationError, match="than then"):
         begun(staging, fingerprint="g", resume=True, source="/a", target="ucp")
 
 
 def test_a_conversion_that_runs_is_not_called_unfinished(staging, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("ucp.conversion.destination.staging"), "_MOMENT", 0.1)
     begun(staging)
-    with pytest.raises(BusyError, match=rf"process {os.getpid()} on .* writes it now") as caught:
+    with pytest.raises(BusyError, match=rf"process {os.getpid()} on ") as caught:
         begun(Staging(tmp_path / "out"))
     assert "--overwrite" not in str(caught.value)
     assert "--resume" not in str(caught.value)
@@ -83,7 +83,7 @@ def test_a_lock_that_names_nobody(staging, tmp_path, monkeypatch):
     begun(staging)
     for text in ("", "{", "[]", "{}"):
         (staging.folder / "lock").write_text(text)
-        with pytest.raises(BusyError, match="a process that left no name"):
+        with pytest.raises(BusyError, match="no name"):
             begun(Staging(tmp_path / "out"), resume=True)
 
 
@@ -147,9 +147,9 @@ def test_only_the_same_conversion_is_complete(staging, text):
 def test_a_damaged_mark_is_neither_believed_nor_replaced(staging, text):
     staging.dst.mkdir()
     (staging.dst / MARK).write_text(text, errors="surrogatepass")
-    with pytest.raises(DestinationError, match="is damaged"):
+    with pytest.raises(DestinationError, match=f"{MARK} is damaged"):
         is_complete(staging.dst, "f")
-    with pytest.raises(DestinationError, match="is damaged"):
+    with pytest.raises(DestinationError, match=f"{MARK} is damaged"):
         begun(staging, overwrite=True)
 
 
@@ -187,7 +187,7 @@ class TestLinks:
         link.unlink(missing_ok=True)
         link.symlink_to(target)
         before = {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))}
-        with pytest.raises(DestinationError, match=f"expected no link in {staging.folder}"):
+        with pytest.raises(DestinationError, match=f"link in {staging.folder}"):
             begun(staging, **how)
         assert {path: path.is_file() and path.read_text() for path in sorted(elsewhere.rglob("*"))} == before
         assert link.is_symlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 from dataclasses import replace
@@ -99,15 +100,9 @@ class TestWhatIsMissing:
             ucp.convert(source, dst, finalize=True)
         said = str(caught.value)
         total = sum(len(own) for own in map(bytes, (data,)))
-        assert f"of the conversion to {dst} are missing" in said
-        assert "part 2/4: " in said
-        assert "it was never run" in said
-        assert "part 3/4: " in said
-        assert "it was cut off on" in said
-        assert "part 4/4: 1 task of" in said
-        assert "it ran to its end, but its files no longer hold what it wrote" in said
+        reasons = r"\n +part 2/4: .*never run\n +part 3/4: .*cut off.*\n +part 4/4: 1 task .*no longer"
+        assert re.search(f" to {dst} .*:{reasons}.*\n.* --part 2/4, --part 3/4, --part 4/4 .*--finalize", said)
         assert "part 1/4" not in said
-        assert "--part 2/4, --part 3/4, --part 4/4 in place of --finalize" in said
         assert noted
         assert done.nbytes_written < total
         assert partial(dst).exists()
@@ -118,13 +113,13 @@ class TestWhatIsMissing:
         assert tree(dst) == wanted
 
     def test_nothing_at_all(self, source, dst):
-        with pytest.raises(UnfinishedError, match="first run its parts"):
+        with pytest.raises(UnfinishedError, match="--part 1/N, "):
             ucp.convert(source, dst, finalize=True)
         assert not partial(dst).exists()
 
     def test_what_one_run_left(self, source, dst, wanted):
         run_until(150, source, dst)
-        with pytest.raises(UnfinishedError, match="with --resume in place of --finalize"):
+        with pytest.raises(UnfinishedError, match=r"--resume .*--finalize"):
             ucp.convert(source, dst, finalize=True)
 
 
@@ -148,7 +143,7 @@ class TestBesideOtherRuns:
     @pytest.mark.parametrize("options", [{}, {"finalize": True}, {"resume": True}, {"overwrite": True}])
     def test_what_needs_the_place_for_itself_is_refused(self, source, dst, running, options):
         before = tree(partial(dst))
-        with pytest.raises(BusyError, match=rf"(?s)1 part of the conversion .*part 1/2 on .*process {os.getpid()}"):
+        with pytest.raises(BusyError, match=rf"1 part .*\n +part 1/2 on .*process {os.getpid()}"):
             ucp.convert(source, dst, **options)
         assert tree(partial(dst)) == before
 
@@ -195,12 +190,12 @@ class TestAfterwards:
         assert not partial(dst).exists()
 
     def test_another_conversion_does_not_replace_it_unasked(self, source, dst, finished):
-        with pytest.raises(DestinationError, match="finished conversion, made differently"):
+        with pytest.raises(DestinationError, match=r"made differently:\n +compress"):
             ucp.convert(source, dst, part="1/2", compress=True)
         before = tree(dst)
         ucp.convert(source, dst, part="1/1", compress=True, overwrite=True, workers=1)
         assert tree(dst) == before
-        with pytest.raises(DestinationError, match="finished conversion, made differently"):
+        with pytest.raises(DestinationError, match=r"made differently:\n +compress"):
             ucp.convert(source, dst, finalize=True, compress=True)
         ucp.convert(source, dst, finalize=True, compress=True, overwrite=True)
         assert (dst / "packs" / "00000.zst").exists()
@@ -225,9 +220,7 @@ class TestWhatDoesNotGoTogether:
         before = tree(partial(dst))
         plans = len(list(partial(dst).glob("plan-*")))
         for asked in ({"part": "2/2"}, {"finalize": True}):
-            with pytest.raises(
-                DestinationError, match=r"(?s)dtypes: by default then, weight=float16 now.*remove \S+partial"
-            ):
+            with pytest.raises(DestinationError, match=r"(?s)dtypes: .*weight=float16 now.*remove \S+partial"):
                 ucp.convert(source, dst, dtypes={"weight": "float16"}, **asked)
         after = tree(partial(dst))
         assert {name: after[name] for name in before} == before
@@ -237,7 +230,7 @@ class TestWhatDoesNotGoTogether:
         src = shutil.copytree(FIXTURES / "deepspeed" / "z1-dp4-bf16" / "checkpoint", tmp_path / "copy")
         ucp.convert(src, dst, part="1/2")
         os.utime(next(src.rglob("*optim_states.pt")))
-        with pytest.raises(DestinationError, match="files of the source: others than then"):
+        with pytest.raises(DestinationError, match="than then"):
             ucp.convert(src, dst, part="2/2")
 
     @pytest.mark.parametrize("again", [{"finalize": True}, {"resume": True}, {"part": "1/1"}])
@@ -251,7 +244,7 @@ class TestWhatDoesNotGoTogether:
         _write_rules(rules, a="x", b="y")
         ucp.convert(src, dst, part="1/1", **asked)
         _write_rules(rules, a="y", b="x")
-        with pytest.raises(DestinationError, match="a file of --rename"):
+        with pytest.raises(DestinationError, match="--rename"):
             ucp.convert(src, dst, **again, **asked)
         _write_rules(rules, a="x", b="y")
         ucp.convert(src, dst, finalize=True, **asked)
@@ -261,7 +254,7 @@ class TestWhatDoesNotGoTogether:
 
     @pytest.mark.parametrize("more", [{"finalize": True}, {"verify": True}])
     def test_options_of_the_end_and_a_part(self, source, dst, more):
-        with pytest.raises(UsageError, match="for when all parts are done"):
+        with pytest.raises(UsageError, match=f"--{next(iter(more))} .*drop --part"):
             ucp.convert(source, dst, part="1/2", **more)
 
     @pytest.mark.parametrize("asked", [{"finalize": True}, {"resume": True}, {"part": "1/2"}])
@@ -272,12 +265,12 @@ class TestWhatDoesNotGoTogether:
         journal = partial(dst) / "journal.jsonl"
         journal.unlink() if is_gone else journal.write_text("garb")
         before = {name: data for name, data in tree(partial(dst)).items() if "data" in name or "parts" in name}
-        with pytest.raises(DestinationError, match=r"journal.jsonl is damaged or missing.*Remove"):
+        with pytest.raises(DestinationError, match=rf"journal\.jsonl .*Remove {partial(dst)}"):
             ucp.convert(source, dst, **asked)
         assert before.items() <= tree(partial(dst)).items()
 
     @pytest.mark.parametrize(
-        ("asked", "said"), [({"part": "2/2"}, "run this part again"), ({"finalize": True}, "run --finalize again")]
+        ("asked", "said"), [({"part": "2/2"}, "this part"), ({"finalize": True}, "--finalize again")]
     )
     def test_a_full_disk(self, source, dst, small_blocks, monkeypatch, asked, said):
         for number in (1, 2):
@@ -288,7 +281,7 @@ class TestWhatDoesNotGoTogether:
 
         monkeypatch.setattr(Staging, "join", full)
         monkeypatch.setattr(Staging, "open", full)
-        with pytest.raises(DestinationError, match=f"no space is left; free some, then {said}"):
+        with pytest.raises(DestinationError, match=f"no space .*{said}"):
             ucp.convert(source, dst, **asked)
 
     def test_links_in_the_place(self, source, dst, tmp_path, small_blocks):
@@ -296,7 +289,7 @@ class TestWhatDoesNotGoTogether:
         (tmp_path / "elsewhere").mkdir()
         shutil.rmtree(partial(dst) / "parts")
         (partial(dst) / "parts").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(DestinationError, match="expected no link"):
+        with pytest.raises(DestinationError, match=f"link in {partial(dst)}"):
             ucp.convert(source, dst, part="2/2")
 
 
@@ -342,10 +335,10 @@ def test_copies_that_differ(tmp_path, dst, small_blocks):
     state = StateIndex(dtype=DType.FLOAT32, global_shape=array.shape, fragments=tuple(pieces))
     write_checkpoint(make_index(shards.folder, {("w", "weight"): state}))
     for number in (1, 2, 1):
-        with pytest.raises(ReplicaError, match="copies that should be equal"):
+        with pytest.raises(ReplicaError, match="w/weight"):
             ucp.convert(shards.folder, dst, part=(number, 2), workers=1)
     assert partial(dst).exists(), "others may be at work"
-    with pytest.raises(ReplicaError):
+    with pytest.raises(ReplicaError, match="w/weight"):
         ucp.convert(shards.folder, dst, finalize=True)
     assert not partial(dst).exists()
     in_parts(shards.folder, dst, 2, drift="first")

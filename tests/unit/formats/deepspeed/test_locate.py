@@ -42,14 +42,14 @@ def test_a_tag_may_be_nested_but_not_leave_the_folder(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("a/b")
     assert locate_native(tmp_path).root == tmp_path / "a" / "b"
     (save / "latest").write_text("../outside")
-    with pytest.raises(MalformedError, match="latest to name a checkpoint"):
+    with pytest.raises(MalformedError, match=r"/latest .*'../outside'"):
         require_folder(locate_native(save), save)
 
 
 def test_a_pointer_that_is_no_text_says_so(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     (tmp_path / "latest").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(MalformedError, match="got what cannot be read as text"):
+    with pytest.raises(MalformedError, match=r"(?s)/latest .*text.*global_step5"):
         require_folder(locate_native(tmp_path), tmp_path)
 
 
@@ -65,7 +65,7 @@ def test_several_tags_without_latest_are_listed(tmp_path: Path) -> None:
 def test_a_latest_that_names_nothing_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
     native(tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step9")
-    with pytest.raises(MalformedError, match=r"names none(.|\n)*global_step5"):
+    with pytest.raises(MalformedError, match=r"(?s)'global_step9'.*global_step5"):
         require_folder(locate_native(tmp_path), tmp_path)
     assert locate_native(tmp_path / "global_step5").root == tmp_path / "global_step5"
 

@@ -61,6 +61,4 @@ def test_a_buffer_laid_out_in_an_unknown_way(tmp_path: Path, fake_run) -> None:
     run = fake_run(1, 2, groups=({"a": (6,), "b": (2,)},))
     buffer = torch.arange(8, dtype=torch.bfloat16)
     run.models[0]["module"] |= {"b": buffer[:2], "a": buffer[2:], "head": buffer[2:]}
-    message = refusal(run.save(tmp_path))
-    assert "a: module has another offset" in message
-    assert "report it" in message
+    assert "\n  a: module " in refusal(run.save(tmp_path))

@@ -95,10 +95,10 @@ def twice(key: str) -> Callable[[Any], None]:
 def test_a_common_state_that_is_missing_is_told_with_all_else(damaged: Callable[..., Path]) -> None:
     root = damaged()
     (root / "common.pt").unlink()
-    with pytest.raises(MissingFileError, match=r"expected common\.pt in .*or the object common_state"):
+    with pytest.raises(MissingFileError, match=r"common\.pt in .*common_state"):
         read(root)
     (root / "__0_0.distcp").unlink()
-    with pytest.raises(MissingFileError, match=r"(?s)__0_0\.distcp.*expected common\.pt"):
+    with pytest.raises(MissingFileError, match=r"(?s)__0_0\.distcp.*common\.pt"):
         read(root)
     report = ucp.verify(root)
     assert not report.ok
@@ -111,7 +111,7 @@ def test_something_else_in_place_of_the_common_state(
     root = damaged()
     (root / "common.pt").unlink()
     make(root / "common.pt")
-    with pytest.raises(MalformedError, match=r"(?s)expected a (regular )?file.*common\.pt"):
+    with pytest.raises(MalformedError, match=r"/common\.pt"):
         read(root)
 
 
@@ -151,18 +151,13 @@ def test_any_nan_is_the_copy_of_any_nan(damaged: Callable[..., Path], case: str)
     assert "exp_avg" in index.atoms[norms[2]].states
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_layers", -1), ("num_layers", 10**18), ("num_query_groups", -2)])
-def test_sizes_of_no_model(damaged: Callable[..., Path], name: str, value: int) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{"num_layers": 10**18}, {"num_query_groups": -2}, {"num_layers": -1, "padded_vocab_size": -4}]
+)
+def test_sizes_of_no_model_are_told_together(damaged: Callable[..., Path], sizes: dict[str, int]) -> None:
     root = damaged()
-    change_common(root, **{name: value})
-    with pytest.raises(MalformedError, match=rf"(?s)expected sizes of a model.*{name}: {value}\n"):
-        read(root)
-
-
-def test_all_sizes_of_no_model_are_told_together(damaged: Callable[..., Path]) -> None:
-    root = damaged()
-    change_common(root, num_layers=-1, padded_vocab_size=-4)
-    with pytest.raises(MalformedError, match=r"num_layers: -1\n  padded_vocab_size: -4"):
+    change_common(root, **sizes)
+    with pytest.raises(MalformedError, match="".join(rf"\n  {name}: {value}" for name, value in sizes.items()) + "\n"):
         read(root)
 
 
@@ -176,7 +171,7 @@ def test_a_dim_that_no_chunk_bears_out(damaged: Callable[..., Path], shape: tupl
 
     root = damaged()
     change_metadata(root, change)
-    with pytest.raises(MalformedError, match="means 4,611,686,018,427,387,904 tensors; its chunks have"):
+    with pytest.raises(MalformedError, match="4,611,686,018,427,387,904 tensors; "):
         read(root)
 
 
@@ -185,7 +180,7 @@ def test_a_parameter_that_lacks_a_state_of_others(damaged: Callable[..., Path], 
     root = damaged()
     change_metadata(root, without(f"optimizer.state.{state}.{FC2}"))
     lacks = "master" if state == "param" else state
-    with pytest.raises(MalformedError, match=rf"4 parameters lack some:\n  decoder.layers.0.mlp.*: {lacks}\n"):
+    with pytest.raises(MalformedError, match=rf"4 parameters .*\n  decoder\.layers\.0\.mlp.*: {lacks}\n"):
         read(root)
 
 
@@ -202,14 +197,14 @@ def test_a_legacy_parameter_that_lacks_a_state_of_others(damaged: Callable[..., 
     saved = load(file)
     del saved["optimizer"]["optimizer"]["state"][2]["exp_avg"]
     torch.save(saved, file)
-    with pytest.raises(MalformedError, match=r"1 parameter lacks some:\n  .*, of mp_rank_01: exp_avg\n"):
+    with pytest.raises(MalformedError, match=r"1 parameter .*\n  .*, of mp_rank_01: exp_avg\n"):
         read(root)
 
 
 def test_the_models_own_tensors_are_tiled_though_masters_are_taken(damaged: Callable[..., Path]) -> None:
     root = damaged()
     change_metadata(root, twice(FC2))
-    with pytest.raises(CoverError, match=r"(?s)2 regions are in none or in several:.*several pieces.*no piece"):
+    with pytest.raises(CoverError, match=r"2 regions .*\n.* \[0:20, 0:14\] .* several.*\n.* \[0:20, 14:28\] "):
         read(root)
 
 
@@ -217,7 +212,7 @@ def test_the_models_own_tensors_are_tiled_though_masters_are_taken(damaged: Call
 def test_a_damaged_metadata_json(damaged: Callable[..., Path], text: str) -> None:
     root = damaged()
     (root / "metadata.json").write_text(text)
-    with pytest.raises(MalformedError, match=r"metadata\.json; got .*: the file is damaged"):
+    with pytest.raises(MalformedError, match=r"metadata\.json; got "):
         read(root)
 
 
@@ -233,14 +228,14 @@ def test_a_metadata_json_that_is_no_file(damaged: Callable[..., Path]) -> None:
     root = damaged()
     (root / "metadata.json").unlink()
     os.mkfifo(root / "metadata.json")
-    with pytest.raises(MalformedError, match="got no short text"):
+    with pytest.raises(MalformedError, match=r"metadata\.json; got "):
         read(root)
 
 
 def test_backends_and_versions_that_are_not_known(damaged: Callable[..., Path]) -> None:
     root = damaged()
     (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 99}')
-    with pytest.raises(UnsupportedError, match=r"expected version 1 of torch_dist .* got '99'"):
+    with pytest.raises(UnsupportedError, match=r"version 1 of torch_dist .* got '99'"):
         read(root)
     (root / "metadata.json").write_text('{"sharded_backend": "other"}')
     with pytest.raises(UnsupportedError, match="got 'other'"):
@@ -283,5 +278,5 @@ def test_a_master_that_is_not_the_weight_is_told(damaged: Callable[..., Path], i
 
     root = damaged("llama-tp2-torch-fused")
     change_rank(root, change)
-    with pytest.raises(MalformedError, match=rf"(?s)mp_rank_01: expected masters.*do not:\n  {NORM} \[20\]\n.*drift"):
+    with pytest.raises(MalformedError, match=rf"mp_rank_01.*: .*masters .*\n  {NORM} \[20\]\n.*drift"):
         read(root)

@@ -56,17 +56,15 @@ def test_an_iteration_and_a_rank_lead_there_too(tmp_path: Path) -> None:
 def test_of_several_one_must_be_named(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     legacy(tmp_path / "iter_0000010")
-    with pytest.raises(UsageError, match="2 checkpoints") as caught:
+    with pytest.raises(UsageError, match=rf"(?s)2 checkpoints .*\n  {tmp_path}/iter_0000010$"):
         require_folder(locate(tmp_path), tmp_path)
-    assert str(tmp_path / "iter_0000010") in str(caught.value)
 
 
 def test_a_tracker_that_names_nothing_is_an_error(tmp_path: Path) -> None:
     legacy(tmp_path / "iter_0000005")
     (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(MalformedError, match="'7', which names none") as caught:
+    with pytest.raises(MalformedError, match=rf"(?s)'7',.*\n  {tmp_path}/iter_0000005$"):
         require_folder(locate(tmp_path), tmp_path)
-    assert str(tmp_path / "iter_0000005") in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "../x", "1" * 65, "-3", "²"])

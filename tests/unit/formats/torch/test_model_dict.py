@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
@@ -67,10 +66,8 @@ def test_equal_dicts_are_refused_by_name(save: Save, tmp_path: Path) -> None:
 
     path = save({**saved, "optimizer": _stepped(model, named=True).state_dict()}, tmp_path)
 
-    with pytest.raises(UnsupportedError, match=re.escape("one dict of tensors that can be the model; got 2")) as raised:
+    with pytest.raises(UnsupportedError, match=r"(?s); got 2, .*\n  averaged\n  live\n"):
         ucp.open(path)
-    assert "averaged" in str(raised.value)
-    assert "live" in str(raised.value)
 
 
 def test_the_model_is_what_the_optimizer_trains_and_no_more(tmp_path: Path) -> None:
@@ -87,9 +84,9 @@ def test_two_models_with_an_optimizer_each_are_refused(tmp_path: Path) -> None:
     saved = {"one": one.state_dict(), "other": other.state_dict()}
     optimizers = {"of one": _stepped(one).state_dict(), "of other": _stepped(other).state_dict()}
 
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match=r"; got 2, .*\n  one\n  other\n"):
         ucp.open(_torch({**saved, **optimizers}, tmp_path))
-    with pytest.raises(UnsupportedError, match="several optimizers train"):
+    with pytest.raises(UnsupportedError, match=r"optimizers .*\n  0\.bias\n  0\.weight\n"):
         ucp.open(_torch({"one": saved["one"], **optimizers}, tmp_path))
 
 

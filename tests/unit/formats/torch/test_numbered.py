@@ -147,7 +147,7 @@ def test_a_load_needs_the_states_only_with_an_optimizer(tmp_path: Path) -> None:
     ucp.load_into(model, checkpoint=folder)
     assert torch.equal(model.head.weight, ucp.open(folder).read("head.weight", "weight"))
     other = torch.optim.AdamW(model.parameters())  # in another order than the saved one
-    with pytest.raises(LoadError, match="numbers its parameters"):
+    with pytest.raises(LoadError, match=r"number 0 .*--param-order"):
         ucp.load_into(model, checkpoint=folder, optimizer=other)
 
 
@@ -204,32 +204,32 @@ def test_an_order_that_the_user_gives(way: str, form: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        (lambda groups: groups[:1], r"optimizer groups of \[6, 8\] parameters"),
+        (lambda groups: groups[:1], r"\[6, 8\] .*; got lists of \[6\]"),
         (
             lambda groups: [[*groups[0][1:], groups[0][0]], groups[1]],
-            r"number 1 has states of shape \[4\], and --param-order gives it blocks.0.up.weight of shape \[4, 4\]",
+            r"number 1 .*\[4\], .*blocks\.0\.up\.weight .*\[4, 4\]",
         ),
-        (lambda groups: [groups[0], [*groups[1][:-1], "nothing"]], "nothing is not in the model"),
-        (lambda groups: [groups[0], [*groups[1][:-1], groups[1][0]]], "embed.weight is listed 2 times"),
-        (lambda groups: {"groups": groups}, "holds another document"),
-        (lambda groups: [[1, 2]], "holds another document"),
+        (lambda groups: [groups[0], [*groups[1][:-1], "nothing"]], r"\n  nothing "),
+        (lambda groups: [groups[0], [*groups[1][:-1], groups[1][0]]], r"\n  embed\.weight .*\b2 times"),
+        (lambda groups: {"groups": groups}, r"order\.json holds"),
+        (lambda groups: [[1, 2]], r"order\.json holds"),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+def test_an_order_that_does_not_fit_is_refused(change: Callable[[Any], object], facts: str, tmp_path: Path) -> None:
     folder, _ = saved(by_layer, tmp_path / "run")
     (tmp_path / "order.json").write_text(json.dumps(change(names_of(by_layer))))
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=facts):
         ucp.inspect(folder, param_order=tmp_path / "order.json")
 
 
 def test_an_order_that_nobody_needs_is_refused(tmp_path: Path) -> None:
     folder, _ = saved(lambda model: list(model.named_parameters()), tmp_path / "run")
-    with pytest.raises(IdleOptionError, match="drop --param-order"):
+    with pytest.raises(IdleOptionError, match="--param-order"):
         ucp.inspect(folder, param_order=names_of(in_one))
     ucp.convert(folder, tmp_path / "atoms")
-    with pytest.raises(IdleOptionError, match="drop --param-order"):
+    with pytest.raises(IdleOptionError, match="--param-order"):
         ucp.inspect(tmp_path / "atoms", param_order=names_of(in_one))
 
 
@@ -258,7 +258,7 @@ def test_a_live_order_that_contradicts_the_model_is_refused(tmp_path: Path) -> N
     folder, states = saved(exchanged, tmp_path / "run")
     model = Model()
     optimizer = torch.optim.AdamW(exchanged(model))
-    with pytest.raises(LoadError, match="two orders fit"):
+    with pytest.raises(LoadError, match=r"blocks\.0\.(up|gate)\.weight; .*blocks\.0\.(up|gate)\.weight"):
         ucp.load_into(model, checkpoint=folder, optimizer=optimizer)
     ucp.load_into(model, checkpoint=folder, optimizer=optimizer, param_order=names_of(exchanged))
     for name, own in model.named_parameters():

@@ -132,7 +132,7 @@ def test_an_item_that_is_another_tensor_is_refused(folder: Path) -> None:
 
     edit(folder, swap)
     found = read_dcp(str(folder))
-    with pytest.raises(MalformedError, match=r"different saves[\s\S]*2 items other than .* describes"):
+    with pytest.raises(MalformedError, match=r"(?s)__0_0\.distcp: 2 items "):
         found.tensors(["a", "c"])
 
 
@@ -150,14 +150,14 @@ def test_all_missing_files_are_named(folder: Path) -> None:
             metadata.storage_data[key] = _StorageInfo(f"__{number + 7}_0.distcp", info.offset, info.length)
 
     edit(folder, scatter)
-    with pytest.raises(MissingFileError, match=r"(?s)3 of 4 files.*__7_0.*__8_0.*__9_0"):
+    with pytest.raises(MissingFileError, match=r"(?s)3 of 4 files .*__7_0.*__8_0.*__9_0"):
         read_dcp(str(folder))
 
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
     file = folder / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(MalformedError, match=r"(?s)1 truncated file in .*__0_0.distcp"):
+    with pytest.raises(MalformedError, match=r"(?s)1 truncated .*__0_0\.distcp"):
         read_dcp(str(folder))
 
 
@@ -174,7 +174,7 @@ def test_items_lie_in_the_folder(folder: Path, name: str) -> None:
         metadata.storage_data[key] = _StorageInfo(name, 0, 10)
 
     edit(folder, escape)
-    with pytest.raises(MalformedError, match="expected the name of a file beside it"):
+    with pytest.raises(MalformedError, match=rf"/\.metadata: .*; got {name!r}"):
         read_dcp(str(folder))
 
 
@@ -184,7 +184,7 @@ def test_a_place_that_is_not_recorded(folder: Path) -> None:
             del metadata.storage_data[key]
 
     edit(folder, drop)
-    with pytest.raises(MalformedError, match=r"(?s)3 places:.*a: no place.*c: no place.*none: no place"):
+    with pytest.raises(MalformedError, match=r"3 places:\n  a: .*\n  c: .*\n  none: "):
         read_dcp(str(folder))
 
 
@@ -201,7 +201,7 @@ def test_transformed_items_are_refused(folder: Path) -> None:
 
 def test_unknown_element_types_are_named(folder: Path) -> None:
     edit(folder, lambda metadata: setattr(metadata.state_dict_metadata["a"].properties, "dtype", torch.qint8))
-    with pytest.raises(UnsupportedError, match=r"a: elements of the name torch.qint8"):
+    with pytest.raises(UnsupportedError, match=r"\n  a: .*torch\.qint8"):
         read_dcp(str(folder))
 
 
@@ -213,9 +213,7 @@ def test_a_hostile_pickle_runs_nothing(folder: Path, tmp_path: Path) -> None:
     edit(folder, lambda metadata: setattr(metadata, "planner_data", Evil()))
     assert read_dcp(str(folder)).metadata.paths == {}
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(
-        MalformedError, match=r"expected the metadata of torch\.distributed\.checkpoint; got an object of"
-    ):
+    with pytest.raises(MalformedError, match=r"/\.metadata: .*; got .*mkdir"):
         read_dcp(str(folder))
     assert not (tmp_path / "owned").exists()
 
@@ -223,7 +221,7 @@ def test_a_hostile_pickle_runs_nothing(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"\x80\x04N.", b"not a pickle", b"\x80\x04]\x94.extra"])
 def test_other_bytes_are_no_metadata(folder: Path, data: bytes) -> None:
     (folder / ".metadata").write_bytes(data)
-    with pytest.raises(MalformedError):
+    with pytest.raises(MalformedError, match=r"/\.metadata: "):
         read_dcp(str(folder))
 
 
@@ -263,7 +261,7 @@ def test_metadata_of_other_classes(folder: Path) -> None:
     with pytest.raises(MalformedError, match=r"x: no place"):
         read_dcp(str(folder))
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"x": 3}, None, {}, None)))
-    with pytest.raises(MalformedError, match=r"the entry a str \('x'\) is a int"):
+    with pytest.raises(MalformedError, match=r"str \('x'\) .*int\b"):
         read_dcp(str(folder))
 
 

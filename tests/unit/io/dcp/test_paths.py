@@ -108,7 +108,7 @@ def test_metadata_without_the_attribute_of_the_paths_is_refused(tmp_path: Path) 
 def test_a_path_that_one_rank_has_otherwise_is_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "small" / "2.13.0-local" / "checkpoint", tmp_path / "x"))
     _edit(folder / "__3.metadata", lambda metadata: metadata.planner_data.update({"note.list": ("note.list",)}))
-    with pytest.raises(MalformedError, match=r"__3\.metadata: the path of note\.list is \('note', 'list'\)"):
+    with pytest.raises(MalformedError, match=r"__3\.metadata: .*note\.list .*\('note', 'list'\)"):
         read_dcp(str(folder))
 
 
@@ -131,5 +131,5 @@ def test_a_flipped_bit_in_any_name_is_refused(case: str, file: str, tmp_path: Pa
         damaged = bytearray(data)
         damaged[at + 2] ^= 2
         (tmp_path / ".metadata").write_bytes(damaged)
-        with pytest.raises(MalformedError):
+        with pytest.raises(MalformedError, match=r"/\.metadata\b"):
             read_metadata(str(tmp_path / ".metadata"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import sys
 from collections import OrderedDict, defaultdict, deque
 
@@ -99,7 +100,7 @@ def test_a_set_of_objects_that_hold_the_set(protocol: int) -> None:
 def test_an_object_among_its_own_arguments_is_refused() -> None:
     value = Stub(GlobalName("a", "b"), new=False)
     value.args = (frozenset([value]),)
-    with pytest.raises(DestinationError, match="among the arguments that make it"):
+    with pytest.raises(DestinationError, match="among"):
         emit_pickle(value)
 
 
@@ -144,7 +145,7 @@ def test_storages_are_keyed_in_the_order_of_the_pickle() -> None:
     ids=repr,
 )
 def test_other_values_are_refused(value: object) -> None:
-    with pytest.raises(DestinationError, match="cannot write"):
+    with pytest.raises(DestinationError, match=rf"cannot write .*{type(value).__name__}"):
         emit_pickle([value])
 
 
@@ -153,7 +154,7 @@ def test_tensors_lie_in_their_storages() -> None:
     NewTensor(storage=storage, offset=1, shape=(2, 2), strides=(3, 1))
     NewTensor(storage=storage, offset=9, shape=(0, 2), strides=(3, 1))
     for offset, shape, strides in ((2, (2, 2), (3, 1)), (0, (7,), (1,)), (-1, (1,), (1,)), (0, (2,), (3, 1))):
-        with pytest.raises(ValueError, match="tensor"):
+        with pytest.raises(ValueError, match=re.escape(f"shape {shape}")):
             NewTensor(storage=storage, offset=offset, shape=shape, strides=strides)
-    with pytest.raises(ValueError, match="number of elements"):
+    with pytest.raises(ValueError, match=r"got -1$"):
         NewStorage(DType.FLOAT32, -1)

@@ -224,7 +224,7 @@ def test_subclasses_of_containers_keep_their_elements(protocol: int) -> None:
 
 
 def test_attributes_that_would_hide_methods_are_refused() -> None:
-    with pytest.raises(MalformedError, match="hide none of its own"):
+    with pytest.raises(MalformedError, match=r"OrderedDict .*hide"):
         parse_pickle(b"ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsK\x01sb.", where="test")
 
 
@@ -243,17 +243,18 @@ def test_what_calls_a_call_stays_a_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pickled", "words"),
+    ("pickled", "facts"),
     [
         (b"\x80\x06N.", "protocol 6"),
         (b"\x80\x02\x82\x01.", "copyreg"),
         (b"\x80\x02\x83\x01\x00.", "copyreg"),
         (b"\x80\x02\x84\x01\x00\x00\x00.", "copyreg"),
-        (b"\x80\x05\x97.", "outside the file"),
+        (b"\x80\x05\x97.", "protocol 5"),
+        (b"\x98.", "protocol 5"),
     ],
 )
-def test_what_needs_something_outside_is_unsupported(pickled: bytes, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+def test_what_needs_something_outside_is_unsupported(pickled: bytes, facts: str) -> None:
+    with pytest.raises(UnsupportedError, match=facts):
         parse_pickle(pickled, where="test")
 
 
@@ -297,29 +298,28 @@ def test_what_needs_something_outside_is_unsupported(pickled: bytes, words: str)
         b"ca\nb\n)\x81NbNb.",
         b"K\x01Q.",
         b"P1\n.",
-        b"\x98.",
         b"((0.",
     ],
 )
 def test_malformed_streams(pickled: bytes) -> None:
-    with pytest.raises((MalformedError, UnsupportedError), match=r"^demo\.pt: "):
+    with pytest.raises(MalformedError, match=r"^demo\.pt: "):
         parse_pickle(pickled, where="demo.pt")
 
 
 @pytest.mark.parametrize(
-    ("pickled", "words"),
+    ("pickled", "facts"),
     [
-        (b"Iabc\n.", "b'abc' where a number is expected"),
-        (b"L12x3L\n.", "b'12x3' where a number is expected"),
-        (b"F1.2.3\n.", "b'1.2.3' where a number is expected"),
-        (b"I" + b"9" * 5000 + b"\n.", r"b'9{40}'\.\.\. where a number is expected"),
-        (b"V\\uZZZZ\n.", "text that is not in the encoding of its opcode"),
-        (b"\x80\x02X\x01\0\0\0\xff.", "text that is not in the encoding of its opcode"),
-        (b"c\xff\nname\n.", "text that is not in the encoding of its opcode"),
+        (b"Iabc\n.", "b'abc' .*number"),
+        (b"L12x3L\n.", "b'12x3' .*number"),
+        (b"F1.2.3\n.", r"b'1\.2\.3' .*number"),
+        (b"I" + b"9" * 5000 + b"\n.", r"b'9{40}'\.\.\. .*number"),
+        (b"V\\uZZZZ\n.", "text .*encoding .*opcode"),
+        (b"\x80\x02X\x01\0\0\0\xff.", "text .*encoding .*opcode"),
+        (b"c\xff\nname\n.", "text .*encoding .*opcode"),
     ],
 )
-def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, words: str) -> None:
-    with pytest.raises(MalformedError, match=rf"^test: (byte \d of )?the pickle cannot be read: {words}\. "):
+def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, facts: str) -> None:
+    with pytest.raises(MalformedError, match=rf"^test: (byte \d of )?the pickle .*: {facts}.*\. "):
         parse_pickle(pickled, where="test")
 
 
@@ -329,7 +329,7 @@ def test_what_is_wrong_is_said_in_words_of_the_pickle(pickled: bytes, words: str
 )
 def test_memo_indexes_take_no_memory_out_of_proportion(hostile: bytes) -> None:
     """Python's machine makes room for every index up to the one that is given: 64 GiB for the first of these."""
-    with pytest.raises(MalformedError, match="expected no more of them than bytes"):
+    with pytest.raises(MalformedError, match=r"memo index -?\d+"):
         parse_pickle(hostile + b".", where="test")
 
 
@@ -347,8 +347,8 @@ def test_calls_that_lie_in_each_other_are_read_or_refused() -> None:
     """A call that is understood by what it calls, ten thousand deep."""
     name, tensor = b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch\nTensor\n"
     nested = b"(h\0h\1" * 10_000 + b")" + b"}t" * 10_000
-    with pytest.raises(MalformedError, match="cannot be read"):
-        parse_pickle(name + b"q\0" + tensor + b"q\x01000" + b"h\0" + nested + b"R.", where="test")
+    with pytest.raises(MalformedError, match="recursion"):
+        parse_pickle(name + b"q\0" + tensor + b"q\x0100" + b"h\0" + nested + b"R.", where="test")
 
 
 def test_every_truncation_says_so() -> None:
@@ -382,9 +382,9 @@ def test_depth_is_no_danger(opening: bytes, closing: bytes) -> None:
 @pytest.mark.parametrize("hostile", [b"\x86", b"\x85"])
 def test_keys_that_take_forever_to_hash_are_refused(hostile: bytes) -> None:
     doubled = b"N" + (b"2\x86" * 60 if hostile == b"\x86" else b"\x85" * 100_000)
-    with pytest.raises(MalformedError, match="at most 256 members"):
+    with pytest.raises(MalformedError, match="256 members"):
         parse_pickle(b"}" + doubled + b"K\x01s.", where="test")
-    with pytest.raises(MalformedError, match="at most 256 members"):
+    with pytest.raises(MalformedError, match="256 members"):
         parse_pickle(b"(" + doubled + b"\x91.", where="test")
 
 
@@ -417,7 +417,7 @@ def alike(after: bytes = b"") -> bytes:
 )
 def test_keys_chosen_to_have_one_hash_are_refused(hostile: bytes) -> None:
     """Each is compared with all before it: 30,000 take a minute."""
-    with pytest.raises(MalformedError, match="more than 100 of one hash"):
+    with pytest.raises(MalformedError, match="100 of one hash"):
         parse_pickle(hostile + b".", where="test")
 
 
@@ -461,7 +461,7 @@ COLLIDING_KEYS = b"".join(whole(number) + b"N" for number in colliding(12))
 )
 def test_keys_chosen_to_be_found_slowly_are_refused(hostile: bytes) -> None:
     """Each looks at thousands of slots: 1 MiB of them takes 17 seconds, and 4 MiB minutes."""
-    with pytest.raises(MalformedError, match="chosen to collide"):
+    with pytest.raises(MalformedError, match="collide"):
         parse_pickle(hostile + b".", where="test")
 
 

@@ -128,7 +128,7 @@ def test_references_into_a_store(both, tmp_path, memory):
     assert ucp.verify(tmp_path / "virtual", against=both[0]).ok
     first, *_ = json.loads((tmp_path / "virtual/ucp.json").read_text())["files"]
     memory.fs.pipe_file(first["path"], memory.fs.cat_file(first["path"]))
-    with pytest.raises(ChangedError, match="changed since it was made"):
+    with pytest.raises(ChangedError, match=rf"virtual .*\n  {first['path']}"):
         ucp.inspect(tmp_path / "virtual")
 
 
@@ -159,7 +159,7 @@ def test_the_command_line(llama, verb):
 
 
 def test_nothing_there():
-    with pytest.raises(UnknownFormatError, match=r"memory://bucket/no; nothing is there. Check the URL"):
+    with pytest.raises(UnknownFormatError, match="memory://bucket/no; "):
         ucp.inspect("memory://bucket/no")
     result = CliRunner().invoke(cli, ["inspect", "s3://key:hidden@bucket/x"], prog_name="ucp")
     assert result.exit_code == 2
@@ -187,7 +187,7 @@ def test_replaced_while_it_is_converted(llama, memory, tmp_path, monkeypatch):
         return carry_out(self, task)
 
     monkeypatch.setattr(Worker, "carry_out", after_a_change)
-    with pytest.raises(ChangedError, match="replaced while"):
+    with pytest.raises(ChangedError, match=rf"replaced .*\n  {file.path}"):
         ucp.convert(llama[1], tmp_path / "out", workers=1, fsync=False)
     assert list(tmp_path.iterdir()) == [], "what was read of two states is no beginning of anything"
 
@@ -211,5 +211,5 @@ def test_a_run_without_urls_imports_nothing_of_stores(llama, tmp_path):
 
 def test_without_its_library_a_scheme_says_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingLibraryError, match=r"s3:// is read by s3fs.*universal-checkpoint\[s3\]"):
+    with pytest.raises(MissingLibraryError, match=r"s3:// .*s3fs.*universal-checkpoint\[s3\]"):
         ucp.inspect("s3://bucket/run")

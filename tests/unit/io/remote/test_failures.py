@@ -34,31 +34,35 @@ def coded(library, name, status):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "facts"),
     [
-        (of("botocore", "NoCredentialsError"), AccessError, "there are no credentials"),
-        (of("botocore", "TokenRetrievalError"), AccessError, "there are no credentials"),
+        (of("botocore", "NoCredentialsError"), AccessError, r"no credentials \(NoCredentialsError\)"),
+        (of("botocore", "TokenRetrievalError"), AccessError, r"no credentials \(TokenRetrievalError\)"),
         (of("botocore", "ProfileNotFound", "no profile x"), AccessError, r"\(ProfileNotFound: no profile x\)"),
         (PermissionError("Forbidden"), AccessError, r"denied \(PermissionError: Forbidden\)"),
-        (of("huggingface_hub", "GatedRepoError", "gated"), AccessError, "denied"),
-        (FileNotFoundError("x"), MissingFileError, "nothing is there"),
-        (of("fsspec", "FSTimeoutError", base=TimeoutError), ConnectionLostError, "did not answer in time"),
-        (of("botocore", "ReadTimeoutError"), ConnectionLostError, "did not answer in time"),
-        (of("aiohttp", "ClientPayloadError", "half"), ConnectionLostError, "answers were cut off"),
-        (of("botocore", "EndpointConnectionError", "no route"), ConnectionLostError, "cannot be reached"),
-        (ConnectionRefusedError(111, "denied"), ConnectionLostError, "cannot be reached"),
-        (of("s3fs", "FileExpired", base=OSError), ChangedError, "was replaced while it was read"),
+        (of("huggingface_hub", "GatedRepoError", "gated"), AccessError, r"denied \(GatedRepoError: gated\)"),
+        (FileNotFoundError("x"), MissingFileError, "s3://bucket/x; "),
+        (of("fsspec", "FSTimeoutError", base=TimeoutError), ConnectionLostError, "in time"),
+        (of("botocore", "ReadTimeoutError"), ConnectionLostError, "in time"),
+        (of("aiohttp", "ClientPayloadError", "half"), ConnectionLostError, "cut off"),
+        (
+            of("botocore", "EndpointConnectionError", "no route"),
+            ConnectionLostError,
+            "EndpointConnectionError: no route",
+        ),
+        (ConnectionRefusedError(111, "denied"), ConnectionLostError, "ConnectionRefusedError: .*denied"),
+        (of("s3fs", "FileExpired", base=OSError), ChangedError, "s3://bucket/x "),
         (ImportError("s3fs"), MissingLibraryError, r"universal-checkpoint\[s3\]"),
         (OSError(121, "InternalError"), SourceError, "InternalError"),
-        (OSError("Forbidden: b/bucket/o\nno access"), AccessError, "denied"),  # as gcsfs tells of 403
-        (coded("gcsfs", "HttpError", 401), AccessError, "denied"),
+        (OSError("Forbidden: b/bucket/o\nno access"), AccessError, r"denied \(OSError: "),  # as gcsfs tells of 403
+        (coded("gcsfs", "HttpError", 401), AccessError, r"denied \(HttpError"),
         (coded("gcsfs", "HttpError", 500), SourceError, "HttpError"),
         (of("huggingface_hub", "HfHubHTTPError", "500", base=OSError), SourceError, "HfHubHTTPError: 500"),
-        (of("httpx2", "ConnectError", "no route"), ConnectionLostError, "cannot be reached"),
+        (of("httpx2", "ConnectError", "no route"), ConnectionLostError, "ConnectError: no route"),
     ],
 )
-def test_each_failure_is_told(error, kind, said):
-    with pytest.raises(kind, match=said) as caught, translate_errors("s3://bucket/x"):
+def test_each_failure_is_told(error, kind, facts):
+    with pytest.raises(kind, match=facts) as caught, translate_errors("s3://bucket/x"):
         raise error
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
@@ -66,7 +70,7 @@ def test_each_failure_is_told(error, kind, said):
 
 @pytest.mark.parametrize("scheme", EXTRAS)
 def test_every_scheme_says_where_its_credentials_come_from(scheme):
-    with pytest.raises(AccessError, match=r"from the environment: [a-zA-Z]"), translate_errors(f"{scheme}://bucket/x"):
+    with pytest.raises(AccessError, match=r"environment: [a-zA-Z]"), translate_errors(f"{scheme}://bucket/x"):
         raise PermissionError("no")
 
 
@@ -89,13 +93,13 @@ def test_an_endpoint_without_a_scheme_is_told_in_one_line(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:5555")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with pytest.raises(SourceError, match=r"cannot read s3://bucket/run.*Invalid endpoint: 127\.0\.0\.1:5555"):
+    with pytest.raises(SourceError, match=r"s3://bucket/run.* 127\.0\.0\.1:5555"):
         inspect("s3://bucket/run")
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://"])
 def test_a_url_of_no_bucket_is_refused(url):
-    with pytest.raises(UsageError, match="expected the URL of a bucket"):
+    with pytest.raises(UsageError, match=rf"s3://bucket/run; got {url}$"):
         check_url(url)
 
 

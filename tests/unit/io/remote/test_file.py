@@ -139,16 +139,16 @@ def test_a_split_object_reads_as_the_whole(memory):
         assert file.read(999, 3) == DATA[999:1002]
     memory.fs.rm("memory://b/split/x.pt-1.3")
     parse_path("memory://b/split")
-    with pytest.raises(MissingFileError, match="not there"):
+    with pytest.raises(MissingFileError, match=r"\n  memory://b/split/x\.pt-1\.3"):
         open_source("memory://b/split/x.pt")
 
 
 def test_outside_the_object(reads):
-    with open_source(URL) as file, pytest.raises(MalformedError, match="ends at"):
+    with open_source(URL) as file, pytest.raises(MalformedError, match=f"2 bytes at {LONG - 1}; .*{LONG}"):
         file.read(LONG - 1, 2)
     with pytest.raises(MissingFileError, match="memory://b/no"):
         open_source("memory://b/no")
-    with pytest.raises(MalformedError, match="folder"):
+    with pytest.raises(MalformedError, match=r"folder at memory://b$"):
         open_source("memory://b")
 
 
@@ -157,7 +157,7 @@ def test_a_short_answer_is_no_answer(memory, monkeypatch):
     parse_path(URL)
     ends.clear()
     monkeypatch.setattr(connect(URL).fs, "cat_file", lambda *_, **__: b"short")
-    with pytest.raises(ConnectionLostError, match="the store gave 5"):
+    with pytest.raises(ConnectionLostError, match=f"{LONG} bytes .* 5\\. "):
         open_source(URL).read(0, LONG)
 
 
@@ -167,10 +167,10 @@ def test_replaced_between_index_and_read(memory):
     listed = source_file(URL, "weights")
     check_unchanged([listed])
     memory.fs.pipe_file(URL, DATA[:-1] + b"?")
-    with pytest.raises(ChangedError, match=r"were replaced[^$]*x\.bin"):
+    with pytest.raises(ChangedError, match=rf"\n  {URL}\n"):
         check_unchanged([listed])
     memory.fs.rm(URL)
-    with pytest.raises(ChangedError):
+    with pytest.raises(ChangedError, match=rf"\n  {URL}\n"):
         check_unchanged([listed])
 
 
@@ -178,7 +178,7 @@ def test_a_listed_version_is_the_only_one_read(memory):
     memory.fs.pipe_file(URL, DATA)
     parse_path(URL)
     listed = SourceFile(path=URL, nbytes=LONG, mtime_ns=0, role="", version="another")
-    with pytest.raises(ChangedError, match="was replaced"):
+    with pytest.raises(ChangedError, match=f"{URL} .*replaced"):
         Sources([listed]).get(URL)
 
 

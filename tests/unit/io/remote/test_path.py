@@ -87,18 +87,18 @@ def test_what_is_a_url():
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "facts"),
     [
-        ("s3://key:secretsecret@bucket/x", "without a user and password"),
-        ("s3://bucket/x?X-Amz-Signature=secretsecret", "with a query"),
-        ("s3://bucket/x#secretsecret", "with a query"),
-        ("ftp://host/x", "expected a path, or a URL of s3://"),
-        ("https://host/x?token=secretsecret", "with a query"),
-        ("s3://bucket/../x", r"without '\.\.'"),
-        ("s3://bucket/x::zip://y", "'::'"),
+        ("s3://key:secretsecret@bucket/x", "password; got s3://[^:]*bucket/x"),
+        ("s3://bucket/x?X-Amz-Signature=secretsecret", "a query"),
+        ("s3://bucket/x#secretsecret", "a query"),
+        ("ftp://host/x", "s3://.*; got ftp://host/x"),
+        ("https://host/x?token=secretsecret", "a query"),
+        ("s3://bucket/../x", r"'\.\.' and '::'; got "),
+        ("s3://bucket/x::zip://y", "'::'; got s3://bucket/x::zip"),
     ],
 )
-def test_urls_that_are_refused_are_not_repeated(url, told):
-    with pytest.raises(UsageError, match=told) as caught:
+def test_urls_that_are_refused_are_not_repeated(url, facts):
+    with pytest.raises(UsageError, match=facts) as caught:
         parse_path(url)
     assert "secretsecret" not in str(caught.value)

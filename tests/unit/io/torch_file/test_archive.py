@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ucp.core.tensor import DType, TensorRef
-from ucp.errors import CorruptError, MalformedError, UcpError, UnsupportedError
+from ucp.errors import CorruptError, MalformedError, UnsupportedError
 from ucp.io.pickle.values import GlobalName, Stub, TorchSize
 from ucp.io.torch_file.archive import Archive, read_archive
 from ucp.io.torch_file.storage import StorageRef
@@ -245,25 +245,25 @@ def test_big_endian_is_unsupported(tmp_path: Path) -> None:
 def test_the_tar_format_is_unsupported_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(b"sys_info".ljust(257, b"\0") + b"ustar" + b"\0" * 1000)
-    with pytest.raises(UnsupportedError, match=r"tar format of torch 0\.1"):
+    with pytest.raises(UnsupportedError, match=r"\btar .*torch 0\.1"):
         read_archive(str(path))
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "facts"),
     [
-        (b"", "0 bytes"),
-        (b"hello", "other bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"", r"\(b'', 0 bytes\)"),
+        (b"hello", r"other bytes \(b'hello', 5 bytes\)"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs"),
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b"\x80\x02K\x01.", "magic number"),
-        (b"PK\x03\x04" + b"\0" * 100, "truncated or damaged"),
+        (b"PK\x03\x04" + b"\0" * 100, "truncated"),
     ],
 )
-def test_other_files_are_named(data: bytes, words: str, tmp_path: Path) -> None:
+def test_other_files_are_named(data: bytes, facts: str, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(data)
-    with pytest.raises(MalformedError, match=words):
+    with pytest.raises(MalformedError, match=facts):
         read_archive(str(path))
 
 
@@ -271,7 +271,7 @@ def test_a_zip_of_something_else(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b/data.pkl", b"")
-    with pytest.raises(MalformedError, match=r"one member <folder>/data\.pkl"):
+    with pytest.raises(MalformedError, match=r"<folder>/data\.pkl; got "):
         read_archive(str(path))
 
 
@@ -304,13 +304,13 @@ def test_views_are_checked_against_their_storage(tmp_path: Path) -> None:
         b"K\x00K\x02\x85N\x85",
         b"K\x00(" + b"K\x01" * 65 + b"t(" + b"K\x01" * 65 + b"t",
     ):
-        with pytest.raises(MalformedError, match=r"data\.pkl: the pickle cannot be read: expected "):
+        with pytest.raises(MalformedError, match=r"data\.pkl: .*: expected "):
             hand_made(path, view)
 
 
 def test_a_storage_of_another_length_than_its_member(tmp_path: Path) -> None:
     for nbytes in (15, 17, 0):
-        with pytest.raises(MalformedError, match="a storage of 16 bytes"):
+        with pytest.raises(MalformedError, match=f"16 bytes; .*'x/data/0' has {nbytes}\\b"):
             hand_made(tmp_path / "x.pt", b"K\x00K\x02\x85K\x01\x85", nbytes=nbytes)
 
 
@@ -329,7 +329,7 @@ def test_every_truncation_is_refused(zipped: bool, tmp_path: Path) -> None:
     data = path.read_bytes()
     for stop in range(len(data)):
         path.write_bytes(data[:stop])
-        with pytest.raises(UcpError):
+        with pytest.raises(MalformedError, match=r"/x\.pt\b"):
             read_archive(str(path))
 
 
@@ -338,7 +338,7 @@ def test_bytes_after_the_end_are_refused(tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=zipped)
         path.write_bytes(path.read_bytes() + b"\0")
-        with pytest.raises(MalformedError):
+        with pytest.raises(MalformedError, match=r"/x\.pt\b"):
             read_archive(str(path))
 
 
@@ -358,19 +358,17 @@ def test_files_that_were_exchanged_are_told_by_the_names_they_were_saved_under(t
     assert read_archive(str(one)).saved_as == "rank_0.states"
     exchange(one, other)
     for path, saved_as in ((one, other), (other, one)):
-        with pytest.raises(MalformedError, match=rf"{path.name} was saved as {saved_as.name}.*were exchanged"):
+        with pytest.raises(MalformedError, match=rf"{path.name} .*{saved_as.name}.*exchanged"):
             read_archive(str(path))
     exchange(one, third)
     for path in (one, other, third):
-        with pytest.raises(MalformedError, match="were exchanged"):
+        with pytest.raises(MalformedError, match=rf"{path.name} .*exchanged"):
             read_archive(str(path))
 
 
 def test_a_file_that_was_renamed_to_that_of_another_rank(tmp_path):
     path = named(tmp_path / "rank_0.pt").rename(tmp_path / "rank_12.pt")
-    with pytest.raises(
-        MalformedError, match=r"was saved as rank_0\.pt, and there is none of that name: it was renamed"
-    ):
+    with pytest.raises(MalformedError, match=r"rank_12\.pt .*rank_0\.pt, .*renamed"):
         read_archive(str(path))
 
 

@@ -75,23 +75,23 @@ def test_a_directory_without_zip64_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "facts"),
     [
-        (lambda data: b"#" + data, "does not fit its length"),
+        (lambda data: b"#" + data, "zip64 locator"),
         (lambda data: data + b"#", "end record"),
         (lambda data: data.replace(b"PK\x05\x06", b"PK\x05\x07"), "end record"),
-        (lambda data: data.replace(b"PK\x01\x02", b"PK\x01\x03"), "no member at byte"),
+        (lambda data: data.replace(b"PK\x01\x02", b"PK\x01\x03"), r"member at byte \d+ of "),
         (lambda data: data.replace(b"PK\x06\x06", b"PK\x06\x05"), "zip64 end record"),
-        (lambda data: data.replace(b"byteorder", b"byte\xffrder"), "not UTF-8"),
-        (lambda data: data.replace(b"data/0", b"data/1"), "two members"),
+        (lambda data: data.replace(b"byteorder", b"byte\xffrder"), r"UTF-8: b'archive/byte\\xff"),
+        (lambda data: data.replace(b"data/0", b"data/1"), r"two members .*'archive/data/1'"),
         (lambda _: b"", "at byte 0"),
         (lambda _: b"PK\x05\x06", "at byte 0"),
     ],
 )
-def test_damaged_directories(make: object, words: str, tmp_path: Path) -> None:
+def test_damaged_directories(make: object, facts: str, tmp_path: Path) -> None:
     assert callable(make)
     window = directory(tmp_path / "x", make(archive_of([torch.ones(1), torch.ones(2)])))
-    with pytest.raises(MalformedError, match=words):
+    with pytest.raises(MalformedError, match=facts):
         read_directory(window)
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_local_header(tmp_path: Path) -> None:
     data = archive_of([torch.ones(1)])
     window = directory(tmp_path / "x", data.replace(b"PK\x03\x04", b"PK\x03\x05"))
     members = read_directory(window)
-    with pytest.raises(MalformedError, match="no local header"):
+    with pytest.raises(MalformedError, match=r"local header of 'archive/data\.pkl'"):
         data_offset(window, members["archive/data.pkl"])
 
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 import ucp
 from tests.unit.live.cluster import module_of
 from tests.unit.live.threads import run
-from ucp.errors import LoadError, UcpError, UsageError
+from ucp.errors import LoadError, UnknownFamilyError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 FIXTURES = Path(__file__).parents[4] / "fixtures"
@@ -135,15 +135,15 @@ def test_rules_of_the_users_own_join_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"names": "klingon"}, "expected one of the naming styles"),
+        ({"names": "klingon"}, "got 'klingon'"),
         ({"names": "hugingface"}, "got 'hugingface'; did you mean 'huggingface'?"),
-        ({"names": ":"}, "expected a naming style"),
-        ({"names": "huggingface", "settings": {"klingons": 3}}, "expected settings to be sizes of the model"),
-        ({"rename": 3}, "expected a path as rename"),
-        ({"family": "klingon", "names": "huggingface"}, "expected one of the families"),
-        ({"rank_extras": "some"}, "expected rank_extras to be one of drop, carry, replicate"),
-        ({"dtype": "int8"}, "expected dtype to be one of"),
-        ({"progress": 3}, "expected progress as True, False or an observer"),
+        ({"names": ":"}, "got ':'"),
+        ({"names": "huggingface", "settings": {"klingons": 3}}, "klingons"),
+        ({"rename": 3}, "function; got 3"),
+        ({"family": "klingon", "names": "huggingface"}, "got 'klingon'"),
+        ({"rank_extras": "some"}, "drop, carry, replicate; got 'some'"),
+        ({"dtype": "int8"}, "int8"),
+        ({"progress": 3}, "progress"),
     ],
 )
 def test_what_cannot_be_meant_is_told_in_a_line(styled, asked, said):
@@ -156,16 +156,14 @@ def test_what_cannot_be_meant_is_told_in_a_line(styled, asked, said):
 def test_a_family_that_does_not_know_the_names_is_refused(tmp_path):
     shards = Shards(tmp_path)
     path = write_checkpoint(make_index(tmp_path, {("own.name", "weight"): shards.whole(np.zeros(3, np.float32))}))
-    with pytest.raises(UcpError, match="no model family fits the names"):
+    with pytest.raises(UnknownFamilyError, match="--patterns"):
         ucp.load_into(nn.Linear(2, 2), path, names="huggingface")
-    with pytest.raises(UsageError, match="got 'hugingface'; did you mean 'huggingface'"):
-        ucp.load_into(nn.Linear(2, 2), path, names="hugingface")
 
 
 def test_weights_of_another_type_than_said_are_refused(styled):
     wanted = styled(LLAMA, "huggingface")
     model = module_of(wanted)
-    with pytest.raises(LoadError, match="expected floating-point weights in bfloat16, as dtype= says"):
+    with pytest.raises(LoadError, match=r"model\.to\(torch\.bfloat16\)"):
         ucp.load_into(model, LLAMA, dtype=torch.bfloat16)
     ucp.load_into(model.bfloat16(), LLAMA, dtype="bf16")
 

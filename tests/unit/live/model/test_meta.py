@@ -79,14 +79,14 @@ def test_parameters_are_made_in_the_type_that_is_asked_for(saved):
 
 def test_what_is_not_computed_is_named_and_nothing_is_changed(saved):
     net = made(Net)
-    with pytest.raises(LoadError, match=r"(?s)does not have\n.*ramp\n.*mask\n.*no module has reset_parameters"):
+    with pytest.raises(LoadError, match=r"\n +ramp\n +mask\n.*no module"):
         load_into(net, checkpoint=saved)
     assert net.emb.weight.is_meta
 
 
 def test_what_reset_parameters_leaves_out_is_named(saved):
     net = made(type("Lazy", (Net,), {"reset_parameters": lambda self: self.ramp.zero_()}))
-    with pytest.raises(LoadError, match=r"does not have\n +mask\nand reset_parameters"):
+    with pytest.raises(LoadError, match=r"\n +mask\nand reset_parameters"):
         load_into(net, checkpoint=saved)
 
 
@@ -127,7 +127,7 @@ def test_a_buffer_that_is_assigned_anew_in_another_type_is_refused(saved):
         self.seen = torch.tensor(-1.0)
 
     net = made(type("Retyping", (Net,), {"reset_parameters": reset_parameters}))
-    with pytest.raises(LoadError, match=r"in place; these were replaced\n +seen: is float32 \[\], and was int64 \[\]"):
+    with pytest.raises(LoadError, match=r"\n +seen: is float32 \[\], and was int64 \[\]"):
         load_into(net, checkpoint=saved)
 
 
@@ -137,7 +137,7 @@ def test_a_parameter_that_is_assigned_anew_is_refused(saved):
         self.emb.weight = nn.Parameter(torch.ones(5, 3))
 
     net = made(type("Replacing", (Net,), {"reset_parameters": reset_parameters}))
-    with pytest.raises(LoadError, match=r"in place; these were replaced\n +emb\.weight: is another Parameter"):
+    with pytest.raises(LoadError, match=r"\n +emb\.weight: is another Parameter"):
         load_into(net, checkpoint=saved, optimizer=optim.AdamW(net.parameters()))
 
 

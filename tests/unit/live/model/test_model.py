@@ -58,7 +58,7 @@ def test_parameters_that_share_some_memory_are_refused(cut):
     net = nn.Module()
     net.other = nn.Parameter(torch.zeros(2))
     net.a, net.b = (nn.Parameter(own) for own in cut(torch.zeros(6, 6)))
-    with pytest.raises(LoadError, match=r"and are not tied:\n +a and b\n"):
+    with pytest.raises(LoadError, match=r"\n +a and b\n"):
         describe_modules([net])
 
 
@@ -74,7 +74,7 @@ def test_a_parameter_that_is_expanded_is_refused():
     net.ids = nn.Buffer(torch.arange(3).expand(1, -1))
     assert [own.name for own in describe_modules([net]).tensors] == ["ids"]
     net.wide = nn.Parameter(torch.zeros(1, 2).expand(4, 2))
-    with pytest.raises(LoadError, match="wide: it is expanded: several of its elements share memory"):
+    with pytest.raises(LoadError, match=r"wide: .*expanded"):
         describe_modules([net])
 
 
@@ -112,29 +112,27 @@ def test_extra_state_is_noted():
 
 
 def test_parameters_without_a_shape_are_refused_all_at_once():
-    with pytest.raises(LoadError) as error:
+    with pytest.raises(LoadError, match=r"0\.weight: its shape (.*\n)+ +1\.bias: its shape "):
         describe_modules([nn.Sequential(nn.LazyLinear(3, bias=False), nn.LazyLinear(3))])
-    assert "0.weight: its shape is not known yet" in str(error.value)
-    assert "1.bias: its shape is not known yet" in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_an_element_type_that_checkpoints_lack_is_refused():
     net = nn.Module()
     net.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
-    with pytest.raises(LoadError, match=r"odd: no checkpoint has elements of type torch\.complex32"):
+    with pytest.raises(LoadError, match=r"odd: .*torch\.complex32"):
         describe_modules([net])
 
 
 def test_sharded_parameters_are_refused():
     net = nn.Linear(2, 2)
     net.weight.ds_id = 0
-    with pytest.raises(UnsupportedError, match="weight: a parameter that DeepSpeed ZeRO-3 has partitioned"):
+    with pytest.raises(UnsupportedError, match=r"weight: .*ZeRO-3"):
         describe_modules([net])
 
 
 def test_a_module_that_a_framework_cuts_is_refused():
     wrapper = type("PipelineModule", (nn.Module,), {})()
     wrapper.inner = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match="its layers are cut over pipeline ranks"):
+    with pytest.raises(UnsupportedError, match="PipelineModule"):
         describe_modules([nn.Sequential(wrapper)])

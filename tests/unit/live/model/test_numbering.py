@@ -70,13 +70,13 @@ def test_layers_that_all_stages_hold_are_no_stages_own():
 def test_a_checkpoint_of_as_many_layers_as_each_stage_is_refused(topology):
     """Each from 0: the model has more layers than the checkpoint, which must not be loaded once for each stage."""
     stages = [model(*layers(0, 1)) for _ in range(int(topology[-1]))]
-    with pytest.raises(LoadError, match=r"stage 0 0, 1, stage 1 0, 1.*; the checkpoint has 2"):
+    with pytest.raises(LoadError, match=r"stage 0 0, 1, stage 1 0, 1.*has 2"):
         named(stages, topology, stored=layers(0, 1))
 
 
 def test_a_checkpoint_of_as_many_experts_as_each_rank_is_refused():
     ranks = [model(*experts(0, 1)), model(*experts(0, 1))]
-    with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 0, 1; the checkpoint has 2"):
+    with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 0, 1; .*has 2"):
         named(ranks, "dp=2,ep=2", stored=experts(0, 1))
     both = [[*experts(0, 1)]] * 2
     assert named(ranks, "dp=2,ep=2", stored=experts(0, 1), experts={0: [0, 1], 1: [0, 1]}) == both
@@ -90,14 +90,14 @@ def test_what_only_one_stage_has_keeps_its_numbers():
 def test_names_are_counted_as_the_checkpoint_calls_them():
     stages = [model(*layers(0)), model(*layers(0))]
     stored = ("model.layers.0.w", "model.layers.1.w", "model.layers.2.w")
-    with pytest.raises(LoadError, match=r"layers.N: stage 0 0, stage 1 0; the checkpoint has 3"):
+    with pytest.raises(LoadError, match=r"layers.N: stage 0 0, stage 1 0; .*has 3"):
         named(stages, "pp=2", stored=stored, rename=lambda name: f"model.{name}")
 
 
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        (((0, 1), (1, 2)), r"stage 0 0, 1, stage 1 1, 2; the checkpoint has none of that name"),
+        (((0, 1), (1, 2)), r"stage 0 0, 1, stage 1 1, 2; .*has none"),
         (((0, 1, 2), (4,)), r"stage 0 0..2, stage 1 4;"),
     ],
 )
@@ -114,7 +114,7 @@ def test_numbers_from_modules_must_make_a_row():
 
 
 def test_ranks_of_one_stage_must_agree():
-    with pytest.raises(LoadError, match=r"rank 1 has 0, and another rank with pp=0 has 0, 1"):
+    with pytest.raises(LoadError, match=r"rank 1 has 0, .* pp=0 has 0, 1"):
         named([model(*layers(0, 1)), model(*layers(0)), model(*layers(0)), model(*layers(0))], "dp=2,pp=2")
 
 
@@ -150,7 +150,7 @@ def test_experts_that_make_no_row_are_refused():
     with pytest.raises(LoadError, match=r"ep rank 0 0, 1, ep rank 1 3;") as raised:
         named([model(*experts(0, 1)), model(*experts(3))], "dp=2,ep=2")
     assert "pass experts={expert: ranks}" in str(raised.value)
-    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; experts= assigns 0, 1 to ep rank 0"):
+    with pytest.raises(LoadError, match=r"ep rank 0 0, ep rank 1 0, 1; experts= .*0, 1 .*rank 0"):
         named([model(*experts(0)), model(*experts(0, 1))], "dp=2,ep=2", experts={0: 0, 1: 0, 2: 1, 3: 1})
 
 
@@ -162,7 +162,7 @@ def test_experts_that_make_no_row_are_refused():
         ({0: []}, r"got 0: \[\]"),
         ({0: "01"}, "got 0: '01'"),
         ([0, 1], r"as {expert: ranks} or {layer: {expert: ranks}}; got \[0, 1\]"),
-        ({0: {0: 0}, 1: 1}, "by layer for every layer, or for none"),
+        ({0: {0: 0}, 1: 1}, "got both"),
         ({0: {0: 7}}, "got layer 0: 0: 7"),
     ],
 )
@@ -173,7 +173,7 @@ def test_maps_that_are_none(dealt, said):
 
 def test_chunks_are_those_of_the_topology():
     two = model("0.layers.0.w", "1.layers.0.w", chunks=2)
-    with pytest.raises(UsageError, match=r"pp above 1 for a list of modules; got 2 modules and dp=2"):
+    with pytest.raises(UsageError, match=r"pp above 1 .*; got 2 modules and dp=2"):
         named([two, two], "dp=2")
     with pytest.raises(UsageError, match=r"expected 3 modules, as vpp=3 says; got 2"):
         named([two, two], "pp=2,vpp=3")

@@ -196,7 +196,7 @@ def test_attributes_go_before_rules(tmp_path):
 def test_a_cut_tensor_of_the_shape_of_the_whole_is_refused(tmp_path, stride):
     """A model of twice the width of the checkpoint: what a rank holds has the checkpoint's shape."""
     saved = Saved(tmp_path, {"w": (4, 3)})
-    cut = r"w has shape \[4, 3\] on this rank; tp=2 shard\(.*gives \[2, 3\] of \[4, 3\] in the checkpoint"
+    cut = r"w has shape \[4, 3\] .*; tp=2 shard\(.*\[2, 3\] of \[4, 3\]"
     with pytest.raises(LoadError, match=cut):
         load(saved.path, "tp=2", lambda _: {"w": saved["w"]}, mark=marked(w=(0, stride)))
 
@@ -216,13 +216,13 @@ def test_dims_count_from_the_end_too(tmp_path):
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dim_that_a_parameter_has_not_is_refused(tmp_path, dim):
     saved = Saved(tmp_path, {"w": (2, 4)})
-    with pytest.raises(UsageError, match=rf"w: partition_dim={dim}, expected one from -2 to 1"):
+    with pytest.raises(UsageError, match=rf"w: partition_dim={dim}, .*-2 to 1"):
         load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank, 1)}, mark=marked(w=(dim, 1)))
 
 
 def test_blocks_that_do_not_divide_a_dim_are_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (4, 1)})
-    with pytest.raises(LoadError, match="partition_stride=3 does not divide its dim 0"):
+    with pytest.raises(LoadError, match=r"partition_stride=3 .*dim 0"):
         load(saved.path, "tp=2", lambda rank: {"w": split(saved["w"], 2, rank)}, mark=marked(w=(0, 3)))
 
 
@@ -267,30 +267,30 @@ def test_experts_in_one_tensor_dealt_out_by_a_map(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dealt", "said"),
+    ("dealt", "error", "said"),
     [
-        ({4: 0, 3: 0, 2: 1, 1: 1}, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
-        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, r"of the model that have experts \(0\); got one for layer 5"),
-        ({0: [0, 0], 1: [1, 1]}, r"layers.0.experts.up: experts 2, 3 are not assigned to any rank"),
+        ({4: 0, 3: 0, 2: 1, 1: 1}, UsageError, r"layers.0.experts.up: experts=\{4: ...\}, expected 0 to 3"),
+        ({5: {3: 0, 2: 0, 1: 1, 0: 1}}, UsageError, r"\(0\); got one .*layer 5"),
+        ({0: [0, 0], 1: [1, 1]}, LoadError, r"layers.0.experts.up: experts 2, 3 are"),
     ],
 )
-def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, said):
+def test_a_map_of_experts_that_is_not_that_of_the_tensor_is_refused(tmp_path, dealt, error, said):
     saved = Saved(tmp_path, {STACKED: (4, 3, 2)})
-    with pytest.raises((LoadError, UsageError), match=said):
+    with pytest.raises(error, match=said):
         load(saved.path, "dp=2,ep=2", lambda rank: {STACKED: split(saved[STACKED], 2, rank)}, experts=dealt)
 
 
 @pytest.mark.parametrize(
-    ("name", "topology", "said"),
+    ("name", "topology", "error", "said"),
     [
-        (STACKED, "dp=2,ep=2", r"on this rank; ep=2 pieces.* gives \[2, 3, 2\] of \[4, 3, 2\]"),
-        (STACKED, None, "no topology: pass one"),
-        ("w", "dp=2,ep=2", r"have experts \(none has a number\); got one for all layers"),
+        (STACKED, "dp=2,ep=2", LoadError, r"; ep=2 pieces.*\[2, 3, 2\] of \[4, 3, 2\]"),
+        (STACKED, None, UsageError, "no topology"),
+        ("w", "dp=2,ep=2", UsageError, r"\(none .*; got .*all layers"),
     ],
 )
-def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, said):
+def test_a_map_of_experts_is_not_dropped_where_all_is_held_or_there_are_none(tmp_path, name, topology, error, said):
     saved = Saved(tmp_path, {name: (4, 3, 2)})
-    with pytest.raises((LoadError, UsageError), match=said):
+    with pytest.raises(error, match=said):
         load(saved.path, topology, lambda rank: {name: saved[name]}, experts={3: 0, 2: 0, 1: 1, 0: 1})
 
 
@@ -355,14 +355,15 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path, tp, rows):
 def test_rows_that_no_padding_explains_are_refused(tmp_path, rows):
     """10 words over 2 ranks: 14 rows is no padding to a power of 2; 3 x 5 is too many for one rank."""
     saved = Saved(tmp_path, LLAMA)
-    wrong = {WORDS: np.zeros((rows if rows != 5 else 4, 4))}
-    with pytest.raises(LoadError, match=rf"{WORDS} has shape .* in the model and \[10, 4\] in the checkpoint"):
+    height = rows if rows != 5 else 4
+    wrong = {WORDS: np.zeros((height, 4))}
+    with pytest.raises(LoadError, match=rf"{WORDS} has shape \[{height}, 4\] .*\[10, 4\]"):
         load(saved.path, "tp=2", lambda rank: {**llama(saved, rank, tp=2), **wrong}, family="llama")
 
 
 def test_only_a_vocabulary_is_padded(tmp_path):
     saved = Saved(tmp_path, LLAMA)
-    with pytest.raises(LoadError, match=rf"{GATE} has shape \[8, 4\] in the model and \[6, 4\] in the checkpoint"):
+    with pytest.raises(LoadError, match=rf"{GATE} has shape \[8, 4\] .*\[6, 4\]"):
         load(
             saved.path, "tp=1", lambda rank: {**llama(saved, 0, tp=1, heads=1), GATE: np.zeros((8, 4))}, family="llama"
         )
@@ -370,24 +371,21 @@ def test_only_a_vocabulary_is_padded(tmp_path):
 
 def test_a_tensor_that_nothing_explains_is_refused_by_name(tmp_path):
     saved = Saved(tmp_path, {"odd": (8, 3), "norm": (3,)})
-    with pytest.raises(LoadError) as raised:
+    found = r"odd .*\[4, 3\] .*\[8, 3\] .*; .* tp=2 .*family= or patterns=, .*tensor_model_parallel and partition_dim"
+    with pytest.raises(LoadError, match=found) as raised:
         load(saved.path, "tp=2", lambda rank: {"odd": split(saved["odd"], 2, rank), "norm": saved["norm"]})
-    assert (
-        "odd has shape [4, 3] in the model and [8, 3] in the checkpoint; it is not known how it is cut over tp=2 (no "
-        "model family fits the names of the checkpoint). Pass family= or patterns=, or set tensor_model_parallel and "
-        "partition_dim on the parameter"
-    ) in str(raised.value)
+    assert "norm has" not in str(raised.value)
 
 
 def test_without_a_topology_several_ranks_are_told_to_pass_one(tmp_path):
     saved = Saved(tmp_path, {"odd": (8, 3)})
-    with pytest.raises(LoadError, match=r"\[8, 3\] in the checkpoint; pass the topology of the run"):
+    with pytest.raises(LoadError, match=r"odd .*\[4, 3\] .*\[8, 3\] .*; pass .*topology"):
         load(saved.path, None, lambda rank: {"odd": split(saved["odd"], 2, rank)})
 
 
 def test_a_cut_that_does_not_leave_the_shape_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (8, 3)})
-    with pytest.raises(LoadError, match=r"tp=2 shard\(dim=0\) does not give that shape"):
+    with pytest.raises(LoadError, match=r"w has shape \[3, 3\] .*\[8, 3\] .*; tp=2 shard\(dim=0\)"):
         load(saved.path, "tp=2", lambda rank: {"w": saved["w"][:3]}, mark=marked(w=(0, 1)))
 
 
@@ -403,7 +401,7 @@ def test_a_model_that_ties_what_the_checkpoint_does_not_is_refused(tmp_path):
     def locals_of(rank: int) -> dict[str, np.ndarray]:
         return {("embed.w", "head.w")[rank]: saved["embed.w"]}
 
-    with pytest.raises(LoadError, match="one tensor in the model, and 2 in the checkpoint"):
+    with pytest.raises(LoadError, match=r"and 2 .*: embed\.w and head\.w"):
         load(saved.path, "pp=2", locals_of, mark=mark)
     tied = Saved(tmp_path / "tied", {"embed.w": (4, 2)})
     load(tied.path, "pp=2", lambda rank: {("embed.w", "head.w")[rank]: tied["embed.w"]}, mark=mark)
@@ -411,9 +409,9 @@ def test_a_model_that_ties_what_the_checkpoint_does_not_is_refused(tmp_path):
 
 def test_what_is_no_module_is_refused(tmp_path):
     saved = Saved(tmp_path, {"w": (2,)})
-    with pytest.raises(UsageError, match=r"a list of them \(chunks of a virtual pipeline\); got Linear, str"):
+    with pytest.raises(UsageError, match="; got Linear, str"):
         load_into([nn.Linear(1, 1), "x"], checkpoint=saved.path)
-    with pytest.raises(UsageError, match=r"ucp.live.adapters.LiveOptimizer, or none; got dict"):
+    with pytest.raises(UsageError, match=r"LiveOptimizer, .*; got dict"):
         load_into(module({"w": (2,)}), checkpoint=saved.path, optimizer={})
 
 

@@ -69,7 +69,7 @@ def test_masters_in_groups_are_said(saved):
     net, masters = net_and_masters()
     groups = [{"params": [own for own in masters.values() if own.ndim == dims]} for dims in (2, 1)]
     optimizer = stepper(groups, arrays)
-    with pytest.raises(LoadError, match=r"pass masters=\{name of the parameter: master\}"):
+    with pytest.raises(LoadError, match=r"parameter \d of group 1, .*\[3\](.*\n)+.*masters=\{"):
         load_into(net, checkpoint=folder, optimizer=optimizer, strict=False)
     load_into(net, checkpoint=folder, optimizer=optimizer, masters=masters, strict="step" in report_states(arrays))
     check(net, optimizer, masters, arrays)
@@ -80,7 +80,7 @@ def test_masters_of_other_values_are_not_taken_for_such(saved):
     net, masters = net_and_masters()
     with torch.no_grad():
         masters["1.bias"] += 1
-    with pytest.raises(LoadError, match="of the model; got others"):
+    with pytest.raises(LoadError, match=r"parameter \d of group 0, .*\[3\](.*\n)+.*masters=\{"):
         load_into(net, checkpoint=folder, optimizer=stepper(masters.values(), arrays))
 
 
@@ -108,9 +108,9 @@ def test_masters_that_are_none_are_refused_all_at_once(saved):
     wrong = {**masters, "2.weight": masters["1.bias"], "0.bias": torch.zeros(3), "1.bias": masters["1.weight"]}
     with pytest.raises(UsageError) as error:
         load_into(net, checkpoint=folder, optimizer=optimizer, masters=wrong)
-    assert "2.weight: the model has no such parameter" in str(error.value)
-    assert "0.bias: the optimizer does not step it" in str(error.value)
-    assert "1.bias: has shape [3, 3], but the weight [3]" in str(error.value)
+    assert "2.weight: the model" in str(error.value)
+    assert "0.bias: the optimizer" in str(error.value)
+    assert "1.bias: has shape [3, 3], " in str(error.value)
 
 
 def test_an_optimizer_without_masters_is_said_to_go_on_from_rounded_weights(saved):

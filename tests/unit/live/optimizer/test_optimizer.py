@@ -71,10 +71,8 @@ def test_an_optimizer_that_cannot_step_once_is_not_known():
 def test_parameters_that_are_not_of_the_model_are_refused():
     net = nn.Linear(3, 2)
     masters = [p.detach().clone().requires_grad_() for p in net.parameters()]
-    with pytest.raises(LoadError) as error:
+    with pytest.raises(LoadError, match=r"parameter 0 of group 0, .*\[2, 3\]\n +parameter 1 of group 0, .*\[2\]\n"):
         described(net, optim.AdamW(masters))
-    assert "parameter 0 of group 0, of shape [2, 3]" in str(error.value)
-    assert "parameter 1 of group 0, of shape [2]" in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it is imported
@@ -82,7 +80,7 @@ def test_an_optimizer_around_another_is_refused():
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     net = nn.Linear(3, 2)
-    with pytest.raises(UnsupportedError, match=r"got PostLocalSGDOptimizer, .* Pass the optimizer inside"):
+    with pytest.raises(UnsupportedError, match=r"PostLocalSGDOptimizer, .*optimizer\.optim"):
         described(net, PostLocalSGDOptimizer(optim.SGD(net.parameters(), lr=0.1), averager=None))
 
 

@@ -47,7 +47,7 @@ def test_replicas_of_shards():
 
 
 def test_experts_must_divide_the_ranks_of_a_stage():
-    with pytest.raises(TopologyError, match=r"ep x etp to divide the 2 ranks of a stage .*ep=3: 3 x 1"):
+    with pytest.raises(TopologyError, match=r"ep x etp .* 2 ranks .*ep=3: 3 x 1"):
         RunMesh.from_topology(Topology(dp=2, ep=3), rank=0)
 
 
@@ -92,10 +92,10 @@ def test_fsdp_is_a_name_for_shards():
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        (Mesh((2,), ("model",)), "dims named from dp, .*, each once; got model"),
-        (Mesh((2,), None), "each once; got none"),
-        (Mesh((1, 2), ("fsdp", "dp_shard")), "each once; got fsdp, dp_shard"),
-        (Mesh((4,), ("tp",)), r"DeviceMesh of all 2 ranks .* got one of 4: \[0, 1, 2, 3\]"),
+        (Mesh((2,), ("model",)), "; got model"),
+        (Mesh((2,), None), "; got none"),
+        (Mesh((1, 2), ("fsdp", "dp_shard")), "; got fsdp, dp_shard"),
+        (Mesh((4,), ("tp",)), r"2 ranks .*4: \[0, 1, 2, 3\]"),
     ],
 )
 def test_a_mesh_that_is_not_understood(mesh: Mesh, said: str):

@@ -78,11 +78,11 @@ def test_a_scheduler_of_another_class_is_told(tmp_path, kind, other):
     fresh = stepped(other, 0)
     before = fresh.state_dict()
     net = Net()
-    with pytest.raises(LoadError, match=rf"{type(fresh).__name__}: scheduler is the state of another .* \(it kept"):
+    with pytest.raises(LoadError, match=rf"scheduler {type(fresh).__name__}: scheduler .*\(it kept"):
         ucp.load_into(net, path, scheduler=fresh)
     assert not net.w.any()
     report = ucp.load_into(net, path, scheduler=fresh, strict=False)
-    assert "is the state of another scheduler" in report.problems[0]
+    assert report.problems[0].startswith(f"scheduler {type(fresh).__name__}: scheduler ")
     assert report.restored == ()
     assert fresh.state_dict() == before
 
@@ -90,20 +90,20 @@ def test_a_scheduler_of_another_class_is_told(tmp_path, kind, other):
 def test_a_scheduler_of_other_groups_is_told(tmp_path):
     path = pickled(tmp_path, scheduler=stepped("step", 3).state_dict())
     fresh = MAKERS["step"](adam(groups=2))
-    with pytest.raises(LoadError, match="base_lrs has 1 entry, and that of this scheduler 2"):
+    with pytest.raises(LoadError, match=r"base_lrs has 1 entry, .* 2"):
         ucp.load_into(Net(), path, scheduler=fresh)
 
 
 def test_no_scheduler_at_all_is_told(tmp_path):
-    with pytest.raises(LoadError, match="scheduler StepLR: the checkpoint has no state of a scheduler"):
+    with pytest.raises(LoadError, match=r"scheduler StepLR: .* no state"):
         ucp.load_into(Net(), pickled(tmp_path), scheduler=stepped("step", 0))
-    with pytest.raises(UsageError, match="expected a scheduler with state_dict and load_state_dict; got int"):
+    with pytest.raises(UsageError, match="state_dict and load_state_dict; got int"):
         ucp.load_into(Net(), pickled(tmp_path), scheduler=3)
 
 
 def test_of_two_states_that_fit_none_is_taken(tmp_path):
     states = {"scheduler": stepped("step", 3).state_dict(), "lr_scheduler": stepped("step", 2).state_dict()}
-    with pytest.raises(LoadError, match="several states fit it: scheduler, lr_scheduler"):
+    with pytest.raises(LoadError, match=r"scheduler StepLR: .*: scheduler, lr_scheduler\."):
         ucp.load_into(Net(), pickled(tmp_path, **states), scheduler=stepped("step", 0))
 
 
@@ -150,7 +150,7 @@ def test_the_scale_of_torch_goes_on(tmp_path):
 
 
 def test_a_scale_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(LoadError, match="scaler: the checkpoint holds no dynamic loss scale"):
+    with pytest.raises(LoadError, match=r"scaler: .*loss scale"):
         ucp.load_into(Net(), pickled(tmp_path), scaler=torch.amp.GradScaler("cpu"))
     report = ucp.load_into(Net(), pickled(tmp_path), scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert "the scaler is not enabled: nothing is restored into it" in report.notes
@@ -183,7 +183,9 @@ def test_what_ranks_kept_goes_where_the_policy_says(policy, wanted):
 def test_other_ranks_than_were_saved_cannot_carry():
     found = run(3, lambda ranks: ucp.load_into(whole(VERL), VERL, process_group=ranks, rank_extras="carry"))
     (told,) = {str(own) for own in found}
-    assert told.startswith("expected as many ranks as the saved run had, 4, to give each rank what it saved for itself")
+    assert {type(own) for own in found} == {LoadError}
+    assert " 4, " in told
+    assert "(rng); got 3" in told
 
 
 def test_random_states_of_the_trainer_are_set(tmp_path):
@@ -205,7 +207,7 @@ def test_random_states_of_the_trainer_are_set(tmp_path):
         restored = "RNG states (python, numpy, torch), from companion/rng_state.pth"
         assert all(restored in own.restored for own in reports)
     random.seed(9), np.random.seed(9), torch.manual_seed(9)
-    with pytest.raises(LoadError, match="expected as many ranks as the saved run had, 2"):
+    with pytest.raises(LoadError, match=r" 2, .*rng_state.*\); got 1"):
         ucp.load_into(model, folder, rank_extras="carry")
     ucp.load_into(model, folder, rank_extras="replicate")
     assert (random.random(), np.random.random(), torch.rand(1).item()) == drawn[0]
@@ -241,7 +243,7 @@ def test_places_of_torchtitans_reader_are_carried():
 def test_an_extra_that_is_not_there():
     checkpoint = ucp.open(VERL)
     assert "random" in checkpoint.extra("rng", rank=1)
-    with pytest.raises(NoSuchNameError, match="no extra 'rng' of rank 4; rank may be None, 1, 2, 3"):
+    with pytest.raises(NoSuchNameError, match=r"'rng' of rank 4; .*None, 1, 2, 3"):
         checkpoint.extra("rng", rank=4)
     with pytest.raises(NoSuchNameError, match="no extra 'sampler'; there are "):
         checkpoint.extra("sampler")

@@ -117,7 +117,7 @@ def test_states_that_cannot_be_given_to_parameters_are_kept_and_named(tmp_path: 
     assert {rank for name, rank in kept if name.endswith("absmax1")} == {None, 1}
 
     for number in (0, 1, 3):
-        with pytest.raises(MissingStateError, match=r"(?s)cannot be assigned to single parameters.*absmax1.*a\.bias"):
+        with pytest.raises(MissingStateError, match=r"(?s)absmax1.*a\.bias"):
             ucp.plan(tmp_path / "run", to="deepspeed", topology=f"dp=2,zero={number}")
     ucp.convert(tmp_path / "run", tmp_path / "atoms", workers=1)
     with pytest.raises(MissingStateError, match="absmax1"):
@@ -139,18 +139,23 @@ def test_one_number_in_a_tensor_is_a_count(tmp_path: Path, fake_run, stage: int)
     assert any(name.startswith("optimizer_state/") and name.endswith("seen") for name, _ in extras(index))
 
 
-def test_a_state_that_is_a_tensor_here_and_a_number_there(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    inner(run.optimizers[1])["state"][0]["step"] = 7
-    with pytest.raises(MalformedError, match="the kind of step of group 0"):
-        read(run.save(tmp_path))
-
-
-def test_moments_of_two_types(tmp_path: Path, fake_run) -> None:
-    run = fake_run(3, 2)
-    state = inner(run.optimizers[1])["state"][0]
+def to_half(state) -> None:
     state["exp_avg"] = state["exp_avg"].bfloat16()
-    with pytest.raises(MalformedError, match="the dtype of exp_avg of sub-group 0"):
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "facts"),
+    [
+        (1, lambda state: state.update(step=7), r"\bstep .*group 0"),
+        (3, to_half, "exp_avg .*sub-group 0"),
+        (1, lambda state: state.pop("exp_avg"), r"rank_1_mp_rank_00_optim_states\.pt: group 0 .*exp_avg"),
+    ],
+    ids=["number", "type", "lacking"],
+)
+def test_a_state_that_one_rank_has_otherwise(tmp_path: Path, fake_run, stage: int, change, facts: str) -> None:
+    run = fake_run(stage, 2)
+    change(inner(run.optimizers[1])["state"][0])
+    with pytest.raises(MalformedError, match=facts):
         read(run.save(tmp_path))
 
 
@@ -177,17 +182,20 @@ def test_what_a_module_keeps_beside_tensors(tmp_path: Path, fake_run) -> None:
     assert found["module/a.note", 1] == "of rank 1"
 
 
-def test_a_module_of_nested_dicts_is_refused(tmp_path: Path, fake_run) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "error", "facts"),
+    [
+        ("language_model", {"a": torch.zeros(2)}, UnsupportedError, "'language_model'"),
+        ("b.weight", torch.zeros(2, 4), MalformedError, r"b\.weight .*\[4, 2\].*\[2, 4\]"),
+    ],
+    ids=["nested", "shape"],
+)
+def test_a_module_that_is_nested_or_that_param_shapes_contradicts(
+    tmp_path: Path, fake_run, name: str, value: object, error: type, facts: str
+) -> None:
     run = fake_run(1, 2)
-    run.models[0]["module"] = {"language_model": {"a": torch.zeros(2)}}
-    with pytest.raises(UnsupportedError, match="'language_model' is a nested dict"):
-        read(run.save(tmp_path))
-
-
-def test_a_shape_in_the_module_that_param_shapes_contradicts(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    run.models[0]["module"]["b.weight"] = torch.zeros(2, 4)
-    with pytest.raises(MalformedError, match=r"expected b.weight with shape \[4, 2\]"):
+    run.models[0]["module"][name] = value
+    with pytest.raises(error, match=facts):
         read(run.save(tmp_path))
 
 
@@ -227,7 +235,7 @@ def test_quantised_frozen_weights_are_refused(tmp_path: Path, fake_run) -> None:
     run = fake_run(3, 2)
     for root in run.models:
         root["frozen_param_fragments"]["frozen"] = torch.zeros(4, dtype=torch.int8)
-    with pytest.raises(UnsupportedError, match="frozen is quantised to int8"):
+    with pytest.raises(UnsupportedError, match=r"frozen .*int8"):
         read(run.save(tmp_path))
 
 
@@ -276,11 +284,4 @@ def test_lost_model_states_with_frozen_shards_are_missing(tmp_path: Path, fake_r
     for rank in (1, 3):
         del run.files[MODEL.format(rank)]
     with pytest.raises(MissingFileError, match=r"(?s)2 model-states files.*rank_1.*elements 2:4 of frozen.*rank_3"):
-        read(run.save(tmp_path))
-
-
-def test_a_state_that_one_rank_lacks(tmp_path: Path, fake_run) -> None:
-    run = fake_run(1, 2)
-    del inner(run.optimizers[1])["state"][0]["exp_avg"]
-    with pytest.raises(MalformedError, match=r"rank_1_mp_rank_00_optim_states.pt: group 0 has no state exp_avg"):
         read(run.save(tmp_path))

@@ -16,7 +16,7 @@ from ucp.core.region import Box
 from ucp.core.target import TargetOptions
 from ucp.core.tensor import DType, InlineTensor
 from ucp.core.topology import Topology
-from ucp.errors import MissingStateError, UnsupportedError, UsageError
+from ucp.errors import MissingStateError, TopologyError, UnsupportedError, UsageError
 from ucp.io.pickle.values import GlobalName, Stub
 
 TAG = "global_step7"
@@ -109,7 +109,7 @@ def test_a_parameter_that_was_never_stepped_has_zeros_in_a_flat_group(source: Ma
 def test_a_parameter_that_was_stepped_and_lost_its_moments_is_refused(source: Make, stage: int) -> None:
     made = source()
     del made.arrays["w/exp_avg"], made.arrays["w/exp_avg_sq"]
-    with pytest.raises(MissingStateError, match=r"w: exp_avg, exp_avg_sq, and has step\n.*--zero-moments keep"):
+    with pytest.raises(MissingStateError, match=r"w: exp_avg, exp_avg_sq, .*step\n.*--zero-moments keep"):
         TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions())
     plan = TARGET.plan(made.index(), Topology(dp=1, zero=stage), TargetOptions(keeps_zeros=True))
     assert plan.zeros == {"w": {"exp_avg", "exp_avg_sq"}}
@@ -129,7 +129,7 @@ def test_all_states_of_a_parameter_that_the_user_left_out_are_no_zeros_in_a_flat
     index = replace(without_states(source(**changes), "w"), lost=CHOSEN)
     topology = Topology(dp=1, zero=stage)
     if flat:
-        with pytest.raises(MissingStateError, match=r"left out by --exclude:\n  w\n.*--zero-moments keep"):
+        with pytest.raises(MissingStateError, match=r"--exclude:\n  w\n.*--zero-moments keep"):
             TARGET.plan(index, topology, TargetOptions())
     plan = TARGET.plan(index, topology, TargetOptions(keeps_zeros=flat))
     assert plan.zeros == ({"w": {"exp_avg", "exp_avg_sq", "step"}} if flat else {})
@@ -138,7 +138,7 @@ def test_all_states_of_a_parameter_that_the_user_left_out_are_no_zeros_in_a_flat
 def test_nor_is_one_state_of_it_nor_those_of_a_group_that_has_none(source: Make) -> None:
     index = replace(source().index(), lost=CHOSEN)
     del index.atoms["w"].states["step"]
-    with pytest.raises(MissingStateError, match="left out by --exclude"):
+    with pytest.raises(MissingStateError, match=r"--exclude:\n  w"):
         TARGET.plan(index, Topology(dp=1, zero=1), TargetOptions())
     for atom in ("emb", "w", "void"):
         for state in index.atoms[atom].states.keys() - {"weight"}:
@@ -152,7 +152,7 @@ def test_stage_0_of_fused_adam_is_as_flat_as_other_stages(source: Make, write: M
     made = source(**FUSED)
     index = made.index()
     del index.atoms["w"].states["exp_avg"]
-    with pytest.raises(MissingStateError, match="w: exp_avg, and has exp_avg_sq, step"):
+    with pytest.raises(MissingStateError, match=r"w: exp_avg, .*exp_avg_sq, step"):
         TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions())
     plan = TARGET.plan(index, Topology(dp=1, zero=0), TargetOptions(keeps_zeros=True))
     assert plan.zeros == {"w": {"exp_avg"}}
@@ -243,14 +243,20 @@ def test_a_trained_parameter_outside_all_groups_is_refused(source: Make, write: 
         write(source(groups=[["emb", "w"], ["gate", "scalar"]]), TARGET, Topology(dp=2, zero=1))
 
 
-@pytest.mark.parametrize("topology", [Topology(dp=2), Topology(dp=2, tp=2, zero=1)])
-def test_topologies_it_cannot_write_are_refused(source: Make, write: Make, topology: Topology) -> None:
-    with pytest.raises((UsageError, UnsupportedError), match=r"ZeRO stage|tp"):
+@pytest.mark.parametrize(
+    ("topology", "error", "facts"),
+    [
+        (Topology(dp=2), TopologyError, "ZeRO stage .*--topology"),
+        (Topology(dp=2, tp=2, zero=1), TopologyError, "8 tensors .* 2 tensor-parallel(?s:.*) tp=1$"),
+    ],
+)
+def test_topologies_it_cannot_write_are_refused(source: Make, write: Make, topology: Topology, error, facts) -> None:
+    with pytest.raises(error, match=facts):
         write(source(), TARGET, topology)
 
 
 def test_compression_is_refused(source: Make, write: Make) -> None:
-    with pytest.raises(UsageError, match="drop --compress"):
+    with pytest.raises(UsageError, match="--compress"):
         write(source(), TARGET, Topology(dp=1, zero=1), TargetOptions(compress=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,7 @@ def test_names_with_slashes_are_folders_in_folders_and_read_back(source: Make, w
 @pytest.mark.parametrize("name", ["", ".", "..", "../../evil", "/abs", "a//b", "a\0b", "a\ud800b", "x" * 300])
 def test_names_that_no_folder_can_have_are_refused_before_anything_is_written(source: Make, name: str) -> None:
     made = source(shapes={"w": (2, 7), name: (3,)}, groups=[["w"], [name]], frozen=[], buffers=[])
-    with pytest.raises(DestinationError, match="expected names of parameters that can be folders"):
+    with pytest.raises(DestinationError, match=re.escape(f"\n  {repr(name)[:60]}")):
         TARGET.plan(made.index(), None, TargetOptions())
 
 
@@ -76,9 +77,19 @@ def test_steps_from_elsewhere_take_the_form_that_is_asked_for(
     assert any("shares one step tensor" in note for note in written.plan.notes) is bool(told)
 
 
-def test_another_optimizer_is_refused(source: Make) -> None:
-    with pytest.raises(UsageError, match="expected --set optimizer=torch or optimizer=deepspeed; got 'adam'"):
-        TARGET.plan(source().index(), None, TargetOptions(settings={"optimizer": "adam"}))
+@pytest.mark.parametrize(
+    ("topology", "options", "error", "facts"),
+    [
+        (None, {"settings": {"optimizer": "adam"}}, UsageError, "--set optimizer=.*'adam'"),
+        (None, {"dtypes": {"step": "float64"}}, UsageError, "--dtype step="),
+        (None, {"dtypes": {"step": "float64"}, "settings": {"optimizer": "deepspeed"}}, UsageError, "--dtype step="),
+        (Topology(dp=4, zero=3), {}, TopologyError, "--topology"),
+    ],
+)
+def test_options_that_it_does_not_take(source: Make, topology, options, error, facts) -> None:
+    """The files are the same for all topologies, and an optimizer counts steps in its own type."""
+    with pytest.raises(error, match=facts):
+        TARGET.plan(source().index(), topology, TargetOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +128,7 @@ def test_a_pipeline_is_one_that_says_so_and_names_layers(
     read = DeepSpeedUniversalFormat().read(written.root)
     assert [extra.value for extra in read.extras if extra.name == "pipeline"] == [True] * expected
     if not expected:
-        with pytest.raises(TopologyError, match="expected a source that a DeepSpeed pipeline saved"):
+        with pytest.raises(TopologyError, match=r"pp=2\b.*: drop pp"):
             TARGET.plan(made.index(), Topology(pp=2), TargetOptions())
 
 
@@ -152,12 +163,6 @@ def test_steps_that_float32_rounds_are_refused_and_written_as_numbers(
     assert written.load(f"{TAG}/zero/gate/step.pt") == 2**24 + 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "deepspeed"}])
-def test_the_type_of_steps_is_not_for_the_user_to_choose(source: Make, settings: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="drop --dtype step="):
-        TARGET.plan(source().index(), None, TargetOptions(dtypes={"step": "float64"}, settings=settings))
-
-
 @pytest.mark.parametrize(("states", "step", "anew"), [([], None, True), ([], 3.0, False), (["exp_avg"], 3.0, False)])
 def test_an_optimizer_without_any_state_starts_anew(
     source: Make, write: Make, states: list[str], step: float | None, anew: bool
@@ -165,11 +170,6 @@ def test_an_optimizer_without_any_state_starts_anew(
     notes = write(source(states=[states, states], steps=[step, step]), TARGET).plan.notes
     assert any("the source has no states of the optimizer" in note for note in notes) is anew
     assert not any("stage 3" in note for note in notes), "it says itself that it does not load them"
-
-
-def test_a_topology_is_refused_as_the_files_are_the_same_for_all(source: Make) -> None:
-    with pytest.raises(UsageError, match="drop --topology"):
-        TARGET.plan(source().index(), Topology(dp=4, zero=3), TargetOptions())
 
 
 def test_a_loss_scale_is_carried_for_fp16_only(source: Make, write: Make) -> None:

@@ -30,20 +30,13 @@ def test_flags_may_be_numbers() -> None:
     assert read_arguments({"untie_embeddings_and_output_weights": 0}, "a.pt").has_output_weight is False
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"num_layers": "4"}, "whole number"),
-        ({"num_layers": True}, "whole number"),
-        ({"swiglu": "yes"}, "true or false"),
-    ],
-)
-def test_values_of_another_kind_are_refused(values: dict[str, object], expected: str) -> None:
-    with pytest.raises(MalformedError, match=rf"{expected}.*a\.pt"):
-        read_arguments(values, "a.pt")
+@pytest.mark.parametrize(("name", "value"), [("num_layers", "4"), ("num_layers", True), ("swiglu", "yes")])
+def test_values_of_another_kind_are_refused(name: str, value: object) -> None:
+    with pytest.raises(MalformedError, match=rf" {name} .*a\.pt; got "):
+        read_arguments({name: value}, "a.pt")
 
 
 @pytest.mark.parametrize("value", [[1], 7, Stub(GlobalName("evil", "Thing"), state={"a": 1})])
 def test_what_is_no_namespace_is_refused(value: object) -> None:
-    with pytest.raises(MalformedError, match="namespace"):
+    with pytest.raises(MalformedError, match=r"namespace .*a\.pt; got "):
         read_arguments(value, "a.pt")

@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parents[5] / "fixtures" / "megatron"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "value", "told"),
+    ("kind", "name", "value", "facts"),
     [
         ("llama", "swiglu", False, r"gated: .*swiglu = False; .*fc1\.weight is \[24, 8\], .*fc2\.weight is \[8, 12\]"),
         ("gpt", "swiglu", True, r"gated: .*swiglu = True; .*fc1\.weight is \[12, 8\]"),
@@ -30,11 +30,11 @@ FIXTURES = Path(__file__).parents[5] / "fixtures" / "megatron"
         ("mixtral", "moe_ffn_hidden_size", 24, r"moe_ffn_hidden_size = 24; .*linear_fc2\.weight is \[8, 12\]"),
     ],
 )
-def test_an_argument_that_was_edited(fake_legacy, tmp_path: Path, kind: str, name: str, value: int, told: str) -> None:
+def test_an_argument_that_was_edited(fake_legacy, tmp_path: Path, kind: str, name: str, value: int, facts: str) -> None:
     run = fake_legacy(kind=kind, tp=2, ep=2 if kind == "mixtral" else 1, optimizer="none")
     for root in run.roots.values():
         setattr(root["args"], name, value)
-    with pytest.raises(MalformedError, match=told):
+    with pytest.raises(MalformedError, match=facts):
         MegatronFormat().read(run.save(tmp_path))
 
 
@@ -57,7 +57,7 @@ def test_rules_that_join_the_wrong_rows_of_a_real_run(case: str, tmp_path: Path)
         f'name = "lie"\nextends = ["{family}"]\n[[rule]]\nname = "decoder.layers.{{layer}}.mlp.linear_fc2.weight"\n'
         'tp = { pattern = "shard", dim = 0 }\n'
     )
-    with pytest.raises(MalformedError, match=r"(?s)rules of the family 'lie'.*ffn_hidden_size = .*hidden_size = "):
+    with pytest.raises(MalformedError, match=r"(?s)'lie'.*ffn_hidden_size = .*hidden_size = "):
         MegatronFormat(SourceOptions(patterns=rules)).read(FIXTURES / case / "checkpoint")
 
 

@@ -60,9 +60,8 @@ def test_a_parameter_that_one_rank_lacks(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", tp=2, optimizer="none")
     for name in ("decoder.layers.0.mlp.linear_fc2.weight", "output_layer.weight"):
         del run.roots["mp_rank_01"]["model"][name]
-    with pytest.raises(MissingFileError, match="2 parameters") as caught:
+    with pytest.raises(MissingFileError, match=r"(?s)2 parameters .*\n  output_layer\.weight: .*rank 1"):
         read(run.save(tmp_path))
-    assert "output_layer.weight: tensor-parallel rank 1" in str(caught.value)
 
 
 def test_experts_need_their_number(fake_legacy, tmp_path: Path) -> None:
@@ -83,39 +82,35 @@ def test_a_checkpoint_without_arguments(fake_legacy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "expected"),
-    [
-        (None, MalformedError, "expected a dict"),
-        ({}, MalformedError, "hold no tensor"),
-        ({"a": {"_extra_state": None}}, MalformedError, "hold no tensor"),
-    ],
+    ("model", "facts"),
+    [(None, "dict .*; got None"), ({}, "iter_0000010; .*no tensor"), ({"a": {"_extra_state": None}}, "no tensor")],
 )
-def test_a_model_of_nothing(fake_legacy, tmp_path: Path, model: object, error: type, expected: str) -> None:
+def test_a_model_of_nothing(fake_legacy, tmp_path: Path, model: object, facts: str) -> None:
     run = fake_legacy(kind="llama", optimizer="none")
     run.roots["mp_rank_00"]["model"] = model
-    with pytest.raises(error, match=expected):
+    with pytest.raises(MalformedError, match=facts):
         read(run.save(tmp_path))
 
 
 def test_a_file_of_something_else(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", optimizer="none")
     run.roots["mp_rank_00"] = [1]
-    with pytest.raises(UnsupportedError, match="expected a dict at the top"):
+    with pytest.raises(UnsupportedError, match=r"mp_rank_00/model_optim_rng\.pt: .*dict .*; got a list"):
         read(run.save(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("buffers", "expected"),
+    ("buffers", "error", "facts"),
     [
-        ([{}], "expected a dict"),
-        ({"what": 1}, "expected numbered buffers"),
-        ({0: {torch.float32: {"exp_avg": torch.ones(4)}}}, "expected 'param'"),
-        ({0: {torch.float32: {"param": torch.ones(2, 2)}}}, "expected flat tensors"),
-        ([{}, {}], "expected buffers of 1 optimizer"),
+        (7, MalformedError, r"distrib_optim\.pt; got a int \(7\)"),
+        ({"what": 1}, UnsupportedError, "buffers .*; got 'what'$"),
+        ({0: {torch.float32: {"exp_avg": torch.ones(4)}}}, MalformedError, "'param' .*; got exp_avg$"),
+        ({0: {torch.float32: {"param": torch.ones(2, 2)}}}, MalformedError, r"'param' .*\[2, 2\]"),
+        ([{}, {}], MalformedError, r"1 optimizer .*distrib_optim\.pt.*; got 2"),
     ],
 )
-def test_buffers_of_something_else(fake_legacy, tmp_path: Path, buffers: object, expected: str) -> None:
+def test_buffers_of_something_else(fake_legacy, tmp_path: Path, buffers: object, error: type, facts: str) -> None:
     run = fake_legacy(kind="llama", optimizer="L3a")
-    run.buffers["mp_rank_00"] = buffers if expected != "expected a dict" else 7
-    with pytest.raises((MalformedError, UnsupportedError), match=expected):
+    run.buffers["mp_rank_00"] = buffers
+    with pytest.raises(error, match=facts):
         read(run.save(tmp_path))

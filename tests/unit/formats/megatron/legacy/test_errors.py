@@ -15,7 +15,6 @@ from ucp.errors import (
     FamilyError,
     MalformedError,
     MissingFileError,
-    SourceError,
     UnknownFamilyError,
     UnsupportedError,
 )
@@ -47,9 +46,8 @@ def test_every_file_of_a_missing_rank_is_named(fake_legacy, tmp_path: Path) -> N
 def test_missing_buffers_are_named_together(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", tp=2, optimizer="L3a")
     run.buffers.clear()
-    with pytest.raises(MissingFileError, match="2 files") as caught:
+    with pytest.raises(MissingFileError, match=r"(?s)2 files .*mp_rank_01/distrib_optim\.pt"):
         read(run.save(tmp_path))
-    assert "mp_rank_01/distrib_optim.pt" in str(caught.value)
 
 
 def test_damaged_and_foreign_files_are_told_together(fake_legacy, tmp_path: Path) -> None:
@@ -60,7 +58,7 @@ def test_damaged_and_foreign_files_are_told_together(fake_legacy, tmp_path: Path
     with pytest.raises(MalformedError, match="2 problems") as caught:
         read(folder)
     assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
-    assert "iteration is a int (11), elsewhere a int (10)" in str(caught.value)
+    assert "iteration is a int (11)" in str(caught.value)
 
 
 def test_arguments_that_are_none_are_told_beside_what_is_missing(fake_legacy, tmp_path: Path) -> None:
@@ -68,7 +66,7 @@ def test_arguments_that_are_none_are_told_beside_what_is_missing(fake_legacy, tm
     run.roots["mp_rank_02"]["args"] = "none"
     folder = run.save(tmp_path)
     shutil.rmtree(folder / "iter_0000010" / "mp_rank_03")
-    with pytest.raises(SourceError, match="mp_rank_02") as caught:
+    with pytest.raises(MalformedError, match="mp_rank_02") as caught:
         read(folder)
     assert "mp_rank_03/model_optim_rng.pt" in str(caught.value)
 
@@ -85,12 +83,12 @@ def test_file_names_that_collide_are_refused(fake_legacy, tmp_path: Path) -> Non
     run = fake_legacy(kind="mixtral", ep=2, dp=2)
     for root in run.roots.values():
         root["args"].expert_tensor_parallel_size = 2
-    with pytest.raises(UnsupportedError, match="one folder name"):
+    with pytest.raises(UnsupportedError, match="tp=1, ep=2, etp=2: "):
         read(run.save(tmp_path))
 
 
 def test_rows_in_the_order_of_2020_are_refused(fake_legacy, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="order of checkpoint version"):
+    with pytest.raises(UnsupportedError, match=r"version 1, "):
         read(fake_legacy(style="legacy", kind="gpt", tp=2, version=1.0).save(tmp_path))
 
 
@@ -98,9 +96,8 @@ def test_layers_that_do_not_add_up(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", pp=2, optimizer="none")
     for root in run.roots.values():
         root["args"].num_layers = 6
-    with pytest.raises(MalformedError, match=r"expected 6 layers.*there are 4") as caught:
+    with pytest.raises(MalformedError, match=r"(?s) 6 layers.* 4 in .*\n  stage 1, chunk 0: 2 layers"):
         read(run.save(tmp_path))
-    assert "stage 1, chunk 0: 2 layers" in str(caught.value)
 
 
 def test_names_without_a_rule_are_listed_together(fake_legacy, tmp_path: Path) -> None:
@@ -110,10 +107,8 @@ def test_names_without_a_rule_are_listed_together(fake_legacy, tmp_path: Path) -
     with pytest.raises(UnknownFamilyError, match=r"my\.adapter\.weight"):
         read(folder)
 
-    with pytest.raises(FamilyError, match="2 names have no rule") as caught:
+    with pytest.raises(FamilyError, match=r"2 names .*'llama':\n  my\.adapter\.weight\n  my\.gate\n"):
         read_legacy(locate(folder), "megatron", SourceOptions("llama"))
-    assert "my.adapter.weight" in str(caught.value)
-    assert "my.gate" in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 4}])
@@ -121,7 +116,7 @@ def test_names_without_a_rule_are_those_of_all_stages(fake_legacy, tmp_path: Pat
     """The keys of every stage begin at 0; the numbers told are those of the model, each once."""
     folder = fake_legacy(kind="llama", optimizer="none", **options).save(tmp_path)
 
-    with pytest.raises(FamilyError, match="8 names have no rule in the family 'mixtral'") as caught:
+    with pytest.raises(FamilyError, match=r"8 names .*'mixtral'") as caught:
         read_legacy(locate(folder), "megatron", SourceOptions("mixtral"))
     told = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
     assert sorted(told) == [f"decoder.layers.{n}.mlp.linear_fc{part}.weight" for n in range(4) for part in (1, 2)]
@@ -132,17 +127,15 @@ def test_masters_of_another_run(fake_legacy, tmp_path: Path) -> None:
     for own in run.roots["mp_rank_00"]["model"].values():
         if own is not None:
             own.add_(1)
-    with pytest.raises(MalformedError, match=r"fits none of them") as caught:
+    with pytest.raises(MalformedError, match=r"(?s)fits none.*decoder\.layers\.1\.mlp\.linear_fc2\.weight \[8, 12\]"):
         read(run.save(tmp_path))
-    assert "decoder.layers.1.mlp.linear_fc2.weight [8, 12]" in str(caught.value)
 
 
 def test_stretches_of_buffers_without_a_parameter(fake_legacy, tmp_path: Path) -> None:
     run = fake_legacy(kind="llama", optimizer="L3a")
     run.roots["mp_rank_00"]["model"]["decoder.layers.1.mlp.linear_fc2.weight"][0] += 1
-    with pytest.raises(MalformedError, match="1 range matches none") as caught:
+    with pytest.raises(MalformedError, match=r"(?s)1 range .*decoder\.layers\.1\.mlp\.linear_fc2\.weight \[8, 12\]"):
         read(run.save(tmp_path))
-    assert "decoder.layers.1.mlp.linear_fc2.weight [8, 12]" in str(caught.value)
 
 
 def test_packed_tensors_with_gaps_are_refused(fake_legacy, tmp_path: Path) -> None:

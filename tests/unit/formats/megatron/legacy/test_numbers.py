@@ -21,9 +21,8 @@ def test_encoder_and_decoder_are_counted_apart() -> None:
 
 
 def test_a_wrong_count_is_told_by_chunk() -> None:
-    with pytest.raises(MalformedError, match=r"expected 5 layers.*there are 4 in decoder") as caught:
+    with pytest.raises(MalformedError, match=r"(?s) 5 layers.* 4 in decoder.*\n  stage 1, chunk 0: 3 layers"):
         count_layers({(0, 0): names(1), (1, 0): names(3)}, num_layers=5)
-    assert "stage 1, chunk 0: 3 layers" in str(caught.value)
 
 
 def test_a_gap_is_refused() -> None:

@@ -106,15 +106,13 @@ def test_equal_norms_of_which_some_are_frozen_are_refused(fake_legacy, tmp_path:
     kept = NORM.format(1, "pre_mlp")
     frozen = tuple(name for name in layer if name != kept)
     run = fake_legacy(kind="llama", optimizer=optimizer, plain_norms=True, frozen=frozen)
-    with pytest.raises(MalformedError, match="order does not tell them apart") as caught:
+    with pytest.raises(MalformedError, match="--no-save-optim") as caught:
         MegatronFormat().read(run.save(tmp_path))
-    assert kept in str(caught.value)
-    assert NORM.format(1, "input") in str(caught.value)
-    assert "--no-save-optim" in str(caught.value)
+    assert [name for name in (kept, NORM.format(1, "input")) if name not in str(caught.value)] == []
 
 
 def test_a_frozen_norm_of_a_whole_optimizer(fake_legacy, tmp_path: Path) -> None:
     """Groups are listed apart from weights, so that norms between weights are not between them there."""
     run = fake_legacy(kind="llama", optimizer="whole", plain_norms=True, frozen=(NORM.format(0, "input"),))
-    with pytest.raises(MalformedError, match="8 parameters have the same contents"):
+    with pytest.raises(MalformedError, match=r"(?s)8 parameters .*--no-save-optim"):
         MegatronFormat().read(run.save(tmp_path))

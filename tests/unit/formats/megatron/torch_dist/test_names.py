@@ -54,6 +54,6 @@ def test_names_without_a_rule_keep_their_keys_unless_the_user_names_the_family()
     names = names_of(keys, LLAMA)
     assert names.template("adapter.weight") == "adapter.weight"
     assert names.family is None
-    with pytest.raises(FamilyError, match=r"(?s)2 names have no rule in the family 'llama'.*adapter.*vision"):
+    with pytest.raises(FamilyError, match=r"(?s)2 names .*'llama'.*adapter.*vision"):
         names_of(keys, LLAMA, family="llama")
     assert names_of(KEYS, LLAMA, family="llama").family is not None

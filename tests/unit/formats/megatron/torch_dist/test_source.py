@@ -79,10 +79,9 @@ def test_masters_of_other_weights_are_an_error_that_names_them(fake, read, tmp_p
     for name in ("output_layer.weight", "decoder.layers.mlp.linear_fc2.weight"):
         shape, chunks = run.tensors[name]
         run.tensors[name] = (shape, [(offsets, chunk + 1) for offsets, chunk in chunks])
-    with pytest.raises(MalformedError) as error:
+    with pytest.raises(MalformedError, match="6 ranges ") as error:
         read(run.save(tmp_path))
     message = str(error.value)
-    assert "6 ranges match no parameter" in message
     for name in ("output_layer.weight", "layers.0.mlp.linear_fc2.weight", "layers.1.mlp.linear_fc2.weight"):
         assert name in message
     assert "layers.0.mlp.linear_fc1.weight" not in message
@@ -91,7 +90,7 @@ def test_masters_of_other_weights_are_an_error_that_names_them(fake, read, tmp_p
 def test_chunks_that_no_rank_holds_are_refused(fake, read, tmp_path):
     run = filled(fake(tp=2), "buckets")
     run.common["args"].tensor_model_parallel_size = 3
-    with pytest.raises(UnsupportedError, match=r"(?s)not split evenly.*output_layer.weight \[16, 8\] over 3 ranks"):
+    with pytest.raises(UnsupportedError, match=r"output_layer\.weight \[16, 8\] over 3 ranks"):
         read(run.save(tmp_path))
 
 
@@ -115,7 +114,7 @@ def test_states_of_no_parameter_or_of_another_shape(fake, read, tmp_path):
     run = filled(fake(), "full")
     run.tensors["optimizer.state.exp_avg.nowhere"] = ((3,), [((0,), torch.ones(3))])
     run.tensors["optimizer.state.exp_avg.output_layer.weight"] = ((4, 4), [((0, 0), torch.ones(4, 4))])
-    with pytest.raises(MalformedError, match=r"(?s)2 optimizer states do not fit.*the parameter is \[16, 8\].*nowhere"):
+    with pytest.raises(MalformedError, match=r"(?s)2 optimizer states .*\[16, 8\].*nowhere"):
         read(run.save(tmp_path))
 
 
@@ -144,7 +143,7 @@ def test_transposed_states_of_grouped_experts(fake, read, contents, tmp_path):
 def test_unknown_tensors_of_the_optimizer_are_refused(fake, read, tmp_path):
     run = filled(fake(), "full")
     run.tensors["optimizer.muon.buffer"] = ((3,), [((0,), torch.ones(3))])
-    with pytest.raises(UnsupportedError, match="1 tensor of an unknown layout"):
+    with pytest.raises(UnsupportedError, match=r"1 tensor .*\n  optimizer\.muon\.buffer"):
         read(run.save(tmp_path))
 
 
@@ -159,20 +158,20 @@ def test_masters_that_are_not_the_weights_are_pointed_out(fake, read, tmp_path):
 def test_an_empty_model_is_refused(fake, read, tmp_path):
     run = fake()
     run.full()
-    with pytest.raises(MalformedError, match="expected tensors of a model"):
+    with pytest.raises(MalformedError, match=r"\.metadata lists \d+ tensors, none\b"):
         read(run.save(tmp_path))
 
 
 def test_other_backends_are_named_and_refused(fake, read, tmp_path):
     root = filled(fake(), "full").save(tmp_path) / "iter_0000007"
     (root / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    with pytest.raises(UnsupportedError, match=r"zarr checkpoint .* save it with --ckpt-format torch_dist"):
+    with pytest.raises(UnsupportedError, match=r" zarr .*--ckpt-format torch_dist"):
         read(tmp_path)
     (root / "metadata.json").unlink()
-    with pytest.raises(MissingFileError, match="the rest of a torch_dist checkpoint is"):
+    with pytest.raises(MissingFileError, match=r"/metadata\.json; .*torch_dist"):
         read(tmp_path)
     (root / "common.pt").unlink()
-    with pytest.raises(UnsupportedError, match=r"fsdp_dtensor.* save it with --ckpt-format torch_dist"):
+    with pytest.raises(UnsupportedError, match=r"fsdp_dtensor.*--ckpt-format torch_dist"):
         read(tmp_path)
 
 
@@ -226,7 +225,7 @@ def test_one_moment_of_matrices_is_whole_for_lion(fake, read, tmp_path):
 
 
 def test_and_part_of_it_is_lost_for_adam(fake, read, tmp_path):
-    with pytest.raises(MalformedError, match="8 parameters lack some"):
+    with pytest.raises(MalformedError, match=r"8 parameters .*\n  decoder\.layers\.0\..*: exp_avg_sq\n"):
         read(with_optimizer(fake(), "adam").save(tmp_path))
 
 
@@ -238,5 +237,5 @@ def test_weights_that_are_cut_over_more_ranks_are_refused(fake, read, tmp_path, 
     setattr(run.common["args"], name, 1)
     read(run.save(tmp_path / "a"))
     setattr(run.common["args"], name, 2)
-    with pytest.raises(UnsupportedError, match=rf"Generalized Tensor Parallelism \({name}=2\)"):
+    with pytest.raises(UnsupportedError, match=rf"\({name}=2\)"):
         read(run.save(tmp_path / "b"))

@@ -19,29 +19,33 @@ MAMBA = FIXTURES / "mamba-tp2-dp2-full" / "checkpoint"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "facts"),
     [
         ("swiglu", "false", r"swiglu = False; decoder\.layers\.\d\.mlp\.linear_fc1\.weight is \[56, 20\]"),
         ("ffn_hidden_size", "9", r"ffn_hidden_size = 9; decoder\.layers\.\d\.mlp\.linear_fc2\.weight is \[20, 28\]"),
         ("hidden_size", "40", r"hidden_size = 40; embedding\.word_embeddings\.weight is \[64, 20\]"),
         ("num_attention_heads", "4", r"num_attention_heads = 4; decoder\.layers\.\d\.self_attention\.linear_proj"),
-        ("num_experts", "2", r"num_experts = 2: there are 0 experts"),
-        ("num_layers", "5", r"num_layers = 5: there are 4 layers"),
-        ("untie_embeddings_and_output_weights", "false", r"= False: there is an output_layer\.weight"),
-        ("bf16", "false", r"bf16 = False: the model's weights are bfloat16"),
-        ("fp16", "true", r"fp16 = True: the model's weights are bfloat16"),
-        ("tensor_model_parallel_size", "8", r"tensor_model_parallel_size = 8: --topology, .* make it 2"),
-        ("world_size", "3", r"world_size = 3: --topology, .* make it 2"),
+        ("num_experts", "2", "num_experts = 2: .* 0 experts"),
+        ("num_layers", "5", "num_layers = 5: .* 4 layers"),
+        (
+            "untie_embeddings_and_output_weights",
+            "false",
+            r"untie_embeddings_and_output_weights = False: .*output_layer\.weight",
+        ),
+        ("bf16", "false", "bf16 = False: .* bfloat16"),
+        ("fp16", "true", "fp16 = True: .* bfloat16"),
+        ("tensor_model_parallel_size", "8", r"tensor_model_parallel_size = 8: .*--topology.* 2\b"),
+        ("world_size", "3", r"world_size = 3: .*--topology.* 2\b"),
     ],
 )
-def test_what_the_tensors_or_the_layout_contradict(name: str, value: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_what_the_tensors_or_the_layout_contradict(name: str, value: str, facts: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=facts):
         convert(LLAMA, tmp_path / "b", to="megatron", topology="tp=2", settings={name: value}, workers=1)
     assert not (tmp_path / "b").exists()
 
 
 def test_the_type_of_steps_is_not_for_the_user_to_choose(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="drop --dtype step="):
+    with pytest.raises(UsageError, match="--dtype step="):
         plan(LLAMA, to="megatron", dtypes={"step": "bfloat16"})
 
 
@@ -55,16 +59,16 @@ def test_what_holds_may_be_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "pattern", "told"),
+    ("source", "pattern", "facts"),
     [
-        (LLAMA, "*-*-*-*-", "every layer has attention and a feed-forward"),
-        (MAMBA, "M*MM", "the tensors of the layers give 'M\\*M-'"),
-        (MAMBA, "M*M", "the tensors of the layers give"),
+        (LLAMA, "*-*-*-*-", r"pattern '\*-\*-\*-\*-': .*GPT"),
+        (MAMBA, "M*MM", r"pattern 'M\*MM': .*'M\*M-'"),
+        (MAMBA, "M*M", r"pattern 'M\*M': .*'M\*M-'"),
     ],
 )
-def test_a_pattern_of_other_layers(source: Path, pattern: str, told: str, tmp_path: Path) -> None:
+def test_a_pattern_of_other_layers(source: Path, pattern: str, facts: str, tmp_path: Path) -> None:
     """What megatron-core 0.20 does at loading (gpt_checkpoint_interop.py) needs the keys of a GPT."""
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=facts):
         convert(source, tmp_path / "b", to="megatron", settings={"hybrid_layer_pattern": pattern}, workers=1)
     assert not (tmp_path / "b").exists()
 

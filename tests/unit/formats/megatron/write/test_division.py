@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ucp.errors import TopologyError
@@ -23,25 +25,24 @@ def source(fake_legacy, tmp_path):
 def test_every_reason_is_told_at_once(layout, source, to_megatron, tmp_path):
     src = source("mixtral")
     given = {"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": "true"}
-    with pytest.raises(TopologyError, match="as Megatron does") as caught:
+    with pytest.raises(TopologyError) as caught:
         to_megatron(src, tmp_path / "b", "tp=3,pp=3,ep=3,etp=1,vpp=2,dp=2", layout, **given)
-    told = str(caught.value)
     for reason in (
-        "heads: tp=3 does not divide num_attention_heads=8",
-        "groups of queries: num_query_groups=2 is neither a multiple nor a divisor of tp=3",
-        "dims: tp=3 does not divide decoder.layers.{layer}.self_attention.linear_",
-        "experts: ep=3 does not divide 4",
-        "layers: 3 stages of 2 chunks do not divide 4",
-        "vocabulary: tp=3 does not divide padded_vocab_size=",
+        "heads: tp=3 .*num_attention_heads=8",
+        "groups of queries: num_query_groups=2 .*tp=3",
+        r"dims: tp=3 .*decoder\.layers\.{layer}\.self_attention\.linear_",
+        r"experts: ep=3 .*\b4$",
+        r"layers: 3 stages of 2 chunks .*\b4$",
+        "vocabulary: tp=3 .*padded_vocab_size=",
     ):
-        assert reason in told, reason
+        assert re.search(rf"(?m)^  {reason}", str(caught.value)), reason
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_experts_without_experts(layout, source, to_megatron, tmp_path):
     src = source("gpt")
-    with pytest.raises(TopologyError, match=r"experts: ep=2, but the model has no experts"):
+    with pytest.raises(TopologyError, match=r"\n  experts: ep=2, "):
         to_megatron(src, tmp_path / "b", "ep=2,dp=2", layout)
 
 
@@ -55,9 +56,7 @@ def test_groups_that_share_ranks(source, to_megatron, tmp_path):
 
 def test_the_vocabulary_of_the_run(source, to_megatron, tmp_path):
     src, rows = source("gpt"), 16
-    with pytest.raises(
-        TopologyError, match=rf"padded_vocab_size={rows + 2}; set the number of rows in the run.*={rows + 4}"
-    ):
+    with pytest.raises(TopologyError, match=rf"padded_vocab_size={rows + 2};.*={rows + 4}"):
         to_megatron(src, tmp_path / "a2", "tp=4", padded_vocab_size=rows + 2)
     more = to_megatron(src, tmp_path / "b", "tp=4", padded_vocab_size=rows + 4)
     assert any(f"fills rows {rows} to {rows + 3} with zeros" in note for note in more.notes)
@@ -67,7 +66,7 @@ def test_the_vocabulary_of_the_run(source, to_megatron, tmp_path):
 
 def test_the_vocabulary_of_legacy_files(source, to_megatron, tmp_path):
     src = source("gpt")
-    with pytest.raises(TopologyError, match="there are 16 rows; torch_dist"):
+    with pytest.raises(TopologyError, match=r"padded_vocab_size=64, .*16 rows; torch_dist"):
         to_megatron(src, tmp_path / "b", "tp=4", "torch", padded_vocab_size=64)
 
 

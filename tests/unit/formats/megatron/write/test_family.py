@@ -11,7 +11,7 @@ from tests.unit.formats.megatron.write.test_foreign_sources import SAID, fuse_qk
 from tests.unit.formats.megatron.write.test_torch_dist import tensors
 from ucp.api import convert
 from ucp.core.index import ParamGroup
-from ucp.errors import MisfitError, UcpError
+from ucp.errors import MisfitError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 OTHER = (("model.", "net."), ("self_attn.", "att."), ("embed_tokens", "emb"), ("layernorm", "scale"))
@@ -77,15 +77,14 @@ def test_a_model_of_no_family_is_told_what_megatron_needs(tmp_path: Path) -> Non
 
 def test_only_names_that_the_nearest_family_lacks_are_listed(tmp_path: Path) -> None:
     source = written(tmp_path / "source", {**huggingface(), "adapter.weight": torch.ones(3)})
-    with pytest.raises(MisfitError, match="1 of the 22 names") as error:
+    with pytest.raises(MisfitError, match=r"1 of the 22 names .*\n  adapter\.weight\n"):
         to_megatron(source, tmp_path / "b")
-    assert "\n  adapter.weight\n" in str(error.value)
 
 
 def test_what_the_message_says_to_do_works(tmp_path: Path) -> None:
     model = huggingface()
     source = written(tmp_path / "source", renamed(model))
-    with pytest.raises(UcpError, match="20 of the 21 names"):
+    with pytest.raises(MisfitError, match="20 of the 21 names"):
         to_megatron(source, tmp_path / "b")
     (tmp_path / "my.toml").write_text(RULES)
     to_megatron(source, tmp_path / "b", patterns=str(tmp_path / "my.toml"))

@@ -16,7 +16,7 @@ from ucp.conversion.convert import ConvertReport, carry_out, verify_written
 from ucp.conversion.options import make_options
 from ucp.conversion.prepare import SilentObserver, prepare
 from ucp.core.index import ParamGroup
-from ucp.errors import CorruptError, FamilyError, MissingStateError, UnsupportedError, UsageError
+from ucp.errors import CorruptError, IdleOptionError, MisfitError, UsageError
 from ucp.testing.handmade import Shards, make_index, write_checkpoint
 
 FIXTURES = Path(__file__).parents[5] / "fixtures"
@@ -102,26 +102,26 @@ def test_arguments_follow_from_shapes(store, tmp_path):
 
 
 def test_what_shapes_do_not_tell_is_asked_for(store, tmp_path):
-    with pytest.raises(UsageError, match=r"expected .*num_attention_heads.*--set num_attention_heads=\.\.\."):
+    with pytest.raises(UsageError, match=r"num_attention_heads, .*--set num_attention_heads=\.\.\."):
         convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings={"num_query_groups": "2"})
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ({"num_attention_heads": "4", "padded_vocab_sise": "64"}, r"padded_vocab_sise: did you mean padded_vocab_size"),
-        ({"num_attention_heads": "many"}, r"whole number for num_attention_heads in the arguments of --set.*'many'"),
-        ({"num_attention_heads": "4", "num_layers": "-1"}, r"num_layers: -1 is below 0"),
+        ({"num_attention_heads": "4", "padded_vocab_sise": "64"}, r"\n  padded_vocab_sise: .*padded_vocab_size"),
+        ({"num_attention_heads": "many"}, " num_attention_heads .*--set.*'many'"),
+        ({"num_attention_heads": "4", "num_layers": "-1"}, r"\n  num_layers: -1 "),
     ],
 )
-def test_settings_that_no_model_has(store, tmp_path, settings, message):
-    with pytest.raises(UsageError, match=message):
+def test_settings_that_no_model_has(store, tmp_path, settings, facts):
+    with pytest.raises(UsageError, match=facts):
         convert(store, tmp_path / "b", to="megatron", topology="tp=1", settings=settings)
     assert not (tmp_path / "b").exists()
 
 
 def test_a_part_of_a_joined_tensor_is_missing(store, tmp_path):
-    with pytest.raises((MissingStateError, UnsupportedError), match="linear_qkv"):
+    with pytest.raises(MisfitError, match=r"layers\.1\.self_attention\.linear_qkv\.weight: .*q_proj"):
         convert(
             store,
             tmp_path / "b",
@@ -141,7 +141,7 @@ def test_steps_that_differ(model, tmp_path):
         states[name, "step"] = shards.whole(torch.tensor(float(number)).numpy())
     groups = [ParamGroup(params=tuple(model), hyper={"lr": 0.1})]
     write_checkpoint(make_index(tmp_path / "store", states, groups=groups))
-    with pytest.raises(UnsupportedError, match="one count of steps for all tensors that are joined into one"):
+    with pytest.raises(MisfitError, match=r"\n  decoder\.layers\.0\..*linear_qkv\.weight: step of .*q_proj"):
         to_megatron(tmp_path / "store", tmp_path / "b", "tp=1", **SAID)
 
 
@@ -154,7 +154,7 @@ def test_a_family_is_for_the_target_where_the_source_has_no_use_for_one(model, s
         convert(tmp_path / "zero", tmp_path / layout, family="llama", verify=True, **options)
         assert diff(tmp_path / layout, tmp_path / layout, family="llama").equal
         assert verify(tmp_path / layout, family="llama").ok
-    with pytest.raises(UsageError, match="drop --family"):
+    with pytest.raises(IdleOptionError, match="--family"):
         convert(tmp_path / "zero", tmp_path / "atoms", family="llama", workers=1)
 
 
@@ -215,7 +215,7 @@ def test_names_that_several_parameters_have_go_by_what_stands_beside_them(tmp_pa
     for layer, norm in enumerate(["norm", "input_layernorm", "norm", "pre_mlp_layernorm"]):
         stored = model[f"backbone.layers.{layer}.norm.weight"].bfloat16()  # without an optimizer, what it computes in
         assert torch.equal(found.read(f"decoder.layers.{layer}.{norm}.weight", "weight"), stored)
-    with pytest.raises(FamilyError, match=r"decoder.layers.0.mixer.in_proj.weight.*has none of these neighbours"):
+    with pytest.raises(MisfitError, match=r"decoder\.layers\.0\.mixer\.in_proj\.weight"):
         convert(
             tmp_path / "store",
             tmp_path / "c",
@@ -242,5 +242,5 @@ def test_modules_that_nothing_tells_are_said(store, tmp_path):
 
 
 def test_modules_that_megatron_does_not_have(store, tmp_path):
-    with pytest.raises(UsageError, match="transformer_impl to be one of local, transformer_engine"):
+    with pytest.raises(UsageError, match=r"transformer_impl .*local, transformer_engine.*'Local'"):
         without_modules(store, tmp_path / "b", transformer_impl="Local")

@@ -49,7 +49,7 @@ def test_select_rng_states_of_some_ranks_only(index):
 
 
 def test_zero_is_of_another_framework():
-    with pytest.raises(TopologyError, match="drop zero=1"):
+    with pytest.raises(TopologyError, match="zero=1"):
         check_topology(Topology(dp=2, zero=1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,6 @@ from ucp.errors import (
     MalformedError,
     MissingFileError,
     ReplicaError,
-    SourceError,
     UnknownFamilyError,
     UnsupportedError,
 )
@@ -69,7 +69,7 @@ def test_a_missing_tied_layer_is_in_doubt(case: str, file: str, bare: str, copie
     assert ucp.verify(tag).problems == (doubt.text,)
     pp = case[5]
     target = {"to": "deepspeed", "topology": f"dp=1,pp={pp},zero=1"}
-    with pytest.raises(MalformedError, match=r"none has them(?s:.*)--accept missing-layers"):
+    with pytest.raises(MalformedError, match=r"tied_modules\.emb(?s:.*)--accept missing-layers"):
         ucp.convert(tag, tmp_path / "out", **target)
     assert f"--accept missing-layers: {doubt.text}" in ucp.plan(tag, accept=["missing-layers"], **target).warnings
 
@@ -85,10 +85,7 @@ def test_another_layer_in_the_place_of_a_tied_one(other: str, copied) -> None:
 def test_a_layer_in_the_place_of_another(copied) -> None:
     tag = copied("z1-pp4-tied")
     shutil.copyfile(tag / "layer_00-model_00-model_states.pt", tag / "layer_04-model_00-model_states.pt")
-    with pytest.raises(
-        MalformedError,
-        match=r"layer_04-model_00-model_states.pt: expected 4.weight, 4.bias, which the pipeline stage records",
-    ):
+    with pytest.raises(MalformedError, match=r"layer_04-model_00-model_states\.pt: .*4\.weight, 4\.bias"):
         read(tag)
 
 
@@ -99,7 +96,7 @@ def test_a_missing_layer_without_a_trained_parameter(key: str, value: object, co
     tag = copied("z1-pp2-dp2")
     for rank in range(2):
         change(tag / f"mp_rank_{rank:02d}_model_states.pt", lambda saved: saved.update({key: value}))
-    with pytest.raises(MissingFileError, match=r"missing: layer_07-model_states.pt \(a layer of the pipeline\)"):
+    with pytest.raises(MissingFileError, match=r"missing: layer_07-model_states\.pt"):
         read(tag)
 
 
@@ -113,24 +110,20 @@ def test_a_missing_model_parallel_rank(copied) -> None:
         assert f"missing: {name}" in str(caught.value)
 
 
-def test_files_of_too_many_ranks(copied) -> None:
+@pytest.mark.parametrize(
+    ("name", "facts"), [("mp_rank_02_model_states.pt", "rank 2 of 2"), ("layer_00-model_states.pt", "")]
+)
+def test_a_rank_too_many_and_a_layer_beside_a_module(copied, name: str, facts: str) -> None:
     tag = copied("z1-tp2-dp2")
-    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt")
-    with pytest.raises(MalformedError, match=r"extra: mp_rank_02_model_states.pt is for model-parallel rank 2 of 2"):
-        read(tag)
-
-
-def test_layers_beside_a_module(copied) -> None:
-    tag = copied("z1-tp2-dp2")
-    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "layer_00-model_states.pt")
-    with pytest.raises(MalformedError, match=r"extra: layer_00-model_states.pt is a pipeline layer"):
+    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / name)
+    with pytest.raises(MalformedError, match=f"extra: {name} .*{facts}"):
         read(tag)
 
 
 def test_layers_cut_over_an_axis_that_is_not_known(copied) -> None:
     tag = copied("z1-pp2-dp2")
     (tag / "layer_03-model_states.pt").rename(tag / "layer_03-context_00-model_states.pt")
-    with pytest.raises(UnsupportedError, match=r"layer_03-context_00-model_states.pt"):
+    with pytest.raises(UnsupportedError, match=r"layer_03-context_00-model_states\.pt"):
         read(tag)
 
 
@@ -146,10 +139,8 @@ def test_patterns_that_contradict_one_another(copied, pattern: str, category: st
     tag = copied("z1-pp2-tp2-dp2-bf16")
     for path in tag.glob("mp_rank_*"):
         change(path, lambda saved: saved[INFO][category].append(pattern))
-    with pytest.raises(MalformedError) as caught:
+    with pytest.raises(MalformedError, match=rf"{pattern.replace('_up', '_up.weight')}: .*{category}"):
         read(tag)
-    assert f"{pattern.replace('_up', '_up.weight')}: the patterns contradict one another" in str(caught.value)
-    assert category in str(caught.value)
 
 
 def test_patterns_that_do_not_fit_the_shapes(copied) -> None:
@@ -162,18 +153,16 @@ def test_patterns_that_do_not_fit_the_shapes(copied) -> None:
 
     for path in tag.glob("mp_rank_*"):
         change(path, forget)
-    with pytest.raises(MalformedError, match="does not fit 4 parameters") as caught:
+    with pytest.raises(MalformedError, match=r"4 parameters:\n") as caught:
         read(tag)
-    assert "1.qkv.weight: expected dim 0 to be [8, 7] on the ranks, the sums of the widths; got [8, 8]" in str(
-        caught.value
-    )
-    assert "4.bias: expected tensors with a dim 1" in str(caught.value)
+    for facts in (r"1\.qkv\.weight: .*\[8, 7\].*\[8, 8\]", r"4\.bias: .*dim 1"):
+        assert re.search(facts, str(caught.value)), facts
 
 
 def test_tensor_parallel_ranks_that_say_different_things(copied) -> None:
     tag = copied("z1-pp2-tp2-dp2-bf16")
     change(tag / "mp_rank_03_model_states.pt", lambda saved: saved[INFO].update(original_vocab_size=10))
-    with pytest.raises(MalformedError, match=f"mp_rank_03_model_states.pt: of another run: {INFO}"):
+    with pytest.raises(MalformedError, match=rf"mp_rank_03_model_states\.pt: .*{INFO}"):
         read(tag)
 
 
@@ -181,7 +170,7 @@ def test_tensor_parallel_ranks_without_a_record(copied) -> None:
     tag = copied("z1-pp2-tp2-dp2-bf16")
     for path in tag.glob("mp_rank_*"):
         change(path, lambda saved: saved.pop(INFO))
-    with pytest.raises(UnknownFamilyError, match="expected universal_checkpoint_info"):
+    with pytest.raises(UnknownFamilyError, match=INFO):
         read(tag)
 
 
@@ -226,21 +215,23 @@ def test_rules_of_the_users_own_say_what_is_not_recorded(copied, tmp_path: Path)
     assert any("the family small: chosen with --patterns" in note for note in index.notes)
 
 
-@pytest.mark.parametrize(("key", "value"), [("universal_checkpoint_version", 0.9), ("affine_map", {"version": 2})])
-def test_a_record_of_another_version(copied, key: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "facts"),
+    [
+        ("universal_checkpoint_version", 0.9, r"universal_checkpoint_version .*; got 0\.9\. "),
+        ("affine_map", {"version": 2}, r"affine_map .*; got 2\. "),
+        (
+            "autotp_unsupported_parameter_patterns",
+            {r"^1\.dense\.bias$": "a reason"},
+            r"\n  1\.dense\.bias: a reason\n",
+        ),
+    ],
+)
+def test_a_record_of_another_version_or_of_what_it_cannot_describe(copied, key: str, value: object, facts: str) -> None:
     tag = copied("z1-pp2-tp2-dp2-bf16")
     for path in tag.glob("mp_rank_*"):
         change(path, lambda saved: saved[INFO].update({key: value}))
-    with pytest.raises(UnsupportedError, match="newer ucp"):
-        read(tag)
-
-
-def test_what_deepspeed_itself_cannot_describe(copied) -> None:
-    tag = copied("z1-pp2-tp2-dp2-bf16")
-    reasons = {r"^1\.dense\.bias$": "a reason"}
-    for path in tag.glob("mp_rank_*"):
-        change(path, lambda saved: saved[INFO].update(autotp_unsupported_parameter_patterns=reasons))
-    with pytest.raises(UnsupportedError, match=r"1.dense.bias: a reason"):
+    with pytest.raises(UnsupportedError, match=facts):
         read(tag)
 
 
@@ -271,7 +262,7 @@ def test_experts_of_swapped_ranks_are_noticed(copied, tmp_path: Path) -> None:
     """The configuration says another order of the ranks than the shares of the optimizer files."""
     tag = copied("z2-ep2-dp4-contiguous")
     change(tag / "mp_rank_00_model_states.pt", lambda s: s["ds_config"].pop("use_data_before_expert_parallelism"))
-    with pytest.raises(UnsupportedError, match="param_slice_mappings disagrees"):
+    with pytest.raises(UnsupportedError, match="param_slice_mappings"):
         ucp.convert(tag, tmp_path / "atoms", workers=1)
 
 
@@ -279,10 +270,8 @@ def test_missing_experts_are_named(copied) -> None:
     tag = copied("z1-ep2-dp4")
     for number in (1, 3):
         (tag / f"layer_0_expert_{number}_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(MissingFileError) as caught:
+    with pytest.raises(MissingFileError, match=r"(?s)layer_0_expert_1_mp_rank_00_model_states\.pt .*experts 1, 3"):
         read(tag)
-    assert "layer_0_expert_1_mp_rank_00_model_states.pt (an expert)" in str(caught.value)
-    assert "files of experts 1, 3" in str(caught.value)
 
 
 def test_empty_files_of_experts_stand_for_lost_optimizer_files(copied) -> None:
@@ -290,14 +279,14 @@ def test_empty_files_of_experts_stand_for_lost_optimizer_files(copied) -> None:
     tag = copied("z1-ep2-dp4-0.18")
     for path in tag.glob("zero_pp_rank_*"):
         path.unlink()
-    with pytest.raises(SourceError, match=r"expp_rank_1_mp_rank_00.*a run with ZeRO saves here.* are missing"):
+    with pytest.raises(MalformedError, match=r"expp_rank_1_mp_rank_00.*zero_pp_rank_\*_optim_states\.pt"):
         read(tag)
 
 
 def test_an_optimizer_of_experts_beside_those_of_zero(copied) -> None:
     tag = copied("z1-ep2-dp4-0.18")
     shutil.copy(FIXTURES / "z0-ep2-dp4/checkpoint/global_step3/expp_rank_1_mp_rank_00_optim_states.pt", tag)
-    with pytest.raises(SourceError, match=r"extra: expp_rank_1_mp_rank_00_optim_states.pt belongs to a run without"):
+    with pytest.raises(MalformedError, match=r"extra: expp_rank_1_mp_rank_00_optim_states\.pt "):
         read(tag)
 
 
@@ -309,7 +298,7 @@ def test_modules_of_one_layer_are_no_stages_of_a_pipeline(copied) -> None:
         saved["module"] = {name.replace("3.", "1."): tensor for name, tensor in saved["module"].items()}
 
     change(tag / "mp_rank_01_model_states.pt", rename)
-    with pytest.raises(SourceError, match=r"3\.weight"):
+    with pytest.raises(MalformedError, match=r"3\.weight"):
         read(tag)
 
 
@@ -318,7 +307,7 @@ def test_a_file_of_another_expert_is_refused(copied, case: str) -> None:
     tag = copied(case)
     one, other = (tag / f"layer_0_expert_{number}_mp_rank_00_model_states.pt" for number in (0, 3))
     shutil.copyfile(other, one)
-    with pytest.raises(MalformedError, match="which another expert file holds too"):
+    with pytest.raises(MalformedError, match=rf"extra: {other.name} .*experts\.3\.weight"):
         read(tag)
 
 
@@ -326,7 +315,7 @@ def test_a_lost_optimizer_of_experts_without_zero(copied) -> None:
     tag = copied("z0-ep2-dp4")
     for path in tag.glob("expp_rank_*"):
         path.unlink()
-    with pytest.raises(UnsupportedError, match="an optimizer file for each expert-parallel rank"):
+    with pytest.raises(UnsupportedError, match=r"; got 1 .* and 0 "):
         read(tag)
 
 
@@ -348,7 +337,7 @@ def test_a_pipeline_without_zero_and_without_names(copied) -> None:
 
     for path in tag.glob("mp_rank_*"):
         change(path, forget)
-    with pytest.raises(UnsupportedError, match="no assignment of the module's parameters"):
+    with pytest.raises(UnsupportedError, match="no assignment"):
         read(tag)
 
 
@@ -357,7 +346,7 @@ def test_alike_layers_that_may_be_tied_are_not_told_apart(copied) -> None:
     tag = copied("z0-pp2-alike")
     assert len(read(tag).groups) == 2
     shutil.copy(tag / "layer_01-model_states.pt", tag / "layer_04-model_states.pt")
-    with pytest.raises(UnsupportedError, match=r"layers 1 and 4 .* hold equal weights, as tied layers do"):
+    with pytest.raises(UnsupportedError, match="layers 1 and 4 "):
         read(tag)
 
 

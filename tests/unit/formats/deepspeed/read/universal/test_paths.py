@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from ucp_formats.deepspeed.read.universal.parameter_folders import check_places, state_path
 
@@ -30,22 +32,21 @@ def test_folders_in_folders_have_a_place() -> None:
 def test_what_deepspeed_takes_for_a_file_of_states(inner: str) -> None:
     """It searches for (.+).pt anywhere in the names of a parameter's folder, and opens what comes before as a file."""
     message = refused("a", f"a/{inner}/w", "good")
-    assert "got 1 that cannot" in message
-    assert f"'a/{inner}/w': DeepSpeed would take the folder {inner!r} in that of 'a' for a file of states" in message
+    assert re.search(rf"; got 1 .*\n  'a/{inner}/w': .*'{inner}' .*'a' ", message)
     assert refused(f"a/{inner}/w", "good") == ""
 
 
 def test_the_file_of_what_all_share() -> None:
-    assert "global_step3/zero/optimizer_state.pt would be a folder" in refused("optimizer_state.pt")
+    assert "global_step3/zero/optimizer_state.pt" in refused("optimizer_state.pt")
     assert refused("a/optimizer_state.pt") == ""
 
 
 def test_all_that_have_none_are_told_with_the_remedy() -> None:
     message = refused("..", "a/./b", "\0", "x" * 300, "w")
-    assert "got 4 that cannot" in message
-    assert message.endswith("write native files (--to deepspeed), which name no file after a parameter")
+    assert "; got 4 " in message
+    assert "--to deepspeed" in message
 
 
 def test_a_state_with_a_folder_in_its_name() -> None:
-    with pytest.raises(DestinationError, match="its state 'm/v' has a '/' in its name"):
+    with pytest.raises(DestinationError, match="'m/v'"):
         check_places("t", {"w": ("fp32", "m/v")})

@@ -78,7 +78,7 @@ def test_flat_tensors_without_a_shape_are_refused(tmp_path: Path, fake_run) -> N
     run = fake_run(3, 2)
     path = save_universal(run, tmp_path, form="flat")
     torch.save(torch.zeros(99), path / "step7_universal" / "zero" / "b.bias" / "exp_avg.pt")
-    with pytest.raises(MalformedError, match=r"zero/b.bias/exp_avg.pt: expected a tensor of \[4\]"):
+    with pytest.raises(MalformedError, match=r"zero/b\.bias/exp_avg\.pt: .*\[4\]"):
         read(path)
 
 
@@ -103,7 +103,7 @@ def test_what_deepspeeds_converter_swaps_is_refused(tmp_path: Path, fake_run, al
     saved["param_alignment_paddings"] = [[4, 4, 0]] if aligned else [[0, 0, 0]]
     path = save_universal(run, tmp_path)
     if refused:
-        with pytest.raises(UnsupportedError, match="has written elements of one parameter into another"):
+        with pytest.raises(UnsupportedError, match="round_robin_gradients"):
             read(path)
     else:
         assert read(path).groups[0].params == ("a", "c", "b")
@@ -162,7 +162,7 @@ def test_a_trained_parameter_whose_folder_is_gone(tmp_path: Path, fake_run) -> N
     path = save_universal(fake_run(1, 2), tmp_path)
     for name in ("a.bias", "b.weight"):
         shutil.rmtree(path / "step7_universal" / "zero" / name)
-    with pytest.raises(MissingFileError, match=r"(?s)for 2 parameters:\n  b.weight\n  a.bias\n"):
+    with pytest.raises(MissingFileError, match=r"2 parameters:\n  b\.weight\n  a\.bias\n"):
         read(path)
 
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_optimizer_state_under_its_name(tmp_path: Path, other:
     shutil.copytree(FIXTURES / "z1-dp4-fp32" / "universal", tmp_path / "copy")
     tag = tmp_path / "copy" / "global_step3_universal"
     shutil.copyfile(tag / other, tag / "zero" / "optimizer_state.pt")
-    with pytest.raises(MalformedError, match=r"expected the key param_groups or .*optimizer_state\.pt.*got '"):
+    with pytest.raises(MalformedError, match=r"zero_stage in .*optimizer_state\.pt"):
         read(tmp_path / "copy")
 
 

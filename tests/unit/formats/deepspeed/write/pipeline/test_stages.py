@@ -57,11 +57,8 @@ def test_what_the_user_says(settings: Mapping[str, str], expected: list[list[str
 
 @pytest.mark.parametrize("settings", [{}, {"stages": "0,2,4,6"}, {"partition": "uniform"}])
 def test_nothing_is_inferred(settings: Mapping[str, str]) -> None:
-    with pytest.raises(
-        TopologyError, match=r"z1-pp2-dp2.* was saved with pp=2, and DeepSpeed does not record"
-    ) as error:
+    with pytest.raises(TopologyError, match=r"z1-pp2-dp2.* pp=2,.* tied_modules\.emb ") as error:
         stages("z1-pp2-dp2", 3, settings)
-    assert "which layers use tied_modules.emb again" in str(error.value)
     ways = ["--set tied=emb:", "--to deepspeed-universal", *([] if settings else ["--set stages=", "--set partition="])]
     assert [way for way in ways if way not in str(error.value)] == []
     assert ("--set stages=" in str(error.value)) is not bool(settings)
@@ -85,43 +82,37 @@ def test_one_stage_needs_no_layer_with_a_file() -> None:
 def test_the_order_of_several_tied_layers_has_to_be_known() -> None:
     pos = "tied_modules.pos.weight"
     own = Pipeline({0: "tied_modules.emb.", 1: "1."}, [[EMB, "1.weight"], [EMB, pos]])
-    with pytest.raises(TopologyError, match=r"which layers use tied_modules\.emb, tied_modules\.pos again"):
+    with pytest.raises(TopologyError, match=r"tied_modules\.emb, tied_modules\.pos "):
         assign_stages(facts("z1-pp2-dp2"), own, parse_stage_settings({}), 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ({"stages": "0,3,6"}, "stages: expected 3 stages for pp=3; got 2"),
-        ({"stages": "0,2,3,5"}, "expected at least 6 layers, because the source has layer 5; got 5"),
-        ({"partition": "uniform", "layers": "3"}, "expected at least 6 layers, because the source has layer 5; got 3"),
-        ({"partition": "uniform", "tied": "embd:5"}, "tied=embd: the tied layers of the source are emb"),
-        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: this layer has a file, and is not tied by emb"),
-        ({"partition": "type:1-9", "layers": "8"}, "type: layer 9 is not among the 8 layers"),
+        ({"stages": "0,3,6"}, "stages: .*pp=3; got 2"),
+        ({"stages": "0,2,3,5"}, r".* layer 5; got 5\b"),
+        ({"partition": "uniform", "layers": "3"}, r".* layer 5; got 3\b"),
+        ({"partition": "uniform", "tied": "embd:5"}, r"tied=embd: .*\bemb$"),
+        ({"partition": "uniform", "tied": "emb:4"}, "tied=emb:4: "),
+        ({"partition": "type:1-9", "layers": "8"}, r"type: layer 9 .*\b8\b"),
     ],
 )
-def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], message: str) -> None:
-    with pytest.raises(UsageError) as error:
+def test_settings_that_do_not_fit_the_files(settings: Mapping[str, str], facts: str) -> None:
+    with pytest.raises(UsageError, match=rf"\n  {facts}"):
         stages("z1-pp2-dp2", 3, {**TIED, **settings})
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("count", "settings", "bare"),
-    [
-        (5, {"partition": "uniform"}, "stages=0,2,3,4,5,6 there are none on stage 1"),
-        (2, {"stages": "0,6,7"}, "there are none on stage 1"),
-    ],
+    ("count", "settings", "bounds"), [(5, {"partition": "uniform"}, "0,2,3,4,5,6"), (2, {"stages": "0,6,7"}, "0,6,7")]
 )
-def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bare: str) -> None:
-    with pytest.raises(TopologyError, match="expected trained parameters on each stage") as error:
+def test_a_stage_without_trained_parameters_is_refused(count: int, settings: Mapping[str, str], bounds: str) -> None:
+    with pytest.raises(TopologyError, match=rf" stages={bounds} .* 1\. "):
         stages("z1-pp2-dp2", count, {**TIED, **settings})
-    assert f"{bare}. Choose other or fewer stages" in str(error.value)
 
 
 def test_parameters_out_of_order_are_refused() -> None:
     name = "z1-pp4-tied"
     own = pipeline(name)
     turned = replace(own, stages=[own.stages[0], list(reversed(own.stages[1])), *own.stages[2:]])
-    with pytest.raises(TopologyError, match="in the order of their layers"):
+    with pytest.raises(TopologyError, match=r"2\.down\.weight .*3\.scale"):
         assign_stages(facts(name), turned, parse_stage_settings({}), 2)

