@@ -330,7 +330,7 @@ class TestRefusals:
             return real(token + "-elsewhere", files)
 
         monkeypatch.setattr(probe, "look", look)
-        with pytest.raises(DestinationError, match=r"(?s)out.ucp-partial/data .*: No such file.*same path"):
+        with pytest.raises(DestinationError, match=r"(?s)out.ucp-partial/data.*: No such file.*same path"):
             ucp.convert(handmade(tmp_path / "source"), tmp_path / "out", engine="ray", settings=settings)
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -85,7 +85,7 @@ def test_a_topology_may_say_it_again(mesh, told):
 
 @pytest.mark.parametrize("told", ["dp=4", "tp=4", "dp=4,tp=2"])
 def test_a_topology_of_other_degrees_is_refused(mesh, told):
-    with pytest.raises(UsageError, match=r"(?s)of the topology .*; got\n +w: dp=2 x tp=2\n"):
+    with pytest.raises(UsageError, match=r"; got\n +w: dp=2 x tp=2\n"):
         check_axes(describe_modules([net_of(mesh, Shard(0), Replicate())]).tensors, Topology.parse(told))
 
 
