@@ -9,6 +9,7 @@
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
+    ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
 
 `ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING
 
 from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
+    add_to_chain,
     convert,
     diff,
+    experts,
     inspect,
     open,  # noqa: A004  # ucp.open is the name users look for
     plan,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ucp.live.checkpoint import Atom, Checkpoint
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
+    from ucp.moe.report import ExpertsReport
 
     __version__: str
 else:
@@ -43,6 +47,7 @@ else:
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
         "DiffReport": "ucp.checks.verify",
+        "ExpertsReport": "ucp.moe.report",
         "LoadReport": "ucp.live.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -67,13 +72,16 @@ __all__ = [
     "Checkpoint",
     "ConvertReport",
     "DiffReport",
+    "ExpertsReport",
     "LoadReport",
     "PlanReport",
     "Topology",
     "UcpError",
     "VerifyReport",
+    "add_to_chain",
     "convert",
     "diff",
+    "experts",
     "inspect",
     "load_into",
     "open",

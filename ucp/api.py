@@ -18,6 +18,7 @@ from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
     CompareArguments,
     ConvertArguments,
+    ExpertArguments,
     PlanArguments,
     SourceArguments,
     takes_options,
@@ -35,8 +36,10 @@ from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, 
 __all__ = [
     "PlanReport",
     "Survey",
+    "add_to_chain",
     "convert",
     "diff",
+    "experts",
     "inspect",
     "is_unfinished",
     "open",
@@ -70,6 +73,39 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     index = detect_first_step(add_call_notes(add_doubts(index)))
     note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))
+
+
+@takes_options(ExpertArguments)
+def experts(
+    path: type_path, *, observer: Observer | None = None, **options: Unpack[ExpertArguments]
+) -> ucp.ExpertsReport:
+    """How trained the experts of a mixture-of-experts model are, which stand out in their layer, and what is wrong.
+
+    Reads the experts and routers of the checkpoint at `path` once. Names are those of Megatron, DeepSpeed, torchtitan
+    and transformers. Raises UsageError for a model without experts, SourceError, CorruptError.
+
+    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all of them, beyond the
+    interpreter's own. `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
+    """
+    from ucp.moe.report import report_experts
+
+    checked = make_options(**options)
+    index = index_of(parse_path(path), source=checked.source)
+    return report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+
+
+def add_to_chain(
+    chain: type_path, links: Iterable[type_path], *, iteration: int | None = None
+) -> tuple[tuple[int, str], ...]:
+    """List checkpoints of one run in the folder `chain`, so that they are read as one: (iteration, path) of all of it.
+
+    `iteration`: training step of a checkpoint that records none. Nothing is copied. Raises SourceError, UsageError.
+    """
+    from ucp.chain.format import add_links
+
+    several = (links,) if isinstance(links, str | os.PathLike) else links
+    listed = add_links(parse_path(chain), [parse_path(link) for link in several], iteration=iteration)
+    return tuple((link.iteration, link.path) for link in listed)
 
 
 @takes_options(PlanArguments)

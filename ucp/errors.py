@@ -31,6 +31,7 @@ __all__ = [
     "OverlapError",
     "ReplicaError",
     "SourceError",
+    "StaleError",
     "TagError",
     "TopologyError",
     "UcpError",
@@ -127,6 +128,10 @@ class UnknownFamilyError(FamilyError):
 
 class MisfitError(UsageError, UnsupportedError, FamilyError):
     """The model family or the target that the user named does not fit the model; another one may."""
+
+
+class StaleError(SourceError):
+    """Parts of a chain of checkpoints are older than the user allows."""
 
 
 class IncompleteError(SourceError):

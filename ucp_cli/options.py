@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from ucp.contract import plugins, registry
-from ucp.conversion.arguments import CompareArguments, SourceArguments, list_options
-from ucp.conversion.option import Option, parse_memory
+from ucp.conversion.arguments import CompareArguments, ExpertArguments, SourceArguments, list_options
+from ucp.conversion.option import Option, parse_iteration, parse_memory, parse_share
 from ucp.core.topology import Topology
 from ucp.errors import UsageError
 from ucp.io.folder import parse_path
@@ -124,6 +124,8 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "family": {"shell_complete": make_completer(registry.families)},
     "engine": {"cls": _EngineOption, "shell_complete": make_completer(lambda: plugins.names("ucp.engines"))},
     "workers": {"type": parse_count},
+    "at": {"type": _raise_bad_parameter(parse_iteration)},
+    "max_plt": {"type": _raise_bad_parameter(parse_share)},
     "memory": {"type": parse_memory_option},
     "fsync": {"callback": lambda *call: not call[2]},
     **{name: {"type": PATH} for name in ("rename", "patterns", "shapes_from", "param_order", "scratch")},
@@ -150,7 +152,8 @@ def _option(option: Option, arguments: type[SourceArguments]) -> Callable[[F], F
         keywords = {"is_flag": True}
     if option.shown or isinstance(option.default, str):
         keywords |= {"default": option.shown or option.default, "show_default": bool(option.shown)}
-    text = option.comparing if arguments is CompareArguments and option.comparing else option.help
+    is_comparing = arguments in (CompareArguments, ExpertArguments)
+    text = option.comparing if is_comparing and option.comparing else option.help
     names = filter(None, (option.flag, option.alternative, option.name))
     return click.option(*names, help=text, **keywords | _DETAILS.get(option.name, {}))
 

@@ -16,6 +16,7 @@ SUMMARIES = {
     "convert": "Convert a checkpoint to atoms, or for another run or framework.",
     "verify": "Prove that a checkpoint is complete and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
+    "chain": "List checkpoints of one run, so that they are read as one.",
     "bench": "Measure how fast this machine reads, writes and copies.",
     "patterns": "Show model families, and what their rules say about a checkpoint.",
 }

@@ -11,7 +11,7 @@ from ucp.checks.changes import make_tables
 from ucp.contract.protocols import Observer, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import describe_state_gaps, find_state_gaps
-from ucp.core.index import TAG, WEIGHT, Index
+from ucp.core.index import TAG, WEIGHT, DoubtKind, Index
 from ucp.core.text.page import Page, Report, facts, lines
 from ucp.core.text.units import nbytes_text
 from ucp.errors import (
@@ -27,6 +27,7 @@ from ucp.errors import (
 )
 from ucp.io.folder import path_of
 from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
+from ucp.moe.report import check_experts
 from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
 from ucp.transfer.compare import count_checked_bytes, find_corruption, find_drift
@@ -62,6 +63,8 @@ class VerifyReport(Report):
     """Those `problems` that are copies which differ, although every byte may be as it was written."""
     casts: tuple[str, ...] = ()
     """Casts that were applied to states of `against` before they were compared; empty if there were none."""
+    experts: tuple[str, ...] = ()
+    """Those `problems` that are experts which cannot be right, although their bytes are undamaged."""
     unnamed: tuple[str, ...] = ()
     """Those `problems` that are states which cannot be assigned to parameters, although their bytes are undamaged."""
     notes: tuple[str, ...] = ()
@@ -85,16 +88,24 @@ class VerifyReport(Report):
             ]
         )
         yield lines("Casts", self.casts)
-        yield lines("Damage", [line for line in self.problems if line not in (*self.drift, *self.unnamed)])
+        yield lines("Damage", [line for line in self.problems if line not in self._undamaged])
+        yield lines("Experts", self.experts)
         yield lines("Optimizer", self.unnamed)
         yield lines("Copies that differ", self.drift)
         yield lines("Notes", self.notes)
         yield from make_tables(self.changes, a=self.path, b=self.against or "")
 
+    @property
+    def _undamaged(self) -> tuple[str, ...]:
+        """Those of `problems` that damage of files does not explain."""
+        return (*self.drift, *self.experts, *self.unnamed)
+
     def _verdict(self) -> str:
         """The first line of the page: the result."""
-        if len(self.problems) > len(self.drift) + len(self.unnamed):
+        if len(self.problems) > len(self._undamaged):
             return f"{self.path}: damaged"
+        if self.experts:
+            return f"{self.path}: undamaged, but its experts cannot be right"
         if self.unnamed:
             return f"{self.path}: undamaged, but the states of its optimizer cannot be assigned to parameters"
         if self.drift:
@@ -163,15 +174,20 @@ def verify_checkpoint(
     notes: tuple[str, ...] = ()
     checked = 0
     unnamed: tuple[str, ...] = ()
+    experts: list[str] = []
     try:
         index = reader.read(path)
         reader.check_used()
         problems = [*_list_oddities(index), *_find_changed_files(index), *find_corruption(index, observer, threads)]
         drift = find_drift(index, observer, threads)
         unnamed = _list_unnamed(index)
-        problems += [*drift, *unnamed]
         checked = count_checked_bytes(index)
         notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
+        experts = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
+        if len(problems) == len(experts):  # of damaged bytes nothing else is to be said
+            faults, expert_notes = check_experts(index, observer, threads=threads)
+            experts, problems, notes = [*experts, *faults], [*problems, *faults], (*notes, *expert_notes)
+        problems += [*drift, *unnamed]
         if other is not None and len(problems) == len(unnamed):
             compares_extras = keeps_extras(other, index) and names == _ALL
             a, b = _select_compared((_drop_optional(other, index), _drop_optional(index, index)), names)
@@ -190,6 +206,7 @@ def verify_checkpoint(
         checked_bytes=checked,
         problems=tuple(problems),
         changes=tuple(changes),
+        experts=tuple(experts),
         drift=tuple(drift),
         unnamed=unnamed,
         casts=casts,

@@ -58,6 +58,7 @@ class OptimizerPlan:
             if (name, state) in self._counts:
                 first.setdefault(self._counts[name, state], name)
         if len(first) > 1:
+            remedy = f"{remedy}; or take the newest for all (--step newest)" if state == STEP else remedy
             raise UnsupportedError(
                 f"expected one {state} for all parameters of an optimizer group, as {keeper}; got\n"
                 f"{format_list(f'{name}: {count:g}' for count, name in first.items())}\n{remedy}"

@@ -52,6 +52,13 @@ class SourceOptions:
     param_order: Path | ParamOrder | None = None
     """Names of the parameters that an optimizer numbers, in its order; or the path of a JSON file with them."""
 
+    at: int | None = None
+    """Iteration at which a chain of checkpoints is read; None for the newest."""
+    exact: bool = False
+    """Whether parameters that are older than the rest are refused."""
+    max_plt: float | None = None
+    """Proportion of tokens that experts may have lost, 0 to 1; None for any."""
+
     def without_family(self) -> SourceOptions:
         """The options without the family, which may be meant for the target alone."""
         return replace(self, family=None, patterns=None)
@@ -96,6 +103,8 @@ class Format(Protocol):
     """Whether it uses `SourceOptions.param_order`."""
     run: RunExtras = RunExtras()
     """Which of its extras a run resumes from, and where they are."""
+    takes_time: bool = False
+    """Whether its checkpoints hold several iterations, so that it uses `SourceOptions.at`."""
     names: str = ""
     """Naming style of model families that its checkpoints are in; empty for any."""
 

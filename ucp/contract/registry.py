@@ -162,7 +162,10 @@ def _configured(fmt: Format, options: SourceOptions | None) -> Format:
         raise IdleOptionError(f"{fmt.name} checkpoints record the shapes of their parameters: drop --shapes-from")
     if options.param_order is not None and not fmt.takes_order:
         raise IdleOptionError(f"{fmt.name} checkpoints record the parameter of each state: drop --param-order")
-    return fmt.configured(options)
+    if options.at is not None and not fmt.takes_time:
+        raise IdleOptionError(f"{fmt.name} checkpoints hold one iteration: drop --at")
+    options = replace(options, exact=False, max_plt=None)  # checked by `ucp.source.read`
+    return fmt if options == SourceOptions() else fmt.configured(options)
 
 
 def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | None = None) -> tuple[Format, Evidence]:

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ZeroMomentsName = Literal["error", "keep"]
-AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "layout"]
+AcceptName = Literal["equal-ranks", "missing-layers", "moment-shapes", "config", "experts", "layout"]
 
 
 class SourceArguments(TypedDict, total=False):
@@ -29,6 +29,9 @@ class SourceArguments(TypedDict, total=False):
     patterns: type_path | None
     shapes_from: type_path | None
     param_order: ParamOrderLike | None
+    at: int | str | None
+    exact: bool
+    max_plt: float | None
 
 
 class CompareArguments(SourceArguments, total=False):
@@ -37,6 +40,13 @@ class CompareArguments(SourceArguments, total=False):
     include: Iterable[str]
     exclude: Iterable[str]
     weights: bool
+    workers: int | None
+    memory: MemoryLike
+
+
+class ExpertArguments(SourceArguments, total=False):
+    """Those of `experts`."""
+
     workers: int | None
     memory: MemoryLike
 
@@ -64,6 +74,7 @@ class PlanArguments(LoadArguments, total=False):
     dtypes: Mapping[str, DtypeLike] | None
     rename: type_path | None
     drift: Literal["error", "first", "mean"]
+    step: Literal["error", "newest"]
     optimizer: Literal["zero"] | None
     tag: str | None
     companions: Literal["small", "all", "none"]

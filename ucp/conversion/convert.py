@@ -188,11 +188,12 @@ def _list_facts(report: ConvertReport) -> Iterator[tuple[str, str]]:
         yield "resumed", _describe_resumed(report)
         yield "then", "when all parts are done, the same command with --finalize completes it"
         return
-    last = f"{'manifest' if report.references else 'index'}: {_describe_files(report.files_last, report.nbytes_last)}"
+    last = f"index: {_describe_files(report.files_last, report.nbytes_last)}"
     yield "files", f"{_describe_files(report.files_out, report.nbytes_out)}, and the {last}"
     yield "scratch", f"{nbytes_text(report.scratch_bytes)} at most" if report.scratch_bytes else ""
     yield "resumed", _describe_resumed(report)
-    yield "checked", ", ".join(_list_checks(report))
+    unread = f"nothing: no tensor was read; `ucp verify {report.dst}` reads the bytes that the references name"
+    yield "checked", ", ".join(_list_checks(report)) or (unread if report.references and not report.verified else "")
     yield "verified", "read back and equal to the source" if report.verified else ""
 
 
@@ -250,7 +251,8 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
         ),
     ]
     if lines:
-        raise CorruptError(f"what was written does not read back as the source; it is removed:\n{format_list(lines)}")
+        subject = "what was written does" if job.target.placements else "the source's bytes, which references name, do"
+        raise CorruptError(f"{subject} not read back as the source; what was written is removed:\n{format_list(lines)}")
 
 
 def _keep_companions(index: Index, job: Job) -> Index:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 import xxhash
 
 from ucp.contract.protocols import Observer
+from ucp.core.text.typed import convert
 from ucp.errors import CorruptError
 from ucp.io.elements import codec_name, decode_block
 from ucp.transfer.gather import Gatherer, Reader
@@ -64,7 +64,7 @@ def check_noted(
 def parse_done(line: Line) -> Done | None:
     """The report that `to_line` was given; None when the line says something else."""
     try:
-        return msgspec.convert(line, Done)
+        return convert(line, Done)
     except ValueError:
         return None
 

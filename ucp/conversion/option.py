@@ -72,6 +72,28 @@ def parse_memory(memory: MemoryLike) -> int:
     return memory
 
 
+def parse_iteration(iteration: int | str) -> int | None:
+    """A training step; None for "newest". Raises UsageError."""
+    if iteration == "newest":
+        return None
+    if isinstance(iteration, str) and iteration.isascii() and iteration.isdigit() and len(iteration) < 19:
+        iteration = int(iteration)
+    if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
+        raise UsageError(f"expected an iteration as a whole number, or newest; got {iteration!r}")
+    return iteration
+
+
+def parse_share(share: float | str) -> float:
+    """A proportion from 0 to 1. Raises UsageError."""
+    try:
+        number = float(share)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(share, bool) or not 0 <= number <= 1:
+        raise UsageError(f"expected a proportion from 0 to 1, such as 0.0375; got {share!r}")
+    return number
+
+
 def parse_workers(workers: int) -> int:
     """A number of workers. Raises UsageError."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
@@ -165,7 +187,9 @@ def parse_dtypes(dtypes: Mapping[str, DtypeLike] | None) -> dict[str, str]:
 def parse_settings(settings: Mapping[str, str | int | float] | None) -> dict[str, str]:
     """Name to value as text, as on the command line. Raises UsageError."""
     settings = settings or {}
-    if not isinstance(settings, Mapping) or not all(isinstance(n, str | int | float) for n in settings.values()):
+    if not isinstance(settings, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | int | float) for name, value in settings.items()
+    ):
         raise UsageError(
             f"expected settings by name, as in {{'num_attention_heads': 32}}, each a text or a number; got {settings!r}"
         )

@@ -11,7 +11,6 @@ part's plan are read from the fields.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
@@ -27,10 +26,12 @@ from ucp.conversion.option import (
     option,
     parse_dtypes,
     parse_globs,
+    parse_iteration,
     parse_memory,
     parse_param_order,
     parse_part,
     parse_settings,
+    parse_share,
     parse_tag,
     parse_topology,
     parse_workers,
@@ -46,6 +47,7 @@ from ucp.source.moments import ZeroMoments
 from ucp.source.new_optimizer import NewOptimizer
 from ucp.source.replica_policy import Drift
 from ucp.source.selection import NameFilter
+from ucp.source.steps import StepPolicy
 from ucp.transfer.plan.tasks import Share
 
 
@@ -143,7 +145,7 @@ class ConvertOptions:
         '"huggingface", "mcore", ...; "nanogpt:huggingface" also says the style of the source (nanogpt), if its '
         "names fit several.",
         metavar="STYLE",
-        parse=lambda names: Naming.parse(names, None) and names,
+        parse=lambda names: Naming.parse(text_parser("names")(names), None) and names,
         identity="names",
     )
     rename: Path | None = option(
@@ -182,12 +184,30 @@ class ConvertOptions:
         parse=parse_param_order,
         identity="order of the optimizer",
     )
+    at: int | None = option(
+        "Iteration at which a chain is read.  [default: newest]", metavar="ITER", parse=parse_iteration, identity="at"
+    )
+    exact: bool = option(
+        "Refuse a source in which some parameters are older than others, as in a chain.", default=False
+    )
+    max_plt: float | None = option(
+        "Refuse a source whose experts lack a larger share of the run's tokens than this, such as 0.0375.",
+        metavar="SHARE",
+        parse=parse_share,
+    )
     drift: Drift = option(
         "If replicas of a tensor differ: stop (error), take that of the first rank (first), or take the mean (mean).",
         default=Drift.ERROR,
         python='If replicas of a tensor differ: "error" (stop), "first" (take that of the first rank) or "mean".',
         parse=choice_parser(Drift, "drift"),
         identity="of copies that differ",
+    )
+    step: StepPolicy = option(
+        "If optimizer step counts of parameters differ, as in a chain: let the target decide, which may refuse them "
+        "(error), or take the newest for all (newest).",
+        default=StepPolicy.ERROR,
+        parse=choice_parser(StepPolicy, "step"),
+        identity="step counts",
     )
     zero_moments: ZeroMoments = option(
         "If all of the optimizer's moments are zero although it has stepped (its state was lost): stop (error), or "
@@ -210,13 +230,14 @@ class ConvertOptions:
     accept: frozenset[DoubtKind] = option(
         "Continue although the source looks wrong. equal-ranks: two ranks have equal files; missing-layers: a "
         "pipeline layer has no file; moment-shapes: optimizer moments do not have the shapes of their parameters; "
-        "config: config.json is that of another model; layout: tensors are cut differently than the model family "
-        "says. May be repeated.",
+        "config: config.json is that of another model; experts: experts of a layer are missing or unlike the others; "
+        "layout: tensors are cut differently than the model family says. May be repeated.",
         default=frozenset(),
         python='Continue although the source looks wrong: "equal-ranks" (two ranks have equal files), '
         '"missing-layers" (a pipeline layer has no file), "moment-shapes" (optimizer moments do not have the '
-        'shapes of their parameters), "config" (config.json is that of another model), "layout" (tensors are cut '
-        "differently than the model family says).",
+        'shapes of their parameters), "config" (config.json is that of another model), "experts" (experts of a layer '
+        'are missing, or do not have the tensors that others have), "layout" (tensors are cut differently than the '
+        "model family says).",
         choices=DoubtKind,
         repeats=True,
         parse=DoubtKind.accepted,
@@ -243,7 +264,7 @@ class ConvertOptions:
         "process), or any other installed engine. Its settings are passed in `settings`, e.g. "
         '{"address": "auto"}. By default "processes", or "serial" if one process is enough.',
         metavar="NAME",
-        parse=engine_named,
+        parse=lambda name: engine_named(text_parser("engine")(name)),
     )
     workers: int | None = option(
         "Number of worker processes.  [default: one per core; on a cluster, by --memory]",
@@ -328,7 +349,7 @@ class ConvertOptions:
     @property
     def source(self) -> SourceOptions:
         """The options for the source."""
-        return SourceOptions(self.family, self.patterns, self.shapes_from, self.param_order)
+        return SourceOptions(**{field.name: getattr(self, field.name) for field in fields(SourceOptions)})
 
     @property
     def target(self) -> TargetOptions:
@@ -376,8 +397,3 @@ def make_options(**arguments: object) -> ConvertOptions:
     chosen = {name: value for name, value in settings.items() if name in options.engine.settings}
     others = {name: value for name, value in settings.items() if name not in chosen}
     return replace(options, engine=options.engine.configured(chosen), settings=others)
-
-
-def count_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

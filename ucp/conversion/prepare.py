@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ucp.contract.protocols import Engine, Observer, Target
 from ucp.contract.registry import add_call_notes, target
 from ucp.contract.registry import engine as registered_engine
 from ucp.contract.sidecars import select_sidecars
-from ucp.conversion.options import OPTIONS, ConvertOptions, count_cores
+from ucp.conversion.options import OPTIONS, ConvertOptions
 from ucp.core.gaps import check_doubts, describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, AtomIndex, Extra, Index
 from ucp.core.target import TargetPlan
@@ -28,6 +29,7 @@ from ucp.source.read import index_of, pause_gc, read_with_options
 from ucp.source.replica_policy import resolve_drift
 from ucp.source.run_state import RUN_SETTINGS, place_run_state
 from ucp.source.selection import DROP, FROZEN, describe_part, drop_extras, select, set_frozen
+from ucp.source.steps import unify_steps
 from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
@@ -159,6 +161,7 @@ def prepare(
         raise MissingStateError(index.unnamed.reason)
     check_moments(full, options.zero_moments, selection=index)
     index = resolve_drift(index, options.drift, observer or SilentObserver(), memory=options.memory)
+    index = unify_steps(index, options.step)
     index, settings = set_frozen(index, options.target.settings)
     if options.optimizer is not None:
         index = add_optimizer(index, settings)
@@ -204,6 +207,11 @@ def prepare(
         facts=_collect_facts(job, options),
         warnings=warnings,
     )
+
+
+def count_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_workers(options: ConvertOptions, index: Index, reserved_bytes: int = 0) -> tuple[int, int]:

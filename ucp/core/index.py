@@ -118,6 +118,8 @@ class AtomIndex:
     """Dtype in which the model computes, if not the weight's (mixed precision)."""
     layout: Layout = field(default_factory=Layout)
     """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
+    iteration: int | None = None
+    """Training step of all its states, if that is another than the index's: of a chain, or a window."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
     """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
 
@@ -226,6 +228,8 @@ class DoubtKind(StrEnum):
     """Moments of the optimizer do not have the shapes of their parameters."""
     CONFIG = "config"
     """The config.json beside the tensors is that of another model."""
+    EXPERTS = "experts"
+    """Experts of a layer are missing, or do not have the tensors that the others have."""
     LAYOUT = "layout"
     """Ranks hold other pieces of tensors than the rules of the model family say: the family may be wrong."""
 

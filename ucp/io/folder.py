@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 
-from ucp.errors import IncompleteError
+from ucp.errors import IncompleteError, UsageError
 from ucp.io.remote.path import RemotePath, list_names
 from ucp.io.remote.url import as_url, check_url, key_of, scheme_of
 
@@ -51,8 +51,10 @@ def path_of(text: str | PathLike[str]) -> Path:
 
 
 def parse_path(text: str | PathLike[str]) -> Path:
-    """The path that a user gives; cached listings of it are dropped. Raises UsageError for an unsupported URL."""
-    text = as_url(os.fspath(text))
+    """The path that a user gives; cached listings of it are dropped. Raises UsageError for what is no path or URL."""
+    if not isinstance(text, str | PathLike) or not (path_text := os.fspath(text)) or not isinstance(path_text, str):
+        raise UsageError(f"expected a path or the URL of a bucket; got {text!r}")
+    text = as_url(path_text)
     if not is_url(text) or scheme_of(text) == "file":
         return Path(text)
     check_url(text)

@@ -20,6 +20,8 @@ from typing import Annotated, TypeVar
 import msgspec
 import xxhash
 
+from ucp.core.text.typed import convert, decode_json
+
 T = TypeVar("T")
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -39,13 +41,13 @@ class NotJson(ValueError):  # noqa: N818  # a word of the message, never shown t
 def decode(text: bytes, kind: type[T]) -> T:
     """The document `text` (UTF-8) as a `kind`, such as a msgspec.Struct. Raises NotJson."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return decode_json(text, kind)
     except msgspec.ValidationError as error:
         raise NotJson(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         document = parsed(text)  # says the line; and reads lone surrogates, as in names of files that are not UTF-8
     try:
-        return msgspec.convert(document, kind)
+        return convert(document, kind)
     except (ValueError, RecursionError) as error:  # UnicodeEncodeError: a surrogate in place of a number
         raise NotJson(str(error)) from error
 

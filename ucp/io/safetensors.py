@@ -18,6 +18,7 @@ from math import prod
 import msgspec
 
 from ucp.core.tensor import DType, TensorRef, contiguous_strides
+from ucp.core.text.typed import convert
 from ucp.errors import MalformedError, UnsupportedError
 from ucp.io.files import open_source, read_object
 from ucp.io.json_text import parsed
@@ -183,7 +184,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     try:
-        fields = entry if isinstance(entry, _Entry) else msgspec.convert(entry, _Entry)
+        fields = entry if isinstance(entry, _Entry) else convert(entry, _Entry)
         (first, stop), shape, code = fields.data_offsets, fields.shape, fields.dtype
         is_valid = min(first, stop, *shape) >= 0 and max(first, stop, *shape) < 1 << 63 and len(shape) <= _MOST_DIMS
     except msgspec.ValidationError:

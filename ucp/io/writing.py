@@ -55,6 +55,25 @@ def read_back(descriptor: int, view: memoryview, offset: int) -> None:
         offset += got
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all: beside its place, synced, then renamed. Raises OSError."""
+    growing = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with growing.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        growing.replace(path)
+    except BaseException:
+        growing.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def reserve(descriptor: int, nbytes: int) -> None:
     """Give a file its full length and, if the file system can, its space on the disk (Linux `fallocate`).
 

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ucp.chain.staleness import check_staleness, describe_staleness, measure_staleness
 from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.gaps import add_state_gaps, check_cover, check_names
 from ucp.core.index import Index, SourceFile
 from ucp.errors import IdleOptionError, format_list
 from ucp.io.folder import files_below
+from ucp.moe.faults import find_odd_experts
 from ucp.source.copied_ranks import find_copied_ranks
 from ucp.source.moments import find_odd_moments
 from ucp.source.selection import NameFilter, select
@@ -86,6 +88,8 @@ def index_of(
     index = read_index(path, source=source, unfinished=unfinished)
     check_cover(index)
     check_names(index)
+    if source is not None:
+        check_staleness(index, exact=source.exact, max_plt=source.max_plt)
     index = add_doubts(index)
     return index if names is None else select(index, names)
 
@@ -94,6 +98,8 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
     """Index of the checkpoint at `path`, unchecked, with a note on files there that could be other checkpoints."""
     fmt, evidence = recognise(path, unfinished=unfinished, options=source)
     index = fmt.read(path)
+    stale = [note for note in describe_staleness(measure_staleness(index)) if note not in index.notes]
+    index = replace(index, notes=(*index.notes, *stale))
     if not evidence.not_read:
         return index
     note = (
@@ -104,8 +110,9 @@ def read_index(path: Path, *, source: SourceOptions | None = None, unfinished: b
 
 
 def add_doubts(index: Index) -> Index:
-    """`index` with doubts that its contents raise (copied files, odd moments), and with states that were lost."""
-    return add_state_gaps(replace(index, doubts=(*index.doubts, *find_copied_ranks(index), *find_odd_moments(index))))
+    """`index` with doubts that its contents raise (copied files, odd moments or experts), and states that were lost."""
+    doubts = (*find_copied_ranks(index), *find_odd_moments(index), *find_odd_experts(index))
+    return add_state_gaps(replace(index, doubts=(*index.doubts, *doubts)))
 
 
 def read_with_options(path: Path, *, source: SourceOptions, unfinished: bool = False) -> Index:

@@ -150,6 +150,7 @@ class _States:
             shape=atom.global_shape,
             kind=atom.kind,
             model_dtype=atom.model_dtype,
+            iteration=atom.iteration,
             layout=self._numbers(atom.layout),
             made_of={name: self._numbers(layout) for name, layout in atom.made_of.items()},
             states=states,

@@ -16,13 +16,12 @@ from math import prod
 from operator import attrgetter, gt
 from pathlib import Path, PurePosixPath
 
-import msgspec
-
 from ucp.contract.plugins import pattern_factory
 from ucp.core.index import WEIGHT, AtomIndex, Fragment, Index, LostStates, ParamGroup, SourceFile, StateIndex
 from ucp.core.layout import AxisLayout, Layout, Overlap
 from ucp.core.region import Box, locate_flat_range
 from ucp.core.tensor import InlineTensor, Record, TensorRef, contiguous_strides
+from ucp.core.text.typed import convert
 from ucp.core.topology import Topology
 from ucp.errors import MalformedError, MissingFileError, UsageError, format_count, format_list
 from ucp.io.folder import exists, is_url, refresh, resolve_from
@@ -104,7 +103,7 @@ def interpret(manifest: Manifest, root: Path, files: Sequence[SourceFile]) -> In
         topology = Topology.parse(manifest.source.topology)
         hypers = [from_json(group.hyper) for group in manifest.groups]
         groups = [
-            ParamGroup(params=group.params, hyper=msgspec.convert(hyper, dict[str, object]))
+            ParamGroup(params=group.params, hyper=convert(hyper, dict[str, object]))
             for group, hyper in zip(manifest.groups, hypers, strict=True)
         ]
     except (ValueError, UsageError) as error:
@@ -161,7 +160,7 @@ def _check_apart(records: Sequence[Record]) -> None:
 def _axis(axis: StoredAxis) -> tuple[AxisLayout, bool] | None:
     """An axis, and whether it is flat; None if its pattern is not installed. Raises ValueError."""
     with suppress(UsageError):
-        pattern = msgspec.convert(axis.fields, type=pattern_factory(axis.pattern))
+        pattern = convert(axis.fields, pattern_factory(axis.pattern))
         return AxisLayout(axis.axis, axis.parts, pattern, axis.known_from), axis.is_flat
     return None
 
@@ -192,6 +191,7 @@ def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[Axi
         kind=atom.kind,
         states=states_by_name,
         model_dtype=atom.model_dtype,
+        iteration=atom.iteration,
         layout=_layout(atom.layout, axes),
         made_of={source: _layout(numbers, axes) for source, numbers in atom.made_of.items()},
     )

@@ -53,11 +53,14 @@ class Prober:
             first, nbytes = (n * tensor.dtype.itemsize for n in (start, stop - start))
             self._gatherer.nbytes_read += nbytes
             data = self._gatherer.sources.get(tensor.path).read(tensor.offset + first, nbytes)
-        else:
-            state = StateIndex.from_tensor(tensor)
-            pieces = resolve(full_slice("", "", state), Locator(state), start, stop)
-            data = bytes(self._gatherer.read([(stop - start, tensor.dtype, pieces)])[0])
-        return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
+            return data if dtype is None else cast_bits(data, tensor.dtype, dtype)
+        return self.state_window(StateIndex.from_tensor(tensor), start, stop, dtype=dtype)
+
+    def state_window(self, state: StateIndex, start: int, stop: int, *, dtype: DType | None = None) -> bytes:
+        """`window` of a state, whatever its fragments are. Raises SourceError, CoverError."""
+        pieces = resolve(full_slice("", "", state), Locator(state), start, stop)
+        data = bytes(self._gatherer.read([(stop - start, state.dtype, pieces)])[0])
+        return data if dtype is None else cast_bits(data, state.dtype, dtype)
 
     def read_joined(self, tensors: Sequence[Tensor], start: int, stop: int, *, dtype: DType | None = None) -> bytes:
         """`window` of the concatenation of `tensors`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ucp.conversion.options import count_cores
+from ucp.conversion.prepare import count_cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import format_count
 from ucp.transfer.floor import measure_floor

@@ -6,18 +6,24 @@ from pathlib import Path
 from typing import Unpack
 
 import click
+from click.core import ParameterSource
 
 from ucp import api
-from ucp.conversion.arguments import SourceArguments
+from ucp.contract.protocols import Observer
+from ucp.conversion.arguments import ExpertArguments, SourceArguments
 from ucp.core.text.overview import describe_missing
-from ucp.errors import CorruptError, FamilyError, SourceError
+from ucp.errors import CorruptError, FamilyError, SourceError, UsageError
 from ucp.source.selection import NameFilter
-from ucp_cli.options import PATH, as_json, example, takes_options
-from ucp_cli.pages.documents import index_document, survey_document
+from ucp_cli.options import PATH, as_json, example, progress, takes_options
+from ucp_cli.pages.documents import experts_document, index_document, survey_document
 from ucp_cli.pages.inspect import file_rows, inspect_page, param_page, survey_page
 from ucp_cli.pages.render import table, write, write_json
+from ucp_cli.progress import watch
 
 __all__ = ["command"]
+
+_OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
+"""Options that say how tensors are read and shown."""
 
 
 @click.command(
@@ -26,6 +32,7 @@ __all__ = ["command"]
         "ucp inspect checkpoints/",
         "ucp inspect checkpoints/global_step1000 --param 'layers.0.*'",
         "ucp inspect checkpoints/ --json | jq .topology",
+        "ucp inspect checkpoints/ --experts --plot experts.svg",
     ),
 )
 @click.argument("path", type=PATH)
@@ -37,15 +44,24 @@ __all__ = ["command"]
     help="Show the shards of these parameters, with file and position. May be repeated.",
 )
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
-@takes_options(SourceArguments)
+@click.option("--experts", is_flag=True, help="Read the experts: how trained each is, which stand out, what is wrong.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --experts: also draw them (.svg).")
+@takes_options(ExpertArguments)
+@progress
 @as_json
+@click.pass_context
 def command(
+    ctx: click.Context,
     *,
     path: Path,
     params: tuple[str, ...],
     files: bool,
+    experts: bool,
+    plot: Path | None,
+    progress: str,
+    quiet: bool,
     as_json: bool,
-    **options: Unpack[SourceArguments],
+    **options: Unpack[ExpertArguments],
 ) -> None:
     """Show what a checkpoint holds.
 
@@ -57,9 +73,26 @@ def command(
 
     If missing or damaged files make a checkpoint unreadable, what is known without them is shown, and the exit code
     is 1. Other problems are listed on the page, with exit code 0; `ucp verify` exits with 1 for them.
+
+    --experts reads the tensors of experts and routers; --plot, --workers, --memory, --progress and --quiet go with it.
     """
+    if experts:
+        _show_experts(path, plot, watch(progress, quiet=quiet), as_json=as_json, **options)
+        return
+    idle = [name for name in _OF_EXPERTS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if idle:
+        raise UsageError(f"--{' and --'.join(idle)} {'is' if len(idle) == 1 else 'are'} of use with --experts alone")
+    source = SourceArguments(
+        family=options["family"],
+        patterns=options["patterns"],
+        shapes_from=options["shapes_from"],
+        param_order=options["param_order"],
+        at=options["at"],
+        exact=options["exact"],
+        max_plt=options["max_plt"],
+    )
     try:
-        index = api.inspect(path, **options)
+        index = api.inspect(path, **source)
     except (SourceError, CorruptError) as error:
         if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
             raise  # --family or --patterns may be wrong, not the checkpoint
@@ -82,3 +115,19 @@ def command(
         return
     listing = table("Files", ("file", "holds", ">bytes"), file_rows(index)) if files else None
     write(*(param_page(index, index.atoms[name]) for name in wanted), listing)
+
+
+def _show_experts(
+    path: Path, plot: Path | None, observer: Observer, *, as_json: bool, **options: Unpack[ExpertArguments]
+) -> None:
+    if plot is not None:
+        from ucp.moe.plot import check_plot, plot_experts
+
+        check_plot(plot)
+    report = api.experts(path, observer=observer, **options)
+    if plot is not None:
+        plot_experts(report, plot)
+    if as_json:
+        write_json(experts_document(report))
+    else:
+        write(*report.page())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.conversion.plan_report import PlanReport
+    from ucp.moe.report import ExpertsReport
     from ucp.source.read import Survey
     from ucp.transfer.differences import Change
 
@@ -49,6 +50,20 @@ def index_document(index: Index, *, missing: Sequence[str], detailed: Collection
         "notes": list(index.notes),
         "dropped": list(index.dropped),
     }
+
+
+def experts_document(report: ExpertsReport) -> dict[str, object]:
+    """What `ucp inspect --experts` found."""
+    layers = [
+        {
+            **asdict(layer),
+            "experts": [
+                {name: json_value(value) for name, value in asdict(expert).items()} for expert in layer.experts
+            ],
+        }
+        for layer in report.layers
+    ]
+    return {"schema": "ucp.experts/1", **asdict(report), "layers": layers}
 
 
 def survey_document(survey: Survey, problem: str) -> dict[str, object]:
@@ -111,6 +126,7 @@ def _source(index: Index) -> dict[str, object]:
 def _atom(atom: AtomIndex, group: int | None, *, pieces: bool) -> dict[str, object]:
     return {
         "kind": atom.kind.value,
+        "iteration": atom.iteration,
         "shape": list(atom.global_shape),
         "model_dtype": None if atom.model_dtype is None else atom.model_dtype.value,
         "group": group,

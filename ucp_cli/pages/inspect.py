@@ -7,10 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from statistics import fmean
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from ucp.chain.staleness import map_experts
 from ucp.core.index import AtomIndex, Fragment, Index, Kind, ParamGroup, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.tensor import TensorRef
@@ -23,6 +26,11 @@ from ucp_cli.pages.render import heading, stack, table
 from ucp_cli.pages.tree import Line, collapse
 from ucp_cli.pages.values import describe_extra, describe_value
 
+_MARKS = "·▁▂▃▄▅▆▇█"
+"""From no layer to all."""
+_WIDEST = 64
+"""Marks in a row, at most."""
+
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 """Number of a layer in a name: the first number. Examples: decoder.layers.3.mlp, 3.attention."""
 
@@ -33,6 +41,7 @@ def inspect_page(index: Index) -> list[Section | RenderableType | None]:
         *overview(index),
         *_tree(index),
         table("Pipeline stages", (">stage", ">tensors", "layers", "other modules"), _stage_rows(index)),
+        table("Iterations", (">iteration", ">parameters", "experts, by the share of layers"), _iteration_rows(index)),
         lines("Tied", [f"{alias} = {name}" for alias, name in index.aliases.items()]),
         table("Parameter groups", (">group", ">parameters", "hyper-parameters"), _group_rows(index.groups)),
         table("Extras", ("name", "holds"), _extra_rows(index)),
@@ -102,6 +111,28 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
         others = dict.fromkeys(name.rpartition(".")[0] or name for name in names if not _LAYER.search(name))
         rows.append((str(stage), count_text(len(names)), ranges_text(sorted(layers)), ", ".join(others)))
     return rows
+
+
+def _iteration_rows(index: Index) -> list[tuple[str, ...]]:
+    """A row per iteration that some parameters are of, with a mark for each expert; none where all are of one."""
+    counts = Counter(index.step or 0 if atom.iteration is None else atom.iteration for atom in index.atoms.values())
+    if len(counts) < 2:
+        return []
+    shares = map_experts(index)
+    return [
+        (
+            f"{iteration:,}",
+            count_text(count),
+            "".join(_MARKS[ceil(share * (len(_MARKS) - 1))] for share in _thin(shares.get(iteration, []))),
+        )
+        for iteration, count in sorted(counts.items())
+    ]
+
+
+def _thin(shares: Sequence[float]) -> list[float]:
+    """At most `_WIDEST` numbers, each the mean of neighbours."""
+    width = -(-len(shares) // _WIDEST) or 1
+    return [fmean(shares[low : low + width]) for low in range(0, len(shares), width)]
 
 
 def _stages(atom: AtomIndex) -> list[int]:

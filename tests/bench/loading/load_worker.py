@@ -23,7 +23,7 @@ import torch
 from torch import distributed, nn
 
 import ucp
-from ucp.io.files import SourceFile
+from ucp.io.files import LocalFile
 from ucp.live.exchange.stages import Exchange
 
 
@@ -46,16 +46,16 @@ class Clock:
 
 def throttle(path: Path, rate: float) -> None:
     """Hold up what this process reads of source files from now on."""
-    reading = SourceFile.read_into
+    reading = LocalFile.read_into
     local = threading.local()
 
-    def held_up(self: SourceFile, views: Sequence[memoryview], offset: int) -> None:
+    def held_up(self: LocalFile, views: Sequence[memoryview], offset: int) -> None:
         if not hasattr(local, "clock"):  # a lock of a file is that of who opened it
             local.clock = Clock(path, rate)
         local.clock.take(sum(view.nbytes for view in views))
         reading(self, views, offset)
 
-    SourceFile.read_into = held_up  # type: ignore[method-assign]
+    LocalFile.read_into = held_up  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -227,7 +227,8 @@ def test_a_virtual_store_says_what_it_refers_to(ucp: Run, zero3: Path, tmp_path:
     assert document["references"] == sum(len(s["pieces"]) for atom in pieces for s in atom["states"].values())
     page = ucp("convert", zero3, out, "--virtual", "--overwrite").stdout
     assert "278 references into the source, of 16 parameters; nothing copied" in page
-    assert f"and the manifest: {document['files_last']} files of " in page
+    assert f"and the index: {document['files_last']} files of " in page
+    assert f"checked  nothing: no tensor was read; `ucp verify {out}`" in page
     assert "0 B" not in page
 
 

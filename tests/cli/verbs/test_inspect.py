@@ -96,7 +96,17 @@ def test_json_has_the_keys_of_its_schema(document: dict) -> None:
     assert set(document["extras"][0]) == {"name", "rank", "what", "value"}
     assert set(document["files"][0]) == {"path", "nbytes", "mtime_ns", "role"}
     for atom in document["atoms"].values():
-        assert set(atom) == {"kind", "shape", "model_dtype", "group", "patterns", "layout", "made_of", "states"}
+        assert set(atom) == {
+            "kind",
+            "shape",
+            "iteration",
+            "model_dtype",
+            "group",
+            "patterns",
+            "layout",
+            "made_of",
+            "states",
+        }
         for state in atom["states"].values():
             assert set(state) == {"dtype", "shape", "nbytes", "overlap"}
 

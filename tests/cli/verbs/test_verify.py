@@ -95,6 +95,7 @@ def test_json_has_the_keys_of_its_schema(ucp: Run, atoms: Path) -> None:
         "checked_bytes",
         "problems",
         "drift",
+        "experts",
         "unnamed",
         "changes",
         "casts",

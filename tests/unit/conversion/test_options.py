@@ -72,6 +72,19 @@ def test_what_is_on_or_off_is_true_or_false(name):
         make_options(**{name: "no"})
 
 
+@pytest.mark.parametrize("path", ["", None, 3, b"run"])
+def test_paths_that_are_none(path, tmp_path):
+    """An empty variable of the shell was the current folder."""
+    with pytest.raises(UsageError, match=repr(path)):
+        ucp.convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("options", [{"names": 3}, {"engine": 3}, {"settings": {1: 1}}])
+def test_texts_that_are_none(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        make_options(**options)
+
+
 def test_extras_of_a_diff_are_compared_or_not():
     with pytest.raises(UsageError, match=r"extras .*got 'no'"):
         ucp.diff("a", "b", extras="no")

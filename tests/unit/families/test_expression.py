@@ -127,7 +127,7 @@ def test_arithmetic_is_that_of_whole_numbers(a, b, c):
 def test_numbers_stay_sizes():
     """Products of products would soon fill the memory."""
     values: dict[str, object] = {"a": 1 << 62}
-    with pytest.raises(ExpressionError, match=r"64 bits for a \* a; got one of 125 bits"):
+    with pytest.raises(ExpressionError, match=r"64 bits .* a \* a; got .*\b125 bits"):
         Expression("a * a").value(values)
     assert Expression("a + (a - 1)").value(values) == (1 << 63) - 1
 

@@ -147,7 +147,8 @@ class TestOfTheUser:
     def test_a_file_of_rules_is_the_family(self, tmp_path):
         path = self.file(tmp_path, 'name = "mine"\nextends = ["llama"]\n' + RULE)
         own, reasons = choose_family(names=[], options=SourceOptions(patterns=path), arguments={"num_layers": 9})
-        assert (own.name, own.values["layers"], reasons) == ("mine", 9, (f"--patterns {path}",))
+        assert (own.name, own.values["layers"]) == ("mine", 9)
+        assert [reason.endswith(f"--patterns {path}") for reason in reasons] == [True]
         assert own.canonical("own.3.w") == "own.3.w"
         assert own.canonical("model.norm.weight") == "decoder.final_layernorm.weight"
 
@@ -173,7 +174,8 @@ class TestOfTheUser:
         _, (why,) = choose_family(names=[], options=SourceOptions(patterns=lie))
         assert f"in place of known ones for {fc1}: a mistake" in why
         more = self.file(tmp_path, text.format(extra, '"replicate"'))
-        assert choose_family(names=[], options=SourceOptions(patterns=more))[1] == (f"--patterns {more}",)
+        _, (why,) = choose_family(names=[], options=SourceOptions(patterns=more))
+        assert why.endswith(f"--patterns {more}")
 
 
 def test_the_file_in_the_manual_is_one():

@@ -33,7 +33,7 @@ def test_what_is_not_read_is_named(tmp_path, entries, kind, beside):
         (folder / entry).touch()
     if beside:
         (folder.parent / beside).touch()
-    with pytest.raises(UnknownFormatError, match=rf"looks like an? (\w+ )*{kind}\b.*\. [A-Z]"):
+    with pytest.raises(UnknownFormatError, match=rf"looks like .*\b{kind}\b.*\. [A-Z]"):
         ucp.inspect(folder)
 
 

@@ -224,7 +224,7 @@ class TestReading:
         write_checkpoint(index(shards, w=np.zeros((3, 4), "float32")))
         checkpoint = ucp.open(shards.folder)
         for box in (ucp.Box((2, 0), (2, 4)), ucp.Box((0,), (1,))):
-            with pytest.raises(ValueError, match=r"w/weight of shape \[3, 4\]"):
+            with pytest.raises(ValueError, match=r"w/weight .*\[3, 4\]"):
                 checkpoint.read("w", "weight", box)
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ucp.core.text.typed import convert
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
 from ucp.families.naming import FamilyEvidence
@@ -153,7 +154,7 @@ def read_document(text: str, source: str, kind: type[T]) -> T:
             f"{source}: expected a TOML file of rules; {error}. docs/reference/families.md says what one holds"
         ) from error
     with error_context(source):
-        return msgspec.convert(document, kind)
+        return convert(document, kind)
 
 
 @contextmanager

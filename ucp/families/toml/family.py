@@ -10,8 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 
-import msgspec
-
+from ucp.core.text.typed import convert
 from ucp.errors import UsageError
 from ucp.families.expression import Expression
 from ucp.families.family import Family
@@ -150,7 +149,7 @@ def _check_known(what: str, names: Iterable[str], known: Container[str]) -> None
 
 
 def _rule(table: dict[str, object], pattern: Callable[[str], PatternFactory], family: str) -> Rule:
-    rule = msgspec.convert(table, RuleTable)
+    rule = convert(table, RuleTable)
     axes: dict[str, str | dict[str, PatternOption]] = {axis: getattr(rule, axis) for axis in table if axis in _AXES}
     return Rule(
         name=Template(rule.name),
@@ -175,7 +174,7 @@ def _axis(axis: str, table: str | dict[str, PatternOption], pattern: Callable[[s
         options = {key: make_option(value) for key, value in values.items()}
         if DIM in values:
             with error_context(DIM):
-                msgspec.convert(values[DIM], Dim)
+                convert(values[DIM], Dim)
         factory = pattern(name)
         try:
             signature(factory).bind(**options)

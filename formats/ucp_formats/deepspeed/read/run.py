@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from ucp.contract.ranks import Problems
 from ucp.errors import MalformedError, UnsupportedError, format_list
@@ -75,7 +75,7 @@ class SavedRun:
     @property
     def config(self) -> RunConfig:
         """Configuration of the run; up to 0.19.4, a run with experts records it in the optimizer files only."""
-        configs = (self.model.config, *(file.config for file in self.optimizers.values()))
+        configs = chain([self.model.config], (file.config for file in self.optimizers.values()))  # made when asked for
         return next((config for config in configs if config.raw), self.model.config)
 
     @property

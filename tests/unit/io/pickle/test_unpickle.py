@@ -417,7 +417,7 @@ def alike(after: bytes = b"") -> bytes:
 )
 def test_keys_chosen_to_have_one_hash_are_refused(hostile: bytes) -> None:
     """Each is compared with all before it: 30,000 take a minute."""
-    with pytest.raises(MalformedError, match="100 of one hash"):
+    with pytest.raises(MalformedError, match=r"\b100 .*hash"):
         parse_pickle(hostile + b".", where="test")
 
 

@@ -99,7 +99,7 @@ def test_a_damaged_local_header(tmp_path: Path) -> None:
     data = archive_of([torch.ones(1)])
     window = directory(tmp_path / "x", data.replace(b"PK\x03\x04", b"PK\x03\x05"))
     members = read_directory(window)
-    with pytest.raises(MalformedError, match=r"local header of 'archive/data\.pkl'"):
+    with pytest.raises(MalformedError, match=r"header .*'archive/data\.pkl'"):
         data_offset(window, members["archive/data.pkl"])
 
 

@@ -1,0 +1,229 @@
+"""Atoms of a window: the ranges of all ranks joined; and whether they are theirs, by the dense weights."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, combinations
+from math import prod
+from typing import NamedTuple
+
+from ucp.contract.plugins import pattern_factory
+from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind
+from ucp.core.layout import AxisLayout, Layout
+from ucp.core.region import Box, RegionPair
+from ucp.core.tensor import DType, TensorRef
+from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union
+from ucp.errors import MalformedError, format_count, format_list
+from ucp.transfer.probe import Prober
+from ucp_formats.moevement.names import OperatorNames, parse_operator
+from ucp_formats.moevement.window import RankWindow, StoredTensor
+
+_MASTERS, _MOMENTS, _COMPUTE = "params.", "optimizer.", "compute_weights."
+"""What a key begins with."""
+_RNG = "__moe_rng_state__"
+_SAMPLED = 256
+"""Elements of a range that are compared with the dense checkpoint, at most."""
+
+
+class _Range(NamedTuple):
+    """What a rank has of a flattened state."""
+
+    rank: int
+    """Global rank."""
+    operator: str
+    """Name of the operator."""
+    tensor: StoredTensor
+    """As stored."""
+    ref: TensorRef
+    """Where it lies."""
+
+
+class WindowReader:
+    """Makes atoms of the tensors of all ranks."""
+
+    def __init__(self, windows: Sequence[RankWindow], names: OperatorNames, dense: Index) -> None:
+        self._windows = windows
+        self._dense = dense
+        self._union = Union()
+        self._slots: dict[str, set[int]] = {}
+        self._ranges: dict[tuple[str, str], list[_Range]] = {}
+        self._frozen: dict[tuple[str, int], list[TensorRef]] = {}
+        self._sharing: dict[str, tuple[int, ...]] = {}
+        for window in windows:
+            for iteration, operator_name, stored, tensor, ref in window.tensors():
+                operator = parse_operator(operator_name)
+                if operator is None:
+                    continue
+                kind = next(
+                    (prefix for prefix in (_MASTERS, _MOMENTS, _COMPUTE) if tensor.key.startswith(prefix)), None
+                )
+                if kind is None or stored.is_active is (kind == _COMPUTE):
+                    raise MalformedError(f"{window.path}: {operator_name} has {tensor.key!r} in iteration {iteration}")
+                inner, state = tensor.key.removeprefix(kind), WEIGHT
+                if kind == _MOMENTS:
+                    inner, _, state = inner.rpartition(".")
+                param = names.param(operator, inner, window.rank)
+                if param is None:
+                    raise MalformedError(
+                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are of "
+                        "different runs"
+                    )
+                if kind == _COMPUTE:
+                    self._frozen.setdefault((param, iteration), []).append(ref)
+                    continue
+                self._slots.setdefault(param, set()).add(iteration)
+                self._sharing[param] = names.sharing_ranks(operator, window.rank)
+                self._ranges.setdefault((param, state), []).append(_Range(window.rank, operator_name, tensor, ref))
+        twice = [f"{name}: {sorted(steps)}" for name, steps in self._slots.items() if len(steps) > 1]
+        if twice:
+            raise MalformedError(
+                f"expected every parameter to be active in one iteration of a window; got\n{format_list(twice)}"
+            )
+
+    def read_slots(self) -> dict[str, AtomIndex]:
+        """Every parameter, with all states, in the iteration in which it is active."""
+        states: dict[str, dict[str, ShardedTensor]] = {}
+        for (param, state), ranges in self._ranges.items():
+            states.setdefault(param, {})[state] = self._join(param, state, ranges)
+        return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
+
+    def read_first(self, first: int) -> dict[str, AtomIndex]:
+        """The weight of every parameter in the first iteration."""
+        weights = {
+            param: ShardedTensor.unsharded(*refs) for (param, step), refs in self._frozen.items() if step == first
+        }
+        for param, steps in self._slots.items():
+            if first in steps:
+                weights[param] = self._join(param, WEIGHT, self._ranges[param, WEIGHT])
+        return {param: self._make_atom(param, {WEIGHT: weight}, first) for param, weight in weights.items()}
+
+    def _make_atom(self, param: str, states: Mapping[str, ShardedTensor], iteration: int) -> AtomIndex:
+        dense = self._dense.atoms.get(param)
+        atom = self._union.build_atom(
+            param,
+            kind=Kind.PARAMETER if dense is None else dense.kind,
+            layout=states[WEIGHT].layout,
+            states=states,
+            model_dtype=None if dense is None else dense.model_dtype or dense.states[WEIGHT].dtype,
+        )
+        return replace(atom, iteration=iteration)
+
+    def _join(self, param: str, state: str, ranges: Sequence[_Range]) -> ShardedTensor:
+        """A state, of the ranges of all ranks that share it; of whole copies where the run had no ZeRO."""
+        flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda part: part.rank)
+        if not flat:
+            return ShardedTensor.unsharded(*(part.ref for part in ranges))
+        shape = flat[0].tensor.full_shape
+        if shape is None or any(part.tensor.full_shape != shape for part in flat):
+            raise MalformedError(f"expected one full shape of {param}/{state} in all windows of {self._dense.path}")
+        sharing = self._sharing[param]
+        start_of = self._starts(flat)
+        pairs = {part.rank: _flat_pair(start_of[part.rank], part.ref.numel) for part in flat}
+        if sum(part.ref.numel for part in flat) != prod(shape):
+            lengths = ", ".join(f"rank {part.rank}: {part.ref.numel}" for part in flat)
+            raise MalformedError(
+                f"expected {prod(shape)} elements of {param}/{state} in the windows of "
+                f"{format_count(len(sharing), 'rank')} that share it; got {lengths}"
+            )
+        self._check_lengths(param, flat, sharing)
+        held = tuple((pairs[rank],) if rank in pairs else () for rank in sharing)
+        pattern = pattern_factory("pieces")(held=held)
+        axis = AxisLayout("dp", len(sharing), pattern, known_from="lengths of ranges in window_rank*.pt")
+        shards = tuple(StoredShard({"dp": sharing.index(part.rank)}, part.ref) for part in flat)
+        return ShardedTensor(dtype=flat[0].ref.dtype, shape=shape, shard_sets=(ShardSet(Layout(flat=(axis,)), shards),))
+
+    def _check_lengths(self, param: str, flat: Sequence[_Range], sharing: Sequence[int]) -> None:
+        """Raise MalformedError for ranges that are not as long as those of the same ranks in the dense checkpoint."""
+        atom = self._dense.atoms.get(param)
+        axis = (
+            next((axis for axis in atom.layout.flat if axis.parts == len(sharing)), None) if atom is not None else None
+        )
+        if atom is None or axis is None:
+            return
+        for part in flat:
+            regions = axis.pattern.regions((prod(atom.global_shape),), axis.parts, sharing.index(part.rank))
+            expected = sum(region.global_box.numel for region in regions)
+            if part.ref.numel != expected:
+                raise MalformedError(
+                    f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
+                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or of another run"
+                )
+
+    @staticmethod
+    def _starts(flat: Sequence[_Range]) -> dict[int, int]:
+        """Rank to the element of the flattened parameter where its range starts: ranges follow one another."""
+        stops = accumulate(part.ref.numel for part in flat)
+        return {part.rank: stop - part.ref.numel for part, stop in zip(flat, stops, strict=True)}
+
+    def check_peers(self) -> Iterator[str]:
+        """A line for every two operators of different ranks that hold one another's ranges, as the dense weights tell.
+
+        Experts of a model may start alike, so that one range tells little: those of two operators are nearer to the
+        dense weights of their own places together, or of the other's.
+        """
+        places: dict[tuple[int, str], dict[str, tuple[str, int, TensorRef]]] = {}
+        for (param, state), ranges in self._ranges.items():
+            if state != WEIGHT or param not in self._dense.atoms:
+                continue
+            flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda p: p.rank)
+            starts = self._starts(flat)
+            for part in flat:
+                place = (param, starts[part.rank], part.ref)
+                places.setdefault((part.rank, part.operator), {})[part.tensor.key] = place
+        alike: dict[object, list[tuple[int, str]]] = {}
+        for operator, tensors in places.items():
+            lengths = sorted((key, ref.numel) for key, (_, _, ref) in tensors.items())
+            alike.setdefault(tuple(lengths), []).append(operator)
+        with Prober() as prober:
+            for operators in alike.values():
+                for one, other in combinations(operators, 2):
+                    if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
+                        yield f"{one[1]} of {self._path_of(one[0])}, {other[1]} of {self._path_of(other[0])}"
+
+    def _are_exchanged(
+        self,
+        prober: Prober,
+        one: Mapping[str, tuple[str, int, TensorRef]],
+        other: Mapping[str, tuple[str, int, TensorRef]],
+    ) -> bool:
+        """Whether the ranges of two operators are nearer to the dense weights at one another's places."""
+
+        def distance(
+            ranges: Mapping[str, tuple[str, int, TensorRef]], at: Mapping[str, tuple[str, int, TensorRef]]
+        ) -> float:
+            total = 0.0
+            for key, (_, _, ref) in ranges.items():
+                param, start, _ = at[key]
+                count = min(ref.numel, _SAMPLED)
+                state = self._dense.atoms[param].states[WEIGHT]
+                values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
+                dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
+                total += sum((a - b) ** 2 for a, b in zip(values, dense, strict=True))
+            return total
+
+        return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
+
+    def _path_of(self, rank: int) -> str:
+        return next(window.path for window in self._windows if window.rank == rank)
+
+    def list_extras(self, iteration: int) -> Iterator[Extra]:
+        """States of random generators after an iteration, and what the run recorded when it saved."""
+        for window in self._windows:
+            states = {
+                tensor.key: ref for step, name, _, tensor, ref in window.tensors() if (step, name) == (iteration, _RNG)
+            }
+            if states:
+                yield Extra(name="moevement/rng_state", value=states, rank=window.rank)
+            yield Extra(name="moevement/metadata", value=dict(window.document.metadata), rank=window.rank)
+
+
+def _flat_pair(start: int, numel: int) -> RegionPair:
+    return RegionPair(Box((start,), (numel,)), Box((0,), (numel,)))
+
+
+def _floats(data: bytes) -> array[float]:
+    values = array("f")
+    values.frombytes(data)
+    return values

@@ -1,0 +1,119 @@
+"""Which parameter an operator's tensor is: operators count layers and experts of a stage and a rank.
+
+`stage{S}_non_expert`, `stage{S}_layer_{L}_gate`, `stage{S}_layer_{L}_expert_{E}` (moevement/coordinator.py): S is a
+pipeline stage, L counts the MoE layers of the stage, E the experts of the rank. Ranks of a stage follow one another
+(`PipeDataParallelTopology`); rank d of them has the experts from (d mod ep) E_rank on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ucp.core.index import Index
+from ucp.errors import MalformedError
+from ucp.moe.layers import Role, find_layers
+from ucp_formats.moevement.window import RankWindow
+
+_OPERATOR = re.compile(r"stage(\d{1,6})_(?:non_expert|layer_(\d{1,6})_(?:gate|expert_(\d{1,6})))")
+"""Examples: stage0_non_expert, stage1_layer_0_gate, stage1_layer_0_expert_3."""
+_GATE = "deepspeed_moe.gate"
+_EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The parsed name of an operator."""
+
+    stage: int
+    """Pipeline stage."""
+    layer: int | None = None
+    """Which of the MoE layers of the stage; None for what is no expert and no gate."""
+    expert: int | None = None
+    """Which of the rank's experts; None for a gate."""
+
+
+def parse_operator(name: str) -> Operator | None:
+    """The parsed name; None for what is no operator, such as the states of random generators.
+
+    >>> parse_operator("stage1_layer_0_expert_3")
+    Operator(stage=1, layer=0, expert=3)
+    >>> parse_operator("__moe_rng_state__")
+    """
+    match = _OPERATOR.fullmatch(name)
+    if match is None:
+        return None
+    stage, layer, expert = (None if group is None else int(group) for group in match.groups())
+    return Operator(stage or 0, layer, expert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorNames:
+    """Names of parameters by operator."""
+
+    modules: Mapping[int, tuple[str, ...]]
+    """Stage to the paths of its MoE layers, in order."""
+    ranks: Mapping[int, tuple[int, ...]]
+    """Stage to its ranks, in order."""
+    experts_of_rank: int
+    """Experts that a rank has of a layer; 0 without experts."""
+    ep: int
+    """Degree of expert parallelism."""
+
+    @classmethod
+    def of(cls, dense: Index, windows: Sequence[RankWindow]) -> OperatorNames:
+        """Names, from the dense checkpoint beside the window. Raises MalformedError where the two do not fit."""
+        operators = {window.rank: _list_operators(window) for window in windows}
+        stages = sorted({operator.stage for several in operators.values() for operator in several})
+        ranks = {
+            stage: tuple(rank for rank, several in operators.items() if any(o.stage == stage for o in several))
+            for stage in stages
+        }
+        modules: dict[int, tuple[str, ...]] = dict.fromkeys(stages, ())
+        layers = find_layers(dense.shapes)
+        for layer in sorted(layers, key=lambda layer: layer.number or 0):
+            atom = dense.atoms[layer.routing[Role.ROUTER]]
+            pipeline = next((axis for axis in atom.layout.axes if axis.axis == "pp"), None)
+            stage = pipeline.holders(atom.global_shape)[0] if pipeline is not None else 0
+            modules[stage] = (*modules.get(stage, ()), layer.module)
+        local = 1 + max(
+            (o.expert for several in operators.values() for o in several if o.expert is not None), default=-1
+        )
+        total = layers[0].num_experts if layers else 0
+        if local and total % local:
+            raise MalformedError(
+                f"expected a window beside the dense checkpoint of its run; a rank has {local} experts in "
+                f"{windows[0].path}, and {dense.path} has {total} a layer"
+            )
+        return cls(modules=modules, ranks=ranks, experts_of_rank=local, ep=total // local if local else 1)
+
+    def param(self, operator: Operator, name: str, rank: int) -> str | None:
+        """Parameter that `name` inside an operator of a rank is; None where the dense checkpoint has no such layer."""
+        if operator.layer is None:
+            return name
+        modules = self.modules.get(operator.stage, ())
+        if operator.layer >= len(modules):
+            return None
+        module = modules[operator.layer]
+        if operator.expert is None:
+            return f"{module}.{_GATE}.{name}"
+        number = self._expert_rank(operator.stage, rank) * self.experts_of_rank + operator.expert
+        return f"{module}.{_EXPERTS}.{number}.{name}"
+
+    def sharing_ranks(self, operator: Operator, rank: int) -> tuple[int, ...]:
+        """Ranks that share the partition of an operator's parameters, in the order in which their ranges follow."""
+        ranks = self.ranks[operator.stage]
+        if operator.expert is None:
+            return ranks
+        return tuple(
+            r for r in ranks if self._expert_rank(operator.stage, r) == self._expert_rank(operator.stage, rank)
+        )
+
+    def _expert_rank(self, stage: int, rank: int) -> int:
+        return self.ranks[stage].index(rank) % self.ep
+
+
+def _list_operators(window: RankWindow) -> list[Operator]:
+    names = dict.fromkeys(name for stored in window.document.iterations for name in stored.operators)
+    return [operator for name in names if (operator := parse_operator(name)) is not None]

@@ -1,0 +1,192 @@
+"""Format `moevement`: a whole sparse window, read beside the dense checkpoint that it was saved with.
+
+1. Read every rank's file. The files name operators by stage, layer and local number, so the dense checkpoint beside
+   the folder says which modules these are.
+2. A rank has a range of each flattened master (ZeRO-1): ranges of the ranks that share a partition follow one another.
+3. Every parameter is taken at its *slot*, the iteration in which it is active: it then has master and moments, and no
+   step (MoEvement saves none). Parameters are of different iterations (`AtomIndex.iteration`).
+
+   Read at the first iteration of the window (`--at`), it gives that iteration's weights: masters of what is active
+   then, and the rest as the model computes with it. Nothing else of one iteration is in a window.
+
+What a window promises is checked, as its file has no checksum:
+
+* Saved after its last step, it holds later bytes under earlier labels (buffers are reused while they are saved).
+* With data parallelism, it may hold the peer's bytes for the same reason. A range that is nearer to the peer's place
+  in the dense checkpoint than to its own tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format, SourceOptions
+from ucp.contract.registry import recognise
+from ucp.core.index import AtomIndex, Index
+from ucp.errors import (
+    MalformedError,
+    MissingFileError,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+    format_count,
+    format_list,
+)
+from ucp.io.folder import names_in, to_absolute
+from ucp.io.provenance import source_file
+from ucp_formats.moevement.atoms import WindowReader
+from ucp_formats.moevement.names import OperatorNames
+from ucp_formats.moevement.window import RankWindow, engine_steps, rank_of, read_window
+
+
+@dataclass(frozen=True, slots=True)
+class MoEvementFormat(Format):
+    """Reads sparse windows."""
+
+    options: SourceOptions = field(default_factory=SourceOptions)
+    """Which iteration is wanted."""
+
+    name = "moevement"
+    takes_time = True
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Detect a folder with a window's files, or one of them."""
+        root = path.parent if rank_of(path.name) is not None and path.is_file() else path
+        ranks = [name for name in names_in(root) if rank_of(name) is not None]
+        return Evidence(root, (f"window_rank*.pt of {format_count(len(ranks), 'rank')}",)) if ranks else None
+
+    def configured(self, options: SourceOptions) -> MoEvementFormat:
+        """The same format at an iteration."""
+        if options.without_family() != SourceOptions(at=options.at) or options.family or options.patterns:
+            return super().configured(options)  # type: ignore[return-value]  # it raises
+        return MoEvementFormat(options)
+
+    def read(self, path: Path) -> Index:
+        """Index of the window. Raises SourceError."""
+        root = path if path.is_dir() else path.parent
+        windows = _read_ranks(root)
+        first, last = _check_iterations(windows)
+        notes = _check_boundary(windows)
+        at = self.options.at
+        if at not in (None, first):
+            raise UsageError(
+                f"expected --at {first}, the first iteration of the window {root}, or no --at; got {at}. A window "
+                f"holds the weights of its first iteration; of {first} to {last}, some parameters each"
+            )
+        dense = _read_dense(root)
+        names = OperatorNames.of(dense, windows)
+        reader = WindowReader(windows, names, dense)
+        of_peers = list(reader.check_peers())
+        if of_peers:
+            raise MalformedError(
+                f"expected every rank's ranges in {root}; by the dense checkpoint beside it, these are of a "
+                f"data-parallel peer:\n{format_list(of_peers)}\nMoEvement copied the peer's bytes into buffers that "
+                "were still to be saved. Convert the dense checkpoint"
+            )
+        atoms = reader.read_first(first) if at is not None else reader.read_slots()
+        _check_complete(dense, atoms, root)
+        return replace(
+            dense,
+            path=to_absolute(root),
+            format=self.name,
+            evidence=(f"window_rank*.pt of {format_count(len(windows), 'rank')}", f"iterations {first} to {last}"),
+            step=first if at is not None else last,
+            atoms={name: atoms[name] for name in dense.atoms if name in atoms},
+            groups=() if at is not None else dense.groups,
+            extras=tuple(reader.list_extras(first if at is not None else last)),
+            files=tuple(source_file(window.path, f"sparse window of rank {window.rank}") for window in windows),
+            records=(),
+            notes=(*notes, *_describe(first, last, is_first=at is not None)),
+            dropped=(),
+            lost={},
+            doubts=(),
+            keys=None,
+        )
+
+
+def _read_ranks(root: Path) -> list[RankWindow]:
+    """The windows of all ranks, in order. Raises MissingFileError where a rank's is not there."""
+    ranks = {rank: name for name in names_in(root) if (rank := rank_of(name)) is not None}
+    absent = [f"window_rank{rank}.pt" for rank in range(max(ranks) + 1) if rank not in ranks]
+    if absent:
+        raise MissingFileError(f"expected the window of every rank in {root}; missing:\n{format_list(absent)}")
+    return [read_window(root / ranks[rank]) for rank in sorted(ranks)]
+
+
+def _check_iterations(windows: Sequence[RankWindow]) -> tuple[int, int]:
+    """First and last iteration. Raises MalformedError where ranks differ, UnsupportedError where there is none yet."""
+    iterations = {tuple(stored.iteration for stored in window.document.iterations): window for window in windows}
+    if len(iterations) > 1:
+        lines = (f"{window.path}: {list(steps)}" for steps, window in iterations.items())
+        raise MalformedError(f"expected windows of the same iterations of all ranks; got\n{format_list(lines)}")
+    ((steps, window),) = iterations.items()
+    if not steps:
+        raise UnsupportedError(
+            f"{window.path} holds no iteration yet: the first window is saved two windows after the start of a run. "
+            "Convert the dense checkpoint beside it"
+        )
+    return steps[0], steps[-1]
+
+
+def _check_boundary(windows: Sequence[RankWindow]) -> list[str]:
+    """Raise MalformedError for windows that were saved when their buffers held later bytes; what cannot be told."""
+    unknown = []
+    for window in windows:
+        steps, boundary = engine_steps(window)
+        if steps is None or boundary is None:
+            unknown.append(window.path)
+        elif steps != boundary:
+            raise MalformedError(
+                f"expected {window.path} to be saved after step {boundary}, the last of a window; it was saved after "
+                f"{steps}. MoEvement uses the buffers of a window again while it is saved, so that it holds the bytes "
+                "of later iterations under earlier names. Convert the dense checkpoint beside it"
+            )
+    if not unknown:
+        return []
+    files = format_count(len(unknown), "file")
+    return [f"{files} of the window do not say when they were saved: whether they hold later bytes cannot be told"]
+
+
+def _read_dense(root: Path) -> Index:
+    """The dense checkpoint beside the folder of a window, which names its modules. Raises MissingFileError."""
+    folder = root.absolute().parent
+    try:
+        fmt, _ = recognise(folder)
+        return fmt.read(folder)
+    except SourceError as error:
+        raise MissingFileError(
+            f"expected the dense checkpoint that {root} was saved with in {folder}, as it alone says which modules "
+            f"have experts: {error}"
+        ) from error
+
+
+def _check_complete(dense: Index, atoms: Mapping[str, AtomIndex], root: Path) -> None:
+    """Raise MalformedError where the window lacks a parameter, or has one in another shape."""
+    wrong = [
+        f"{name}: {'missing' if name not in atoms else list(atoms[name].global_shape)}, expected "
+        f"{list(atom.global_shape)}"
+        for name, atom in dense.atoms.items()
+        if name not in atoms or atoms[name].global_shape != atom.global_shape
+    ]
+    wrong += [f"{name}: unknown to the dense checkpoint" for name in atoms if name not in dense.atoms]
+    if wrong:
+        raise MalformedError(
+            f"expected every parameter of {dense.path} in the window {root}; got\n{format_list(wrong)}"
+        )
+
+
+def _describe(first: int, last: int, *, is_first: bool) -> Iterator[str]:
+    if is_first:
+        yield (
+            f"weights of iteration {first}: masters in float32 of what was active then, the rest in the type in which "
+            "the model computes (--dtype weight=... makes them alike); no optimizer states of that iteration are saved"
+        )
+        return
+    yield (
+        f"parameters are of iterations {first} to {last}, each of the one in which it was active. A dense state needs "
+        "a replay of these iterations"
+    )
+    yield "the optimizer's step counts are not saved (MoEvement keeps none); a run that resumes starts them at 0"

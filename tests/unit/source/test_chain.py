@@ -1,0 +1,247 @@
+"""Chains: links of one run, read as the newest whole state of every parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import ucp
+from ucp.chain.merge import LinkIndex, merge
+from ucp.chain.staleness import measure_staleness
+from ucp.core.index import Index, ParamGroup, StateIndex
+from ucp.errors import (
+    IdleOptionError,
+    MalformedError,
+    MissingStateError,
+    StaleError,
+    UnsupportedError,
+    UsageError,
+)
+from ucp.testing.handmade import Shards, inline, make_index, write_checkpoint
+
+Tensors = Mapping[tuple[str, str], NDArray[np.generic]]
+STATES = ("weight", "exp_avg", "exp_avg_sq")
+EXPERTS = 4
+
+
+def make_tensors(names: list[str], value: float) -> dict[tuple[str, str], NDArray[np.generic]]:
+    """Tensors of which no two are alike; the first element is `value`, plus the number of the state."""
+    rows = np.arange(2 * EXPERTS, dtype="f4").reshape(EXPERTS, 2)
+    spread = {name: (1 + sum(map(ord, name))) for name in names}
+    return {(name, state): value + n + rows * spread[name] for name in names for n, state in enumerate(STATES)}
+
+
+def save(folder: Path, tensors: Tensors, step: int, groups: tuple[ParamGroup, ...] = ()) -> Path:
+    shards = Shards(folder)
+    states = {key: shards.whole(array) for key, array in tensors.items()}
+    for param in dict.fromkeys(param for param, _ in tensors):
+        states[param, "step"] = StateIndex.from_tensor(inline(np.array(step, dtype="f4")))
+    params = tuple(dict.fromkeys(param for param, _ in tensors))
+    groups = groups or (ParamGroup(params=params, hyper={"lr": step / 1000, "betas": (0.9, 0.999)}),)
+    write_checkpoint(replace(make_index(folder, states, groups=groups), step=step))
+    return folder
+
+
+def expert(number: int) -> str:
+    return f"layers.0.moe.experts.{number}.w"
+
+
+ROUTER = "layers.0.moe.router.weight"
+
+
+@pytest.fixture
+def rotating(tmp_path: Path) -> Path:
+    """A full link at 10, then one expert at a time: at 20 the first, at 30 the second."""
+    chain = tmp_path / "chain"
+    links = [save(chain / "10", make_tensors([ROUTER, *map(expert, range(EXPERTS))], 10), 10)]
+    links += [save(chain / str(s), make_tensors([ROUTER, expert(n)], s), s) for n, s in enumerate((20, 30))]
+    ucp.add_to_chain(chain, reversed(links))
+    return chain
+
+
+def test_every_parameter_is_of_its_newest_link(rotating: Path) -> None:
+    checkpoint = ucp.open(rotating)
+    assert checkpoint.step == 30
+    for name, step in {ROUTER: 30, expert(0): 20, expert(1): 30, expert(2): 10, expert(3): 10}.items():
+        assert checkpoint.index.atoms[name].iteration == (None if step == 30 else step)
+        for n, state in enumerate(STATES):
+            assert checkpoint.read(name, state)[0, 0].item() == step + n
+        assert checkpoint.read(name, "step").item() == step
+
+
+@pytest.mark.parametrize(("at", "step"), [(10, 10), (19, 10), (20, 20), (29, 20), ("newest", 30), (1000, 30)])
+def test_an_iteration_is_read_as_it_was(rotating: Path, at: int | str, step: int) -> None:
+    index = ucp.inspect(rotating, at=at)
+    assert index.step == step
+    newest = ucp.inspect(rotating / str(step))
+    assert index.groups[0].hyper == newest.groups[0].hyper
+    assert index.groups[0].params == (ROUTER, *map(expert, range(EXPERTS)))
+
+
+def test_before_the_chain_there_is_nothing(rotating: Path) -> None:
+    with pytest.raises(UsageError, match=r"10 .*--at 9"):
+        ucp.inspect(rotating, at=9)
+    with pytest.raises(IdleOptionError, match="--at"):
+        ucp.inspect(rotating / "10", at=10)
+
+
+def test_what_is_stale_is_said_and_refused(rotating: Path, tmp_path: Path) -> None:
+    """Expert 0 lacks 10 of 30 iterations, experts 2 and 3 lack 20: a mean of (10 + 0 + 20 + 20) / 30 / 4."""
+    staleness = measure_staleness(ucp.inspect(rotating))
+    assert staleness.params == {10: (expert(2), expert(3)), 20: (expert(0),)}
+    assert staleness.plt == pytest.approx(50 / 120)
+    (note,) = [note for note in ucp.inspect(rotating).notes if "41.67%" in note]
+    assert note in ucp.convert(rotating, tmp_path / "kept", max_plt=0.42).notes
+    for source in (rotating, tmp_path / "kept"):
+        for options in ({"exact": True}, {"max_plt": 0.41}):
+            with pytest.raises(StaleError, match=r"41\.67%"):
+                ucp.convert(source, tmp_path / "out", **options)
+            with pytest.raises(StaleError):
+                ucp.plan(source, **options)
+    assert ucp.convert(rotating, tmp_path / "out", exact=True, at=10).notes == ()
+
+
+def test_a_store_made_of_a_chain_is_equal_to_it(rotating: Path, tmp_path: Path) -> None:
+    ucp.convert(rotating, tmp_path / "out", verify=True)
+    assert ucp.verify(tmp_path / "out", against=rotating).ok
+    assert ucp.diff(tmp_path / "out", rotating).equal
+    atoms = ucp.inspect(tmp_path / "out").atoms
+    assert {name: atom.iteration for name, atom in atoms.items()} == {
+        ROUTER: None, expert(0): 20, expert(1): None, expert(2): 10, expert(3): 10,
+    }  # fmt: skip
+
+
+def test_targets_of_one_step_refuse_until_told(rotating: Path, tmp_path: Path) -> None:
+    target = {"to": "deepspeed", "topology": "dp=1,zero=1"}
+    with pytest.raises(UnsupportedError, match=r"30(?s:.*)20(?s:.*)--step newest"):
+        ucp.convert(rotating, tmp_path / "out", **target)
+    report = ucp.convert(rotating, tmp_path / "out", step="newest", **target)
+    assert any("3 parameters" in note and "30" in note for note in report.notes)
+    written = ucp.open(tmp_path / "out")
+    assert {written.read(name, "step").item() for name in written} == {30}
+
+
+@given(st.lists(st.sampled_from([set(), {0}, {1, 2}, {0, 3}, {1}, {0, 1, 2, 3}]), min_size=1, max_size=5))
+def test_laws_of_merging(saved: list[set[int]]) -> None:
+    """Each parameter is of the last link that saved it; a chain that ends in a full link is that link."""
+    full = set(range(EXPERTS))
+
+    def link(number: int, experts: set[int]) -> LinkIndex:
+        states = {(expert(n), "weight"): StateIndex.from_tensor(inline(np.full((2,), number, "f4"))) for n in experts}
+        return LinkIndex(number, replace(make_index(Path("x"), states), step=number))
+
+    links = [link(number, experts) for number, experts in enumerate([full, *saved], 1)]
+    merged = merge(links, path="x", evidence=())
+    for n in full:
+        newest = max(number for number, experts in enumerate([full, *saved], 1) if n in experts)
+        assert merged.atoms[expert(n)].iteration == (None if newest == len(links) else newest)
+        assert merged.atoms[expert(n)].states == links[newest - 1].index.atoms[expert(n)].states
+    whole = merge([*links, link(len(links) + 1, full)], path="x", evidence=())
+    assert whole.atoms == link(len(links) + 1, full).index.atoms
+
+
+def split_states(chain: Path) -> list[Path]:
+    """The newest weight, with moments that only an older link has."""
+    old = {key: array for key, array in make_tensors([expert(0)], 1).items() if key[1] != "weight"}
+    full = make_tensors([expert(1)], 1)
+    new = {key: array for key, array in make_tensors([expert(0)], 2).items() if key[1] == "weight"}
+    other = make_tensors([expert(0)], 1)
+    return [
+        save(chain / "a", {**full, (expert(0), "weight"): other[expert(0), "weight"]}, 1),
+        save(chain / "b", {**new, (expert(0), "exp_avg"): old[expert(0), "exp_avg"]}, 2),
+        save(chain / "c", {**new, (expert(0), "exp_avg_sq"): old[expert(0), "exp_avg_sq"]}, 3),
+    ]
+
+
+def other_model(chain: Path) -> list[Path]:
+    wide = {key: np.ones((2, 2), dtype="f4") for key in make_tensors([expert(0)], 1)}
+    return [save(chain / "a", make_tensors([expert(0)], 1), 1), save(chain / "b", wide, 2)]
+
+
+def other_groups(chain: Path) -> list[Path]:
+    tensors = make_tensors([expert(0), expert(1)], 1)
+    two = tuple(ParamGroup(params=(expert(n),), hyper={"lr": 0.1}) for n in range(2))
+    return [save(chain / "a", tensors, 1), save(chain / "b", tensors, 2, two)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "data"),
+    [
+        (split_states, MissingStateError, r"experts\.0\.w(?s:.*)exp_avg(?s:.*)iteration 3"),
+        (other_model, MalformedError, r"\[4, 2\](?s:.*)\[2, 2\]"),
+        (other_groups, MalformedError, "2 parameter groups(?s:.*)1 in"),
+    ],
+)
+def test_links_that_do_not_go_together(
+    make: Callable[[Path], list[Path]], error: type[Exception], data: str, tmp_path: Path
+) -> None:
+    ucp.add_to_chain(tmp_path, make(tmp_path))
+    with pytest.raises(error, match=data):
+        ucp.inspect(tmp_path)
+
+
+class TestTheDocument:
+    """`chain.json` as users and accidents leave it."""
+
+    def test_paths_below_it_are_relative(self, rotating: Path, tmp_path: Path) -> None:
+        """So that a chain can be moved as a whole."""
+        links = json.loads((rotating / "chain.json").read_text())["links"]
+        assert [link["path"] for link in links] == ["10", "20", "30"]
+
+    def test_adding_again_changes_nothing(self, rotating: Path) -> None:
+        text = (rotating / "chain.json").read_bytes()
+        assert [step for step, _ in ucp.add_to_chain(rotating, rotating / "20")] == [10, 20, 30]
+        assert (rotating / "chain.json").read_bytes() == text
+        assert sorted(path.name for path in rotating.iterdir()) == ["10", "20", "30", "chain.json"]
+
+    @pytest.mark.parametrize(
+        ("links", "data"),
+        [
+            ([], "chain.json"),
+            ([{"path": "20", "iteration": 20}, {"path": "10", "iteration": 10}], "10 after 20"),
+            ([{"path": "20", "iteration": 20}, {"path": "10", "iteration": 20}], "of 20"),
+            ([{"path": "20", "iteration": -1}], "iteration"),
+            ([{"path": "", "iteration": 1}], "path"),
+            ([{"path": "20"}], "iteration"),
+            ([{"path": "20", "iteration": 21}], "20 to be of iteration 21"),
+            (7, "links"),
+        ],
+    )
+    def test_damage(self, rotating: Path, links: object, data: str) -> None:
+        (rotating / "chain.json").write_text(json.dumps({"version": 1, "links": links}))
+        with pytest.raises(MalformedError, match=data):
+            ucp.inspect(rotating)
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": 2, "links": []}'])
+    def test_rubbish(self, rotating: Path, text: bytes) -> None:
+        (rotating / "chain.json").write_bytes(text)
+        with pytest.raises(MalformedError, match=r"chain\.json"):
+            ucp.inspect(rotating)
+
+    def test_a_link_that_is_gone(self, rotating: Path) -> None:
+        (rotating / "20").rename(rotating / "elsewhere")
+        with pytest.raises(ucp.errors.SourceError, match="20"):
+            ucp.inspect(rotating)
+
+    def test_a_chain_of_chains_is_refused(self, rotating: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="chain"):
+            ucp.add_to_chain(tmp_path / "other", [rotating])
+        assert not (tmp_path / "other").exists()
+
+    def test_two_checkpoints_of_one_iteration(self, rotating: Path, tmp_path: Path) -> None:
+        again = save(tmp_path / "again", make_tensors([expert(0)], 1), 20)
+        with pytest.raises(UsageError, match=r"again(?s:.*)20"):
+            ucp.add_to_chain(rotating, again)
+        assert len(json.loads((rotating / "chain.json").read_text())["links"]) == 3
+
+
+def test_an_index_knows_no_chain_by_default() -> None:
+    assert measure_staleness(Index(path="", format="", evidence=(), producer="", topology=ucp.Topology(), step=None, atoms={})).plt == 0  # fmt: skip  # noqa: E501

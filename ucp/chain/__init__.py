@@ -1,0 +1,1 @@
+"""Chains: checkpoints of one run, saved one after another, read as one."""

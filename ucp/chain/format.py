@@ -1,0 +1,85 @@
+"""Format `chain`: several checkpoints of one run, of any formats, read as the newest state of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ucp.chain.document import CHAIN, Link, read_chain, write_chain
+from ucp.chain.merge import LinkIndex, choose_links, merge
+from ucp.contract.locating import Evidence
+from ucp.contract.protocols import Format, SourceOptions
+from ucp.contract.registry import recognise
+from ucp.core.index import Index
+from ucp.errors import MalformedError, UsageError
+from ucp.io.folder import is_url, path_of, to_absolute
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFormat(Format):
+    """Reads chains."""
+
+    options: SourceOptions = field(default_factory=SourceOptions)
+    """What the user says of the links, and which iteration is wanted."""
+
+    name = "chain"
+    takes_shapes = True
+    takes_order = True
+    takes_time = True
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Detect a folder with `chain.json`, or that file."""
+        root = path.parent if path.name == CHAIN else path
+        return Evidence(root, (CHAIN,)) if (root / CHAIN).is_file() else None
+
+    def configured(self, options: SourceOptions) -> ChainFormat:
+        """The same format; the options are for the links as well."""
+        return ChainFormat(options)
+
+    def read(self, path: Path) -> Index:
+        """Index of the chain at the wanted iteration. Raises SourceError, UsageError."""
+        folder = (path.parent if path.name == CHAIN else path).absolute()
+        links = read_chain(folder)
+        wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
+        of_links = replace(self.options, at=None)
+        indexes = [LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted]
+        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(wanted)} of {len(links)} links"))
+
+
+def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> tuple[Link, ...]:
+    """Add checkpoints to the chain in `folder`, which is made if it is not there: all of its links.
+
+    `iteration`: training step of a checkpoint that records none. Raises SourceError, UsageError.
+    """
+    if is_url(str(folder)):
+        raise UsageError(f"expected a folder on a disk for a chain; got {folder}. Make it there, and upload chain.json")
+    links = {link.path: link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
+    for path in paths:
+        fmt, evidence = recognise(path)
+        if fmt.takes_time:
+            raise UsageError(f"expected checkpoints to add to a chain; {path} is a chain itself: add its links")
+        place = to_absolute(evidence.root)
+        if place in links:
+            continue
+        step = fmt.read(path).step
+        if step is None and iteration is None:
+            raise UsageError(f"expected a checkpoint that records its training step; {path} does not: pass --iteration")
+        if step is not None and iteration not in (None, step):
+            raise UsageError(f"expected --iteration {step}, which {path} records; got {iteration}")
+        links[place] = Link(path=place, iteration=step if step is not None else iteration or 0)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_chain(folder, tuple(links.values()))
+    return read_chain(folder)
+
+
+def _read_link(link: Link, options: SourceOptions) -> Index:
+    """Index of a link. Raises SourceError, MalformedError for one of another iteration than it is listed for."""
+    fmt, _ = recognise(path_of(link.path), options=options)
+    index = fmt.read(path_of(link.path))
+    if index.step is not None and index.step != link.iteration:
+        raise MalformedError(
+            f"expected {link.path} to be of iteration {link.iteration}, as the chain lists it; it is of {index.step}. "
+            "It was saved again since: make the chain again (ucp chain add)"
+        )
+    return index

@@ -1,0 +1,128 @@
+"""Read the links of a chain as one checkpoint: every parameter in the newest state that a link has of it, whole.
+
+1. Links are checkpoints of one run at increasing iterations. A link may hold some parameters only, as where a part of
+   the experts is saved at a time (partial-expert checkpoints), or some operators at a time (sparse windows).
+2. `merge` takes each parameter, with all of its states, from the newest link that has all of them. States of one
+   parameter never come from two links: a weight of one iteration with moments of another belong to no run.
+3. A parameter that is older than the newest link says so (`AtomIndex.iteration`); see `ucp.chain.staleness`.
+
+Pure: the indexes of the links go in, an index comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
+
+from ucp.core.index import Index, ParamGroup
+from ucp.errors import MalformedError, MissingStateError, UsageError, format_list
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkIndex:
+    """A link, read."""
+
+    iteration: int
+    """Training step of its states."""
+    index: Index
+    """What it holds."""
+
+
+def choose_links(iterations: Sequence[int], at: int | None) -> int:
+    """How many of the links, from the oldest on, are of `at` or before; all for None. Raises UsageError for none."""
+    count = len(iterations) if at is None else sum(iteration <= at for iteration in iterations)
+    if not count:
+        raise UsageError(f"expected an iteration of {iterations[0]} or later, as the chain begins there; got --at {at}")
+    return count
+
+
+def merge(links: Sequence[LinkIndex], *, path: str, evidence: tuple[str, ...]) -> Index:
+    """The checkpoint that `links`, oldest first, are together. Raises MalformedError, MissingStateError."""
+    newest = links[-1]
+    chosen = {name: _choose(name, links) for name in _list_names(links)}
+    atoms = {
+        name: replace(link.index.atoms[name], iteration=link.iteration if link is not newest else None)
+        for name, link in chosen.items()
+    }
+    used = [link.index for link in links if any(link is other for other in chosen.values()) or link is newest]
+    return replace(
+        newest.index,
+        path=path,
+        format="chain",
+        evidence=evidence,
+        step=newest.iteration,
+        atoms=atoms,
+        groups=_merge_groups(links),
+        aliases={alias: name for link in links for alias, name in link.index.aliases.items() if alias not in atoms},
+        files=_join(index.files for index in used),
+        records=_join(index.records for index in used),
+        notes=_join(index.notes for index in used),
+        lost={name: loss for link in links for name, loss in link.index.lost.items() if chosen.get(name) is link},
+        doubts=_join(index.doubts for index in used),
+        unchecked=_join(index.unchecked for index in used),
+        origin=newest.index.origin or newest.index.format,
+        keys=None,
+    )
+
+
+def _join(values: Iterable[Iterable[T]]) -> tuple[T, ...]:
+    """All values in order, each once."""
+    return tuple(dict.fromkeys(chain.from_iterable(values)))
+
+
+def _list_names(links: Sequence[LinkIndex]) -> list[str]:
+    """Names of all parameters, in the order of the link that has most, then of the others."""
+    order = sorted(links, key=lambda link: -len(link.index.atoms))
+    return list(dict.fromkeys(name for link in order for name in link.index.atoms))
+
+
+def _choose(name: str, links: Sequence[LinkIndex]) -> LinkIndex:
+    """The newest link with all states of a parameter. Raises MissingStateError, MalformedError."""
+    holders = [link for link in links if name in link.index.atoms]
+    shapes = {link.index.atoms[name].global_shape: link for link in holders}
+    if len(shapes) > 1:
+        raise MalformedError(
+            f"expected checkpoints of one model in a chain; {name} has\n"
+            + format_list(f"{list(shape)} in {link.index.path}" for shape, link in shapes.items())
+        )
+    wanted = {state for link in holders for state in link.index.atoms[name].states}
+    for link in reversed(holders):
+        if wanted <= link.index.atoms[name].states.keys():
+            return link
+    held = (
+        f"{', '.join(link.index.atoms[name].states)} in {link.index.path}, iteration {link.iteration}"
+        for link in holders
+    )
+    raise MissingStateError(
+        f"expected all states of {name} in one link of the chain, as those of different iterations belong to no run; "
+        f"got\n{format_list(held)}\nAdd a link that has them all"
+    )
+
+
+def _merge_groups(links: Sequence[LinkIndex]) -> tuple[ParamGroup, ...]:
+    """Parameter groups of the newest link that has some; each parameter in the one that its newest link says.
+
+    Raises MalformedError for links that differ in the number of groups: a run does not change it.
+    """
+    newest = next((link for link in reversed(links) if link.index.groups), links[-1])
+    order = sorted(links, key=lambda link: -sum(len(group.params) for group in link.index.groups))
+    names = dict.fromkeys(name for link in order for group in link.index.groups for name in group.params)
+    number_of: dict[str, int] = {}
+    for link in links:
+        groups = link.index.groups
+        if groups and len(groups) != len(newest.index.groups):
+            raise MalformedError(
+                f"expected {len(newest.index.groups)} parameter groups in every link of the chain, as in "
+                f"{newest.index.path}; got {len(groups)} in {link.index.path}"
+            )
+        for name in link.index.atoms:
+            number_of.pop(name, None)
+        number_of |= {name: number for number, group in enumerate(groups) for name in group.params}
+    return tuple(
+        replace(group, params=tuple(name for name in names if number_of.get(name) == number))
+        for number, group in enumerate(newest.index.groups)
+    )

@@ -1,0 +1,96 @@
+"""How much older than the rest some parameters of a checkpoint are, and what that cost the experts of a model.
+
+PLT, the proportion of lost tokens (MoC-System eq. 7), is the share of a run's tokens whose updates the experts lack. A
+checkpoint does not say how many tokens an expert got, so even routing is assumed: an expert whose states are of
+iteration 900 of 1,000 lacks a tenth of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import mean
+
+from ucp.core.index import AtomIndex, Index
+from ucp.errors import StaleError, format_count, format_list
+from ucp.moe.layers import find_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    """How much older than the newest link some parameters of a chain are."""
+
+    iteration: int
+    """Iteration of the newest link."""
+    params: Mapping[int, tuple[str, ...]]
+    """Iteration to the parameters whose states are of it, oldest first; only those that are older."""
+    plt: float
+    """Proportion of the run's tokens that experts lost, 0 to 1, if the router spreads tokens evenly (MoC-System eq. 7).
+
+    The mean over experts of how many of the run's iterations are missing in their states.
+    """
+
+
+def measure_staleness(index: Index) -> Staleness:
+    """How stale the parameters of `index`, that of a chain, are."""
+    newest = index.step or 0
+    stale: dict[int, list[str]] = {}
+    for name, atom in index.atoms.items():
+        if atom.iteration is not None and atom.iteration != newest:
+            stale.setdefault(atom.iteration, []).append(name)
+    shares = [
+        mean(
+            _missed_share(index.atoms[next(iter(tensors.values())).param], newest) for tensors in layer.experts.values()
+        )
+        for layer in find_layers(index.shapes)
+    ]
+    return Staleness(
+        iteration=newest,
+        params={iteration: tuple(names) for iteration, names in sorted(stale.items())},
+        plt=mean(shares) if shares else 0.0,
+    )
+
+
+def map_experts(index: Index) -> dict[int, list[float]]:
+    """Iteration to the share of layers, 0 to 1, in which each expert is of it; in increasing iteration."""
+    layers = find_layers(index.shapes)
+    width = max((layer.num_experts for layer in layers), default=0)
+    counts: dict[int, list[int]] = {}
+    for layer in layers:
+        for expert, tensors in layer.experts.items():
+            atom = index.atoms[next(iter(tensors.values())).param]
+            row = counts.setdefault(index.step or 0 if atom.iteration is None else atom.iteration, [0] * width)
+            row[expert] += 1
+    return {iteration: [count / len(layers) for count in counts[iteration]] for iteration in sorted(counts)}
+
+
+def _missed_share(atom: AtomIndex, newest: int) -> float:
+    return 0.0 if atom.iteration is None or not newest else (newest - atom.iteration) / newest
+
+
+def describe_staleness(staleness: Staleness) -> Iterator[str]:
+    """A note that lists which parameters are stale; none where none is."""
+    if not staleness.params:
+        return
+    count = sum(map(len, staleness.params.values()))
+    lines = [
+        f"iteration {iteration:,}: {', '.join(names[:3])}{f' and {len(names) - 3:,} more' if len(names) > 3 else ''}"
+        for iteration, names in staleness.params.items()
+    ]
+    lost = f"; experts lost {staleness.plt:.2%} of their tokens (PLT, for even routing)" if staleness.plt else ""
+    yield (
+        f"{format_count(count, 'parameter')} are older than iteration {staleness.iteration:,}{lost}. A run that "
+        f"resumes from them does not go on exactly:\n{format_list(lines)}"
+    )
+
+
+def check_staleness(index: Index, *, exact: bool, max_plt: float | None) -> None:
+    """Raise StaleError for a chain that is older than the user allows."""
+    staleness = measure_staleness(index)
+    notes = "".join(describe_staleness(staleness))
+    if exact and staleness.params:
+        raise StaleError(f"expected all states of {index.path} of one iteration (--exact); {notes}")
+    if max_plt is not None and staleness.plt > max_plt:
+        raise StaleError(
+            f"expected experts of {index.path} that lost at most {max_plt:.2%} of their tokens (--max-plt); {notes}"
+        )

@@ -1,0 +1,155 @@
+"""Which tensors of a checkpoint belong to which expert, by their names: the same for every framework.
+
+Frameworks name experts in two ways. Some give every expert tensors of its own, others stack those of a layer:
+
+    model.layers.3.mlp.experts.7.down_proj.weight    expert 7 of layer 3 (Hugging Face, Megatron, DeepSpeed)
+    layers.3.moe.routed_experts.inner_experts.w2     [experts, rows, columns] (torchtitan, gpt-oss, DeepSpeed AutoEP)
+
+>>> find_layers({"mlp.gate.weight": (4, 8), "mlp.experts.1.up_proj.weight": (16, 8)})[0].missing
+(range(0, 1), range(2, 4))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+_OF_ONE = re.compile(
+    r"(?P<module>.+?)\.(?:experts\.local_experts|deepspeed_moe\.experts\.deepspeed_experts|experts)"
+    r"\.(?P<expert>\d{1,6})\.(?P<tensor>.+)"
+)
+"""A tensor of one expert. Examples: mlp.experts.7.w1.weight, moe.deepspeed_moe.experts.deepspeed_experts.0.bias."""
+
+_GROUPED = re.compile(r"(?P<module>.+?)\.experts\.(?P<tensor>linear_fc[12]\.(?:weight|bias))(?P<expert>\d{1,6})")
+"""The same, as Transformer Engine's grouped layers number it. Example: mlp.experts.linear_fc1.weight7."""
+
+_STACKED = re.compile(r"(?P<module>.+?)\.(?:routed_experts\.inner_experts|experts\.experts|experts)\.(?P<tensor>.+)")
+"""A tensor of all experts, the first dim counting them. Examples: mlp.experts.gate_up_proj, layers.3.moe.experts.w1."""
+
+_STACKED_DIMS = 3
+"""Dims of stacked matrices, at least."""
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+"""A number in the path of a module; the first is the layer's. Example: model.layers.3.mlp."""
+
+
+class Role(StrEnum):
+    """What a tensor is to the experts of a layer."""
+
+    EXPERT = "expert"
+    """Part of an expert."""
+    ROUTER = "router"
+    """[experts, hidden]: a row scores an expert."""
+    ROUTER_BIAS = "router bias"
+    """[experts]: trained, added to the scores."""
+    BALANCE = "balancing bias"
+    """[experts]: moved by a rule so that experts get equally many tokens."""
+    TOKENS = "tokens per expert"
+    """[experts]: counted."""
+
+
+_OF_ROUTER = {
+    "router.weight": Role.ROUTER,
+    "router.gate.weight": Role.ROUTER,
+    "gate.weight": Role.ROUTER,
+    "gate.wg.weight": Role.ROUTER,
+    "deepspeed_moe.gate.wg.weight": Role.ROUTER,
+    "router.bias": Role.ROUTER_BIAS,
+    "router.gate.bias": Role.ROUTER_BIAS,
+    "gate.bias": Role.ROUTER_BIAS,
+    "router.expert_bias": Role.BALANCE,
+    "gate.e_score_correction_bias": Role.BALANCE,
+    "router.e_score_correction_bias": Role.BALANCE,
+    "expert_bias": Role.BALANCE,
+    "expert_bias_E": Role.BALANCE,
+    "router.local_tokens_per_expert": Role.TOKENS,
+    "tokens_per_expert": Role.TOKENS,
+    "tokens_per_expert_E": Role.TOKENS,
+}
+"""Names below the module of a layer (Megatron, transformers, DeepSpeed, torchtitan)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """What an expert has of a parameter: all of it, or one row."""
+
+    param: str
+    """Parameter or buffer."""
+    row: int | None = None
+    """Index in the first dim; None for all of the parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayer:
+    """The experts of one layer, and its router."""
+
+    module: str
+    """Path of the module that has experts and router, e.g. model.layers.3.mlp."""
+    number: int | None
+    """Number of the layer, the first in that path; None where the path has none."""
+    experts: Mapping[int, Mapping[str, ExpertTensor]]
+    """Number of an expert to its tensors by their name inside it, in increasing number."""
+    routing: Mapping[Role, str] = field(default_factory=dict)
+    """Parameters or buffers with a row or a value for each expert."""
+    rows: Mapping[Role, int] = field(default_factory=dict)
+    """How many rows or values each of these has."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts the model has: rows of the router, or one above the largest number."""
+        return max(self.rows.get(Role.ROUTER, 0), max(self.experts, default=-1) + 1)
+
+    @property
+    def missing(self) -> tuple[range, ...]:
+        """Numbers of experts that the model has and the checkpoint lacks, as ranges."""
+        numbers = [-1, *self.experts, self.num_experts]
+        return tuple(range(low + 1, high) for low, high in pairwise(numbers) if high - low > 1)
+
+    def tensors(self) -> Iterator[tuple[Role, int, str, ExpertTensor]]:
+        """(role, expert, name inside it, tensor) of everything that is an expert's."""
+        for expert, tensors in self.experts.items():
+            for name, tensor in tensors.items():
+                yield Role.EXPERT, expert, name, tensor
+        for role, param in self.routing.items():
+            for row in range(self.rows[role]):
+                yield role, row, "", ExpertTensor(param, row)
+
+
+def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...]:
+    """Layers with experts, in the order of the model; empty for a model without. `shapes`: global, by parameter.
+
+    A tensor counts as stacked if it has three dims or more, or as many rows as one that has (a bias). Matrices in which
+    experts lie side by side (DBRX) are left alone: nothing says how many they are.
+    """
+    experts: dict[str, dict[int, dict[str, ExpertTensor]]] = {}
+    stacked: dict[str, list[tuple[str, str]]] = {}
+    for param, shape in shapes.items():
+        match = _OF_ONE.fullmatch(param) or _GROUPED.fullmatch(param)
+        if match is not None:
+            tensors = experts.setdefault(match["module"], {}).setdefault(int(match["expert"]), {})
+            tensors[match["tensor"]] = ExpertTensor(param)
+        elif shape and (match := _STACKED.fullmatch(param)):
+            stacked.setdefault(match["module"], []).append((match["tensor"], param))
+    for module, params in stacked.items():
+        counts = {shapes[param][0] for _, param in params if len(shapes[param]) >= _STACKED_DIMS}
+        for name, param in params:
+            for row in range(shapes[param][0] if shapes[param][0] in counts else 0):
+                experts.setdefault(module, {}).setdefault(row, {})[name] = ExpertTensor(param, row)
+    return tuple(_make_layer(module, tensors, shapes) for module, tensors in experts.items())
+
+
+def _make_layer(
+    module: str, experts: Mapping[int, Mapping[str, ExpertTensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> ExpertLayer:
+    routing = {role: f"{module}.{suffix}" for suffix, role in _OF_ROUTER.items() if shapes.get(f"{module}.{suffix}")}
+    number = _NUMBER.search(module)
+    return ExpertLayer(
+        module=module,
+        number=int(number[1]) if number else None,
+        experts=dict(sorted(experts.items())),
+        routing=routing,
+        rows={role: shapes[param][0] for role, param in routing.items()},
+    )

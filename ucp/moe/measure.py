@@ -1,0 +1,189 @@
+"""Measure every expert of a checkpoint: norms, moments, zeros, and a digest by which equal experts are known.
+
+Reads the tensors of experts and routers once, block by block, on several threads. Each block belongs to one expert;
+what is measured of an expert's blocks is added up.
+
+    mean of exp_avg_sq    mean squared gradient over the last 1 / (1 - beta2) steps: how much an expert is trained
+    norm of a row         of the router: how strongly it asks for an expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from threading import Lock
+
+import xxhash
+
+from ucp.contract.protocols import Observer
+from ucp.core.index import Index
+from ucp.core.slices import Locator, block_ranges, resolve
+from ucp.core.target import Slice, full_slice
+from ucp.io.elements import viewed, widened
+from ucp.moe.layers import ExpertLayer, Role
+from ucp.transfer.gather import Gatherer, Reader
+from ucp.transfer.plan.tasks import BLOCK, bundle
+from ucp.transfer.plan.tiles import split_blocks
+
+_SAMPLED = 4096
+"""Elements at the head of a block that the kurtosis is taken of."""
+
+
+@dataclass(slots=True)
+class Measure:
+    """What is known of one state of one expert, of the elements of all its tensors together."""
+
+    numel: int = 0
+    """Elements."""
+    total: float = 0.0
+    """Sum of them."""
+    squares: float = 0.0
+    """Sum of their squares."""
+    is_finite: bool = True
+    """Whether every element is a finite number."""
+    is_zero: bool = True
+    """Whether every element is zero."""
+    sample: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of some elements of every block: how many, the sums of their squares and of their fourth powers."""
+    digests: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """xxh3-64 of each block, by tensor and by place in it."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the elements."""
+        return self.total / self.numel if self.numel else 0.0
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm."""
+        return sqrt(self.squares)
+
+    @property
+    def spread(self) -> float:
+        """Root of the mean square."""
+        return sqrt(self.squares / self.numel) if self.numel else 0.0
+
+    @property
+    def kurtosis(self) -> float:
+        """Mean fourth power over the squared mean square: 3 for normal elements, 1.8 for uniform ones, 0 for zeros."""
+        count, squares, fourths = self.sample
+        return fourths * count / squares**2 if squares else 0.0
+
+    def add(self, other: Measure) -> None:
+        """Count the elements of `other` with these."""
+        self.numel += other.numel
+        self.total += other.total
+        self.squares += other.squares
+        self.is_finite &= other.is_finite
+        self.is_zero &= other.is_zero
+        self.sample = [sum(pair) for pair in zip(self.sample, other.sample, strict=True)]
+        self.digests |= other.digests
+
+
+Measures = Mapping[str, Mapping[Role, Mapping[int, Mapping[str, Measure]]]]
+"""Measures by module of the layer, role, number of the expert, and state."""
+
+_Key = tuple[str, Role, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block of a tensor of one expert."""
+
+    key: _Key
+    """Whose it is."""
+    name: str
+    """Name of the tensor inside the expert."""
+    row: int | None
+    """Row of the parameter, where experts are stacked."""
+    slice: Slice
+    """The elements."""
+    locator: Locator
+    """Finds where they are stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.slice.nbytes
+
+
+def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, threads: int) -> Measures:
+    """Measures of every expert and router of `layers`. Raises SourceError, CorruptError."""
+    measures: dict[str, dict[Role, dict[int, dict[str, Measure]]]] = {}
+    lock = Lock()
+
+    def measure_batch(parts: Sequence[_Part], gatherer: Gatherer) -> None:
+        slices = [part.slice for part in parts]
+        blocks = gatherer.read(
+            [
+                (piece.stop - piece.start, piece.dtype, resolve(piece, part.locator, piece.start, piece.stop))
+                for piece, part in zip(slices, parts, strict=True)
+            ]
+        )
+        measured = [_measure_block(part, block) for part, block in zip(parts, blocks, strict=True)]
+        with lock:
+            for part, block_measure in zip(parts, measured, strict=True):
+                module, role, expert, state = part.key
+                by_state = measures.setdefault(module, {}).setdefault(role, {}).setdefault(expert, {})
+                by_state.setdefault(state, Measure()).add(block_measure)
+        observer.advance(sum(part.nbytes for part in parts))
+
+    params = {tensor.param for layer in layers for _, _, _, tensor in layer.tensors()}
+    observer.begin(title="experts", nbytes=sum(index.atoms[param].nbytes for param in params))
+    try:
+        with Reader(threads) as reader:
+            reader.run_all(bundle(_list_parts(index, layers), limit=BLOCK), measure_batch)
+    finally:
+        observer.end()
+    return measures
+
+
+def _measure_block(part: _Part, block: memoryview) -> Measure:
+    """Measure of a block; of numbers that are not floating point, the digest alone."""
+    import numpy as np
+
+    first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
+    place = (part.name, *part.slice.pairs[0].global_box.offsets, part.slice.start - first)
+    block_measure = Measure(digests={place: xxhash.xxh3_64_intdigest(block)})
+    if not part.slice.dtype.is_floating:
+        return replace(block_measure, is_zero=not any(block))
+    values = viewed(block, part.slice.dtype)
+    values = values if values.dtype == np.float64 else widened(values, "float32")
+    with np.errstate(all="ignore"):
+        squares = float(np.dot(values, values))
+        is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
+        if is_finite and not np.isfinite(squares):  # the squares are too large for float32
+            squares = float(np.square(values, dtype=np.float64).sum())
+        sampled = np.square(values[:_SAMPLED], dtype=np.float64)
+        return replace(
+            block_measure,
+            numel=values.size,
+            total=float(values.sum()),
+            squares=squares,
+            is_finite=is_finite,
+            is_zero=squares == 0 and not values.any(),
+            sample=[float(sampled.size), float(sampled.sum()), float(np.dot(sampled, sampled))],
+        )
+
+
+def _list_parts(index: Index, layers: Sequence[ExpertLayer]) -> Iterator[_Part]:
+    """Every block of every expert, in the order of the parameters."""
+    for layer in layers:
+        for role, expert, name, tensor in layer.tensors():
+            atom = index.atoms[tensor.param]
+            for state_name, state in atom.states.items():
+                if atom.is_count(state_name) or state.global_shape != atom.global_shape:
+                    continue
+                full, locator = full_slice(tensor.param, state_name, state), Locator(state)
+                key = (layer.module, role, expert, state_name)
+                if tensor.row is None:
+                    parts = split_blocks(full, state, nbytes=BLOCK)
+                else:
+                    numel = state.numel // state.global_shape[0]
+                    step = BLOCK // state.dtype.itemsize
+                    low = tensor.row * numel
+                    parts = (
+                        replace(full, start=start, stop=stop) for start, stop in block_ranges(low, low + numel, step)
+                    )
+                yield from (_Part(key, name, tensor.row, part, locator) for part in parts)

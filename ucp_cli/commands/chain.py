@@ -1,0 +1,36 @@
+"""`ucp chain`: several checkpoints of one run, read as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ucp import api
+from ucp_cli.options import PATH, example
+from ucp_cli.pages.render import table, write
+
+
+@click.group(
+    "chain",
+    epilog=example("ucp chain add run/ run/step100 run/step110", "ucp convert run/ atoms/ --at 110"),
+)
+def command() -> None:
+    """List checkpoints of one run, so that they are read as one.
+
+    Every parameter is then read, with all of its states, from the newest checkpoint that has it: as where experts are
+    saved in turn. `ucp inspect CHAIN` shows what is older than the rest.
+    """
+
+
+@command.command("add", epilog=example("ucp chain add run/ run/step100 run/step110"))
+@click.argument("chain", type=PATH)
+@click.argument("links", type=PATH, nargs=-1, required=True)
+@click.option("--iteration", type=click.IntRange(min=0), metavar="ITER", help="Training step, if LINK records none.")
+def add(*, chain: Path, links: tuple[Path, ...], iteration: int | None) -> None:
+    """Add the checkpoints LINKS to CHAIN, a folder whose chain.json lists them; it is made if it is not there.
+
+    Nothing is copied. A link that is listed already is left.
+    """
+    rows = [(f"{step:,}", path) for step, path in api.add_to_chain(chain, links, iteration=iteration)]
+    write(table(str(chain), (">iteration", "checkpoint"), rows))
