@@ -10,15 +10,15 @@ from math import prod
 from typing import NamedTuple
 
 from ucp.contract.plugins import pattern_factory
-from ucp.core.index import WEIGHT, AtomIndex, Extra, Index, Kind
+from ucp.core.index import STEP, WEIGHT, AtomIndex, Extra, Index, Kind
 from ucp.core.layout import AxisLayout, Layout
 from ucp.core.region import Box, RegionPair
 from ucp.core.tensor import DType, TensorRef
-from ucp.core.union import ShardedTensor, ShardSet, StoredShard, Union
+from ucp.core.union import ShardedTensor, ShardSet, StateSource, StoredShard, Union, state_from_number
 from ucp.errors import MalformedError, format_count, format_list
 from ucp.transfer.probe import Prober
 from ucp_formats.moevement.names import OperatorNames, parse_operator
-from ucp_formats.moevement.window import RankWindow, StoredTensor
+from ucp_formats.moevement.window import RankWindow, StoredTensor, may_skip_steps
 
 _MASTERS, _MOMENTS, _COMPUTE = "params.", "optimizer.", "compute_weights."
 """What a key begins with."""
@@ -47,6 +47,7 @@ class WindowReader:
         self._windows = windows
         self._dense = dense
         self._union = Union()
+        self.is_counted = not any(may_skip_steps(window) for window in windows)
         self._slots: dict[str, set[int]] = {}
         self._ranges: dict[tuple[str, str], list[_Range]] = {}
         self._frozen: dict[tuple[str, int], list[TensorRef]] = {}
@@ -84,9 +85,12 @@ class WindowReader:
 
     def read_slots(self) -> dict[str, AtomIndex]:
         """Every parameter, with all states, in the iteration in which it is active."""
-        states: dict[str, dict[str, ShardedTensor]] = {}
+        states: dict[str, dict[str, StateSource]] = {}
         for (param, state), ranges in self._ranges.items():
             states.setdefault(param, {})[state] = self._join(param, state, ranges)
+        if self.is_counted:
+            for param, of_param in states.items():
+                of_param[STEP] = state_from_number(float(min(self._slots[param])))
         return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
 
     def read_first(self, first: int) -> dict[str, AtomIndex]:
@@ -99,12 +103,12 @@ class WindowReader:
                 weights[param] = self._join(param, WEIGHT, self._ranges[param, WEIGHT])
         return {param: self._make_atom(param, {WEIGHT: weight}, first) for param, weight in weights.items()}
 
-    def _make_atom(self, param: str, states: Mapping[str, ShardedTensor], iteration: int) -> AtomIndex:
+    def _make_atom(self, param: str, states: Mapping[str, StateSource], iteration: int) -> AtomIndex:
         dense = self._dense.atoms.get(param)
         atom = self._union.build_atom(
             param,
             kind=Kind.PARAMETER if dense is None else dense.kind,
-            layout=states[WEIGHT].layout,
+            layout=weight.layout if isinstance(weight := states[WEIGHT], ShardedTensor) else Layout(),
             states=states,
             model_dtype=None if dense is None else dense.model_dtype or dense.states[WEIGHT].dtype,
         )

@@ -3,8 +3,9 @@
 1. Read every rank's file. The files name operators by stage, layer and local number, so the dense checkpoint beside
    the folder says which modules these are.
 2. A rank has a range of each flattened master (ZeRO-1): ranges of the ranks that share a partition follow one another.
-3. Every parameter is taken at its *slot*, the iteration in which it is active: it then has master and moments, and no
-   step (MoEvement saves none). Parameters are of different iterations (`AtomIndex.iteration`).
+3. Every parameter is taken at its *slot*, the iteration in which it is active: it then has master and moments.
+   Parameters are of different iterations (`AtomIndex.iteration`). Steps are not saved; where none can have been skipped
+   (no dynamic loss scale), a parameter has taken as many as its iteration says.
 
    Read at the first iteration of the window (`--at`), it gives that iteration's weights: masters of what is active
    then, and the rest as the model computes with it. Nothing else of one iteration is in a window.
@@ -95,11 +96,10 @@ class MoEvementFormat(Format):
             evidence=(f"window_rank*.pt of {format_count(len(windows), 'rank')}", f"iterations {first} to {last}"),
             step=first if at is not None else last,
             atoms={name: atoms[name] for name in dense.atoms if name in atoms},
-            groups=() if at is not None else dense.groups,
             extras=tuple(reader.list_extras(first if at is not None else last)),
             files=tuple(source_file(window.path, f"sparse window of rank {window.rank}") for window in windows),
             records=(),
-            notes=(*notes, *_describe(first, last, is_first=at is not None)),
+            notes=(*notes, *_describe(first, last, is_first=at is not None, is_counted=reader.is_counted)),
             dropped=(),
             lost={},
             doubts=(),
@@ -178,7 +178,7 @@ def _check_complete(dense: Index, atoms: Mapping[str, AtomIndex], root: Path) ->
         )
 
 
-def _describe(first: int, last: int, *, is_first: bool) -> Iterator[str]:
+def _describe(first: int, last: int, *, is_first: bool, is_counted: bool) -> Iterator[str]:
     if is_first:
         yield (
             f"weights of iteration {first}: masters in float32 of what was active then, the rest in the type in which "
@@ -189,4 +189,8 @@ def _describe(first: int, last: int, *, is_first: bool) -> Iterator[str]:
         f"parameters are of iterations {first} to {last}, each of the one in which it was active. A dense state needs "
         "a replay of these iterations"
     )
-    yield "the optimizer's step counts are not saved (MoEvement keeps none); a run that resumes starts them at 0"
+    if is_counted:
+        yield "step counts are those of the iterations, as a run without a dynamic loss scale skips no step"
+    else:
+        yield "step counts are not saved, and steps may have been skipped for overflow; a run that resumes counts from "
+        "0"

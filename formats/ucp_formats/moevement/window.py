@@ -192,3 +192,9 @@ def engine_steps(window: RankWindow) -> tuple[int | None, int | None]:
     steps = scalars.get("global_steps") if isinstance(scalars, Mapping) else None
     start = metadata.get("window_start_iteration")
     return (steps if isinstance(steps, int) else None, start if isinstance(start, int) else None)
+
+
+def may_skip_steps(window: RankWindow) -> bool:
+    """Whether the run may have skipped steps: it scales the loss dynamically, or does not say."""
+    scaler = window.document.metadata.get("loss_scaler_state")
+    return not isinstance(scaler, Mapping) or scaler.get("dynamic") is not False
