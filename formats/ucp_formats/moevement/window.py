@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -164,7 +165,7 @@ def read_window(path: Path) -> RankWindow:
 
 
 def _check(window: RankWindow, nbytes: int) -> None:
-    """Raise MalformedError where tensors are not as long as they should be, or do not fill the file."""
+    """Raise MalformedError where tensors are not as long as they should be, or do not end the file."""
     if window.document.byte_order != "little":
         raise UnsupportedError(f"expected little-endian numbers in {window.path}; they are big-endian")
     stop = 0
@@ -183,6 +184,21 @@ def _check(window: RankWindow, nbytes: int) -> None:
     steps = [stored.iteration for stored in window.document.iterations]
     if steps != list(range(steps[0], steps[0] + len(steps)) if steps else []):
         raise MalformedError(f"expected iterations one after another in {window.path}; got {steps}")
+
+
+def check_adjacent(window: RankWindow) -> None:
+    """Raise MalformedError where tensors overlap, or leave bytes between them: an offset is damaged."""
+    ranges = sorted(
+        (tensor.offset, tensor.offset + tensor.nbytes, f"{tensor.key} of {operator}")
+        for _, operator, _, tensor, _ in window.tensors()
+        if tensor.nbytes
+    )
+    for (_, stop, _), (start, _, what) in pairwise([(0, 0, ""), *ranges]):
+        if start != stop:
+            raise MalformedError(
+                f"expected {what} at byte {window.base + stop} of {window.path}, where the tensor before it ends; its "
+                f"header says {window.base + start}"
+            )
 
 
 def engine_steps(window: RankWindow) -> tuple[int | None, int | None]:
