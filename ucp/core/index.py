@@ -52,7 +52,7 @@ class Fragment:
     replica: int = 0
     """0 for the bytes to use; above, a copy that must be equal (after a cast, if its dtype is narrower)."""
     term: int = 0
-    """Number of the summand, if the state is a mean (MEAN)."""
+    """Number of the summand, if the state is a mean (MEAN); of the patch, from 1, if it is PATCHED."""
     derived: bool = False
     """Whether a rank computed it from another fragment (the model's weight from its master): compared, never used."""
 
@@ -75,9 +75,10 @@ class StateIndex:
     global_shape: tuple[int, ...]
     """The atom's shape; for a count such as `step`, () or 1 in each dim."""
     fragments: tuple[Fragment, ...]
-    """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN)."""
+    """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN; without patches, if it is
+    PATCHED)."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """MEAN if the terms are to be averaged."""
+    """MEAN if the terms are to be averaged, PATCHED if terms above 0 are patches."""
     layout: Layout | None = None
     """Layout in which ranks stored it, if not the atom's: FSDP1 saves by rows some states that it keeps flat."""
     digests: tuple[str, ...] = ()

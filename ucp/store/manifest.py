@@ -104,6 +104,8 @@ class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_field
     """Number of encoded bytes."""
     codec_start: Natural = 0
     """Byte of the decoded block where the piece begins."""
+    patched_nbytes: Natural = 0
+    """Bytes of the tensor that the block is a patch of; 0 if it is no patch."""
 
 
 class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
