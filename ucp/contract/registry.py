@@ -67,7 +67,7 @@ def engine(name: str) -> Engine:
 
 def live_adapters() -> list[LiveAdapter]:
     """The adapters that describe live runs of a framework."""
-        return [cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")]
+    return [cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")]
 
 
 @cache

@@ -26,7 +26,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.errors import MalformedError, UnsupportedError, format_list
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
 from ucp.families.match import Match
