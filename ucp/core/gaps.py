@@ -166,9 +166,9 @@ def check_weights(index: Index) -> None:
     if atoms:
         lines = format_list(f"{atom.name}: {', '.join(atom.states) or 'no state'}" for atom in atoms)
         raise MissingStateError(
-            f"expected the weight of every parameter, as frameworks save no other state without it; {index.path} has "
-            f"only\n{lines}\nInclude the weights if --include or --exclude leaves them out; otherwise make the store "
-            "again from a checkpoint that has them"
+            f"expected the weight of every parameter, because no framework saves other states without it; "
+            f"{index.path} has only\n{lines}\nInclude the weights if --include or --exclude leaves them out; otherwise "
+            "make the store again from a checkpoint that has them"
         )
 
 

@@ -122,7 +122,7 @@ class AtomIndex:
     layout: Layout = field(default_factory=Layout)
     """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
     iteration: int | None = None
-    """Training step of all its states, if that is another than the index's: of a chain, or a window."""
+    """Training step of all its states, if it differs from the index's, as in a chain or a window."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
     """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
 
@@ -250,7 +250,7 @@ class Doubt:
     """A suspicion about a checkpoint, which is converted or loaded only if the user accepts it."""
 
     kind: DoubtKind
-    """Kind, by which it is accepted."""
+    """Kind; `--accept KIND` accepts the doubt."""
     text: str
     """What was expected, what was found, and what to do."""
 

@@ -147,7 +147,7 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     model_dtype: DType | None = None
     """Dtype of the model's weight, if the stored weight is a master of higher precision."""
     iteration: Natural | None = None
-    """Training step of its states, if that is another than the store's."""
+    """Training step of its states, if it differs from the store's."""
     layout: tuple[Natural, ...] = ()
     """Its layout in the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}

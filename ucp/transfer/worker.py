@@ -207,7 +207,7 @@ class Worker:
         return target.compress and fill.sections[0].placement < len(target.placements)
 
     def _write(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """Write a fill by windows (several small sections, or a part of one), each read, summed and written at once."""
+        """Read, checksum and write a fill, one window (several small sections, or a part of one) after another."""
         with _open_output(str(self._root / fill.path)) as descriptor:
             for sections in bundle(fill.sections, limit=WINDOW):
                 runs = self._find_runs(sections[0]) if sections[0].nbytes > WINDOW else None
