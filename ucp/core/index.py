@@ -85,6 +85,8 @@ class StateIndex:
     """Recorded xxh3-64 of every `digest_nbytes` bytes of the row-major elements."""
     digest_nbytes: int = 0
     """Bytes per digest; the last one may cover fewer."""
+    checksum: str = ""
+    """Recorded checksum of all row-major elements, as "adler32:HEX"; empty if there is none."""
 
     @classmethod
     def from_tensor(cls, ref: Tensor) -> StateIndex:
