@@ -91,7 +91,7 @@ def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None 
         f"expected moments that are not zero, as steps were taken; in {index.path} every element of "
         f"{', '.join(states)} is zero for all {len(atoms):,} trained parameters. The run that wrote it had lost its "
         "optimizer state, and a run that resumes from it would not report that. Convert a checkpoint from before that; "
-        f"or leave the moments out, so that the optimizer is reinitialized ({left_out}; ucp.load_into without optimizer); "
+        f"or leave the moments out, so that the optimizer starts anew ({left_out}; ucp.load_into without optimizer); "
         "or, if they are meant to be zero, keep them (--zero-moments keep; zero_moments='keep' in Python)"
     )
 
