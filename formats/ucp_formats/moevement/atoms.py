@@ -71,8 +71,8 @@ class WindowReader:
                 param = names.param(operator, inner, window.rank)
                 if param is None:
                     raise MalformedError(
-                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are of "
-                        "different runs"
+                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are "
+                        "from different runs"
                     )
                 if kind == _COMPUTE:
                     self._frozen.setdefault((param, iteration), []).append(ref)
@@ -157,7 +157,7 @@ class WindowReader:
             if part.ref.numel != expected:
                 raise MalformedError(
                     f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
-                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or of another run"
+                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or from another run"
                 )
 
     @staticmethod

@@ -149,7 +149,7 @@ def read_window(path: Path) -> RankWindow:
             raise MalformedError(f"expected a window of MoEvement in {path}; it begins with {head[:4]!r}, not MOEV")
         length = int.from_bytes(head[5:], "little")
         if not 1 <= head[4] <= _VERSION:
-            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it is of version {head[4]}")
+            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it has version {head[4]}")
         base = _HEAD + length
         if length > _LONGEST or base > file.nbytes:
             raise MalformedError(f"expected {base} bytes or more in {path}; it has {file.nbytes}: it was cut short")
@@ -178,7 +178,7 @@ def _check(window: RankWindow, nbytes: int) -> None:
     if stop != nbytes:
         raise MalformedError(
             f"expected {window.base + stop} bytes in {window.path}, where its last tensor ends; it has "
-            f"{window.base + nbytes}: it was cut short, or is of another run"
+            f"{window.base + nbytes}: it was cut short, or is from another run"
         )
     steps = [stored.iteration for stored in window.document.iterations]
     if steps != list(range(steps[0], steps[0] + len(steps)) if steps else []):
