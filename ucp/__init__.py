@@ -11,6 +11,7 @@
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
+    ucp.save(model, optimizer, "dp=2", "ckpt/step100")         # from a run, on every rank
 
 `ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
 """
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.report import SaveReport
+    from ucp.saving.save import save
 
     __version__: str
 else:
@@ -49,8 +52,10 @@ else:
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
         "LoadReport": "ucp.live.report",
+        "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
+        "save": "ucp.saving.save",
     }
 
     def __getattr__(name: str) -> object:
@@ -75,6 +80,7 @@ __all__ = [
     "ExpertsReport",
     "LoadReport",
     "PlanReport",
+    "SaveReport",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -86,6 +92,7 @@ __all__ = [
     "load_into",
     "open",
     "plan",
+    "save",
     "verify",
 ]
 
