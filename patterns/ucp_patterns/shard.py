@@ -63,7 +63,7 @@ class Shard(Pattern):
 
     @property
     def overlap(self) -> Overlap:
-        """Parts share nothing, unless blocks are copied: copies are equal."""
+        """Parts do not overlap, unless blocks are copied: copies are equal."""
         return Overlap.EQUAL if any(copy > 1 for copy in self.copies) else Overlap.EXCLUSIVE
 
     def regions(self, global_shape: tuple[int, ...], parts: int, index: int) -> tuple[RegionPair, ...]:

@@ -92,7 +92,7 @@ class Located(Generic[T]):
 
 
 Look = Callable[[Path], Located[T] | None]
-"""Recognises a path by itself, without following pointers; None if it is no checkpoint of the format."""
+"""Recognises a path by itself, without following pointers; None if it is not a checkpoint of the format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class Engine(Protocol):
     one per core of this machine."""
 
     def configured(self, settings: Mapping[str, str]) -> Engine:
-        """The same engine with these values of its `settings`. Raises UsageError for one that makes no sense."""
+        """The same engine with these values of its `settings`. Raises UsageError for an invalid value."""
         del settings
         return self
 

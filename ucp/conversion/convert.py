@@ -278,7 +278,7 @@ def _match_ties(written: Index, source: Index) -> Index:
 
 
 def _match_groups(written: Index, source: Index, job: Job) -> Index:
-    """`source` whose groups leave out parameters that have no optimizer states in the target."""
+    """`source`, without the group members that have no optimizer states in the target."""
     grouped = {name for group in written.groups for name in group.params}
     bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
     groups = (replace(g, params=tuple(p for p in g.params if p in grouped or p not in bare)) for g in source.groups)

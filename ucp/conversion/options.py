@@ -191,7 +191,7 @@ class ConvertOptions:
         "Refuse a source in which some parameters are older than others, as in a chain.", default=False
     )
     max_plt: float | None = option(
-        "Refuse a source whose experts lack a larger share of the run's tokens than this, such as 0.0375.",
+        "Refuse a source whose experts lack more than this share of the run's tokens, such as 0.0375.",
         metavar="SHARE",
         parse=parse_share,
     )

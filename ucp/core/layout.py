@@ -33,6 +33,8 @@ class Overlap(StrEnum):
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"
     """Each holds its own value; the global tensor is their mean."""
+    PATCHED = "patched"
+    """Term 0 is a base; every further term changes some bytes of what the terms before it give, in order."""
 
 
 @runtime_checkable

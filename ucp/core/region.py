@@ -148,7 +148,7 @@ class RegionPair(NamedTuple):
         return self.strided(Box(offsets, sizes), self.source, start, self.dims, self.steps)
 
     def after(self, outer: RegionPair) -> RegionPair | None:
-        """This pair composed with `outer`, whose local tensor is this pair's global one; None if they share nothing.
+        """This pair composed with `outer`, whose local tensor is this pair's global one; None if they do not overlap.
 
         Composition is associative.
         """

@@ -186,7 +186,7 @@ def encode_block(data: memoryview, itemsize: int) -> bytes:
 
 
 def decode_block(data: memoryview, codec: str) -> memoryview:
-    """The data that `encode_block` encoded. Raises CorruptError if `data` is no such block."""
+    """The data that `encode_block` encoded. Raises CorruptError if `data` is not such a block."""
     import numpy as np
     import zstandard
 

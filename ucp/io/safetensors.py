@@ -57,7 +57,7 @@ def read_header(path: str) -> SafetensorsHeader:
     Raises
     ------
     MalformedError
-        The header is no such JSON, or tensors overlap, leave a hole, or do not fit the file.
+        The header is not JSON of this form, or tensors overlap, leave a hole, or do not fit the file.
     UnsupportedError
         An element type that this version does not know.
     """

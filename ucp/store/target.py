@@ -163,8 +163,8 @@ def _safetensors(slices: Sequence[Slice], *, layout: str) -> tuple[list[OutputFi
         ]
         if twice:
             raise DestinationError(
-                "expected a different name <parameter>/<state> for each tensor of a pack; got the same name for "
-                f"several tensors, {format_count(len(twice), 'time')}:\n{format_list(map(repr, twice))}\n"
+                "expected a different name <parameter>/<state> for each tensor of a pack; several tensors share "
+                f"{format_count(len(twice), 'name')}:\n{format_list(map(repr, twice))}\n"
                 "Rename them in the model, or use --layout per-parameter or --compress, which allow such names"
             )
         parts = list(_packs(slices, PACK))

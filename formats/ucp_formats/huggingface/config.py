@@ -96,7 +96,7 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise UsageError(
             f"expected --set config=DIR, a folder with a config.json, or config={NONE}; got {folder}, which "
-            f"{'has no config.json' if folder.is_dir() else 'is no folder'}"
+            f"{'has no config.json' if folder.is_dir() else 'is not a folder'}"
         )
     files = sorted(file for file in folder.iterdir() if file.is_file() and is_published(file.name))
     return _parse_config(_file_extra(path), str(path), [_file_extra(file) for file in files])

@@ -101,7 +101,7 @@ def test_an_extra_stays_below_the_store(stores, file):
     document = json.loads((stores["packed"] / "ucp.json").read_bytes())
     document["extras"] = [{"name": "e", "rank": None, "file": file}]
     del document["xxh3"]
-    with pytest.raises(UcpError):
+    with pytest.raises(MalformedError, match="extra"):
         read(stores["packed"], json.dumps(document).encode())
 
 

@@ -47,7 +47,7 @@ from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done, Sum
 
 _SCRATCH_NAME = f"ucp-scratch-{'0' * 25}"
-"""As long as the name of a scratch folder."""
+"""A name as long as that of any scratch folder, to check the length of paths."""
 
 _MAX_KEY = 1024
 """Bytes of a key that S3 and Google Cloud Storage allow."""

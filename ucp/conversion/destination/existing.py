@@ -20,7 +20,7 @@ class ConversionId:
     fingerprint: str
     """Equal for conversions that write the same bytes."""
     facts: Mapping[str, str]
-    """What is made from what, and how, by name (source, target, topology, ...), for messages."""
+    """Source, target, topology and options, by name, for messages."""
 
     def differences(self, recorded: object) -> str:
         """How the conversion with the `recorded` facts differs, a line for each fact; a full stop if nothing is known.

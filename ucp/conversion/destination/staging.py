@@ -114,7 +114,7 @@ class Staging:
         )
 
     def _check_same(self, conversion: ConversionId, lines: list[Line]) -> None:
-        """Raise DestinationError where the journal is that of another conversion."""
+        """Raise DestinationError if the journal belongs to another conversion."""
         if not lines or lines[0].get("fingerprint") == conversion.fingerprint:
             return
         if not self._has_parts():

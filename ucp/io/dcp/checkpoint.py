@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that is no tensor."""
+    """An object that is not a tensor."""
 
     value: object
     """Plain values, stubs and tensor references."""

@@ -144,7 +144,7 @@ class LoadRequest:
 
 
 def _checked(function: Callable[[str], str]) -> Callable[[str], str]:
-    """The user's function from name to name; any error in it, or a result that is no name, becomes a UsageError."""
+    """The user's function from name to name; any error in it, or a result that is not a name, becomes a UsageError."""
 
     def rename(name: str) -> str:
         try:

@@ -85,7 +85,7 @@ class UniversalCheckpointInfo:
     notes: tuple[str, ...] = ()
     """Notes on assumptions: none, because the layouts are recorded."""
     known_from: Mapping[str, str] = MappingProxyType({})
-    """Axis to the source of its layouts, where that is not the record: none."""
+    """Axis to where its layouts are known from, if not from the record: here always empty."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
