@@ -94,4 +94,4 @@ def test_stores_are_whole_and_bytes_are_dealt_evenly(saved):
 def test_what_was_saved_converts_like_any_checkpoint(saved, tmp_path):
     out, _ = saved
     ucp.convert(out / "tp", tmp_path / "deepspeed", to="deepspeed", topology="dp=2,zero=1")
-    assert ucp.diff(out / "tp", tmp_path / "deepspeed").changes == ()
+    assert ucp.diff(out / "tp", tmp_path / "deepspeed").equal
