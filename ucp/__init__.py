@@ -3,8 +3,7 @@
     import ucp
 
     checkpoint = ucp.open("ckpt")                          # DeepSpeed, Megatron, FSDP/DCP, torch.save, Hugging Face
-    weight = checkpoint.read("layers.0.mlp.weight")        # one torch tensor, whatever the sharding was
-    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")
+    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")  # one torch tensor, whatever the sharding was
     print(ucp.plan("ckpt", to="deepspeed", topology="dp=2,zero=3"))  # what a conversion would do
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
