@@ -89,7 +89,7 @@ class ExpertLayer:
     module: str
     """Path of the module that has experts and router, e.g. model.layers.3.mlp."""
     number: int | None
-    """Number of the layer, the first in that path; None where the path has none."""
+    """Number of the layer, the first in that path; None if the path has none."""
     experts: Mapping[int, Mapping[str, ExpertTensor]]
     """Number of an expert to its tensors by their name inside it, in increasing number."""
     routing: Mapping[Role, str] = field(default_factory=dict)

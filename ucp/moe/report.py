@@ -67,7 +67,7 @@ class LayerReport:
     module: str
     """Path of the module that holds them."""
     number: int | None
-    """Number of the layer; None where its path has none."""
+    """Number of the layer; None if its path has none."""
     num_experts: int
     """Experts that it should have."""
     experts: tuple[ExpertReport, ...]

@@ -224,7 +224,7 @@ def encode_extra(value: object) -> bytes:
 
 
 def recogniser(index: Index) -> Callable[[str], StoredFile]:
-    """A function from the path of a file to what it is recognised by later: its state when `index` was read.
+    """A function from the path of a source file to what the store records of it: its state when `index` was read.
 
     For a file that is split in parts (the index lists only the parts), its present state is used.
     """

@@ -187,7 +187,7 @@ class Staging:
             sync(self._journal)
 
     def identity(self) -> str:
-        """Digest of the journal: changes when the conversion is begun anew, or continued by a run without --part."""
+        """Digest of the journal: changes when the conversion is restarted, or continued by a run without --part."""
         text = self._journal.read_bytes()
         _, nbytes = _parse_lines(text)
         return xxhash.xxh3_64_hexdigest(text[:nbytes])

@@ -67,7 +67,7 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
 def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     """The run with `param_shapes`, which is made from `param_slice_mappings` if it is not recorded.
 
-    `shapes`: shapes of the module's tensors. Raises MalformedError where they contradict the mappings.
+    `shapes`: shapes of the module's tensors. Raises MalformedError if they contradict the mappings.
     """
     if run.model.param_shapes is not None or not run.optimizers:
         return run
