@@ -60,7 +60,7 @@ def recorded_arguments(index: Index) -> Mapping[str, object]:
 
 
 def run_arguments(index: Index) -> Mapping[str, object]:
-    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty where there are none."""
+    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty if there are none."""
     return _extra(index, _RUN_ARGUMENTS)
 
 

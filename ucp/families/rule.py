@@ -276,7 +276,7 @@ class Rule:
     shape: tuple[OptionValue, ...] = ()
     """Length of every dim of the global tensor; -1 for an unknown length, empty if no shape is stated."""
     padded: int | None = None
-    """Dim whose padding depends on the layout; None for none."""
+    """Dim whose padding depends on the layout, if there is one."""
     aliases: Mapping[str, tuple[Alias, ...]] = field(default_factory=dict)
     """Naming style to its aliases; the first is the one written."""
     source: str = ""

@@ -12,15 +12,15 @@ from ucp.moe.report import ExpertsReport
 
 _FORMATS = (".svg", ".png", ".pdf")
 _SCALE = 4
-"""Colours reach from 1/2^4 of the median of the layer to 2^4 times."""
+"""Colours range from 1/2^4 of the layer's median to 2^4 times the median."""
 
 
 def check_plot(path: Path) -> None:
-    """Raise UsageError for a file that cannot be a picture, MissingLibraryError without matplotlib."""
+    """Raise UsageError if `path` cannot be written as a picture, MissingLibraryError without matplotlib."""
     if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"expected a picture as a file that ends in {', '.join(_FORMATS)}; got {path}")
+        raise UsageError(f"expected a file name for the picture that ends in {', '.join(_FORMATS)}; got {path}")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"expected the picture in a folder that is there; got {path}")
+        raise UsageError(f"expected an existing folder for the picture; got {path}")
     if find_spec("matplotlib") is None:
         raise MissingLibraryError(
             "expected matplotlib, which draws the picture; it is not installed. Install it "
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 def plot_experts(report: ExpertsReport, path: Path) -> None:
     """Write the picture to `path`: a row per layer, a column per expert.
 
-    Grey: the checkpoint lacks the expert, or what it has is not finite. Black: dead. A number of tokens or a bias is
+    Grey: the checkpoint lacks the expert, or its number is not finite. Black: dead. Numbers of tokens and biases are
     not drawn; `--json` has them.
     """
     import matplotlib as mpl

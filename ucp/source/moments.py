@@ -97,7 +97,7 @@ def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None 
 
 
 def _find_zero_moments(index: Index) -> list[AtomIndex]:
-    """All parameters with moments, if in a sample of them all windows are zero although steps were taken; else none."""
+    """All parameters with moments, if a sample of them is zero although the optimizer has stepped; else none."""
     if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
         return []
     atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(iter_moments(atom))]

@@ -203,7 +203,7 @@ def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[
     for (file, other), count in copies.items():
         problems.wrong.append(
             f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard "
-            "once, so one file is a copy of the other, or is of another save"
+            "once, so one file is a copy of the other, or is from another save"
         )
     tensors = {}
     for name, boxes in shards.items():
