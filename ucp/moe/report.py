@@ -262,5 +262,5 @@ def _describe_unequal_steps(layers: Iterable[LayerReport]) -> Iterator[str]:
         if len(steps) > 1:
             yield (
                 f"{layer.module}: the optimizer stepped some experts {max(steps):,} times and others {min(steps):,}; "
-                "it skips an expert whose gradient is None, as that of an expert without tokens can be"
+                "it skips an expert without tokens if its gradient is None"
             )
