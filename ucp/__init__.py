@@ -3,14 +3,14 @@
     import ucp
 
     checkpoint = ucp.open("ckpt")                          # DeepSpeed, Megatron, FSDP/DCP, torch.save, Hugging Face
-    weight = checkpoint.read("layers.0.mlp.weight")        # one torch tensor, whatever the sharding was
-    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")
+    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")  # one torch tensor, whatever the sharding was
     print(ucp.plan("ckpt", to="deepspeed", topology="dp=2,zero=3"))  # what a conversion would do
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
+    ucp.save(model, optimizer, "dp=2", "ckpt/step100")         # from a run, on every rank
 
 `ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
 """
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.report import SaveReport
+    from ucp.saving.save import save
 
     __version__: str
 else:
@@ -49,8 +51,10 @@ else:
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
         "LoadReport": "ucp.live.report",
+        "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
+        "save": "ucp.saving.save",
     }
 
     def __getattr__(name: str) -> object:
@@ -75,6 +79,7 @@ __all__ = [
     "ExpertsReport",
     "LoadReport",
     "PlanReport",
+    "SaveReport",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -86,10 +91,11 @@ __all__ = [
     "load_into",
     "open",
     "plan",
+    "save",
     "verify",
 ]
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are imported at their first use (PEP 562)."""
+    """The public names, including those that are imported at their first use (PEP 562)."""
     return __all__

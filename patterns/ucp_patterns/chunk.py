@@ -24,7 +24,7 @@ class Chunk(Pattern):
     dim: int
     """Dim that is cut."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """Parts share nothing."""
+    """Parts do not overlap."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:

@@ -17,7 +17,7 @@ from ucp_patterns.shard import check_dim, regions_of
 
 @dataclass(frozen=True, slots=True)
 class Cut(Pattern):
-    """A dim cut by recorded widths.
+    """A dim whose blocks are each cut into recorded widths.
 
     >>> [str(pair.global_box) for pair in Cut(dim=0, widths=((3, 1), (1, 1))).regions((6, 2), 2, 1)]
     ['[3:4, 0:2]', '[5:6, 0:2]']
@@ -28,7 +28,7 @@ class Cut(Pattern):
     widths: tuple[tuple[int, ...], ...]
     """Elements of each block, in its order, on each part."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """Parts share nothing."""
+    """Parts do not overlap."""
 
     def __post_init__(self) -> None:
         if self.dim < 0 or any(width < 0 for block in self.widths for width in block):

@@ -27,7 +27,7 @@ class Partition(Pattern):
     share: int
     """Elements of the buffer that each part holds, padding counted."""
     overlap: Overlap = field(default=Overlap.EXCLUSIVE, repr=False)
-    """Parts share nothing."""
+    """Parts do not overlap."""
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.share < 0:

@@ -27,7 +27,7 @@ class Strided(Pattern):
     split_factor: int
     """Number of parts into which the inner axis cuts it."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """Parts share nothing."""
+    """Parts do not overlap."""
 
     def __post_init__(self) -> None:
         if self.dim < 0 or self.split_factor < 1:

@@ -1,4 +1,4 @@
-"""Touched: every part whose share of a buffer has an element of a parameter holds that parameter in full.
+"""Touched: a part holds a parameter in full if its share of the buffer has at least one element of the parameter.
 
 Muon keeps its momentum this way under ZeRO-1/2, because it orthogonalises full matrices (`_muon_momentum_buffer`,
 `stage_1_and_2.py`, DeepSpeed 0.19.8). The buffer is that of `Partition`.

@@ -30,7 +30,7 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(min_length=1)]
     """The checkpoint; relative to the chain, absolute, or a URL."""
     iteration: Natural
-    """Training step of the states in it."""
+    """Training step of the states in the checkpoint."""
 
 
 class ChainDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,9 +65,9 @@ def read_chain(folder: Path) -> tuple[Link, ...]:
 
 
 def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
-    """Write `links` (of absolute paths) in increasing iteration, by renaming; those below `folder` as relative paths.
+    """Write `chain.json` atomically, with `links` (absolute paths) in increasing iteration.
 
-    Raises UsageError for two links of one iteration.
+    Paths below `folder` are written as relative ones. Raises UsageError if two links have the same iteration.
     """
     links = tuple(sorted(links, key=lambda link: link.iteration))
     twice = [f"{a.path} and {b.path}: {a.iteration}" for a, b in pairwise(links) if a.iteration == b.iteration]
@@ -79,6 +79,7 @@ def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
     root = str(folder.absolute())
     documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in links]
     text = json.dumps({"version": 1, "links": documents}, indent=1, ensure_ascii=False)
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

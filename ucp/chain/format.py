@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ class ChainFormat(Format):
     """Reads chains."""
 
     options: SourceOptions = field(default_factory=SourceOptions)
-    """What the user says of the links, and which iteration is wanted."""
+    """Options for reading the links, and the iteration to read."""
 
     name = "chain"
     takes_shapes = True
@@ -34,11 +35,11 @@ class ChainFormat(Format):
         return Evidence(root, (CHAIN,)) if (root / CHAIN).is_file() else None
 
     def configured(self, options: SourceOptions) -> ChainFormat:
-        """The same format; the options are for the links as well."""
+        """The same format with these options; the links are read with them, too."""
         return ChainFormat(options)
 
     def read(self, path: Path) -> Index:
-        """Index of the chain at the wanted iteration. Raises SourceError, UsageError."""
+        """Index of the chain at the iteration in the options. Raises SourceError, UsageError."""
         folder = (path.parent if path.name == CHAIN else path).absolute()
         links = read_chain(folder)
         wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
@@ -48,19 +49,26 @@ class ChainFormat(Format):
 
 
 def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> tuple[Link, ...]:
-    """Add checkpoints to the chain in `folder`, which is made if it is not there: all of its links.
+    """Add checkpoints to the chain in `folder`, which is created if needed. Returns all links of the chain.
 
     `iteration`: training step of a checkpoint that records none. Raises SourceError, UsageError.
     """
     if is_url(str(folder)):
-        raise UsageError(f"expected a folder on a disk for a chain; got {folder}. Make it there, and upload chain.json")
+        raise UsageError(
+            f"expected a local folder for a chain; got {folder}. Create it locally, then upload chain.json"
+        )
     links = {link.path: link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
     for path in paths:
         fmt, evidence = recognise(path)
         if fmt.takes_time:
             raise UsageError(f"expected checkpoints to add to a chain; {path} is a chain itself: add its links")
         place = to_absolute(evidence.root)
+        if os.path.realpath(place) == os.path.realpath(folder):
+            raise UsageError(f"expected a chain in a folder of its own; {folder} holds the checkpoint {path} itself")
         if place in links:
+            listed = links[place].iteration
+            if iteration not in (None, listed):
+                raise UsageError(f"expected --iteration {listed}, which the chain lists for {path}; got {iteration}")
             continue
         step = fmt.read(path).step
         if step is None and iteration is None:
@@ -68,14 +76,15 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         if step is not None and iteration not in (None, step):
             raise UsageError(f"expected --iteration {step}, which {path} records; got {iteration}")
         links[place] = Link(path=place, iteration=step if step is not None else iteration or 0)
-    folder.mkdir(parents=True, exist_ok=True)
     write_chain(folder, tuple(links.values()))
     return read_chain(folder)
 
 
 def _read_link(link: Link, options: SourceOptions) -> Index:
-    """Index of a link. Raises SourceError, MalformedError for one of another iteration than it is listed for."""
+    """Index of a link. Raises SourceError; MalformedError if its iteration is not the one that the chain lists."""
     fmt, _ = recognise(path_of(link.path), options=options)
+    if isinstance(fmt, ChainFormat):
+        raise MalformedError(f"expected checkpoints in a chain; {link.path} is a chain itself: list its links instead")
     index = fmt.read(path_of(link.path))
     if index.step is not None and index.step != link.iteration:
         raise MalformedError(

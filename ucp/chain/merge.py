@@ -1,10 +1,11 @@
-"""Read the links of a chain as one checkpoint: every parameter in the newest state that a link has of it, whole.
+"""Merge the links of a chain: each parameter, with all of its states, comes from the newest link that has them all.
 
-1. Links are checkpoints of one run at increasing iterations. A link may hold some parameters only, as where a part of
-   the experts is saved at a time (partial-expert checkpoints), or some operators at a time (sparse windows).
+1. Links are checkpoints of one run at increasing iterations. A link may hold only some parameters: some of the
+   experts (partial-expert checkpoints) or some of the operators (sparse windows).
 2. `merge` takes each parameter, with all of its states, from the newest link that has all of them. States of one
-   parameter never come from two links: a weight of one iteration with moments of another belong to no run.
-3. A parameter that is older than the newest link says so (`AtomIndex.iteration`); see `ucp.chain.staleness`.
+   parameter never come from two links: a weight does not belong with moments of another iteration.
+3. A parameter that is older than the newest link records its iteration (`AtomIndex.iteration`): see
+   `ucp.chain.staleness`.
 
 Pure: the indexes of the links go in, an index comes out.
 """
@@ -33,15 +34,15 @@ class LinkIndex:
 
 
 def choose_links(iterations: Sequence[int], at: int | None) -> int:
-    """How many of the links, from the oldest on, are of `at` or before; all for None. Raises UsageError for none."""
+    """Number of links up to iteration `at`; all if it is None. Raises UsageError if there are none."""
     count = len(iterations) if at is None else sum(iteration <= at for iteration in iterations)
     if not count:
-        raise UsageError(f"expected an iteration of {iterations[0]} or later, as the chain begins there; got --at {at}")
+        raise UsageError(f"expected iteration {iterations[0]} or later, because the chain begins there; got --at {at}")
     return count
 
 
 def merge(links: Sequence[LinkIndex], *, path: str, evidence: tuple[str, ...]) -> Index:
-    """The checkpoint that `links`, oldest first, are together. Raises MalformedError, MissingStateError."""
+    """The checkpoint that `links`, oldest first, form together. Raises MalformedError, MissingStateError."""
     newest = links[-1]
     holders: dict[str, list[LinkIndex]] = {name: [] for name in _list_names(links)}
     for link in links:
@@ -79,7 +80,7 @@ def _join(values: Iterable[Iterable[T]]) -> tuple[T, ...]:
 
 
 def _list_names(links: Sequence[LinkIndex]) -> list[str]:
-    """Names of all parameters, in the order of the link that has most, then of the others."""
+    """Names of all parameters, in the order of the link with the most parameters, then of the others."""
     order = sorted(links, key=lambda link: -len(link.index.atoms))
     return list(dict.fromkeys(name for link in order for name in link.index.atoms))
 
@@ -104,15 +105,15 @@ def _choose(name: str, holders: Sequence[LinkIndex]) -> LinkIndex:
         for link in holders
     )
     raise MissingStateError(
-        f"expected all states of {name} in one link of the chain, as those of different iterations belong to no run; "
-        f"got\n{format_list(held)}\nAdd a link that has them all"
+        f"expected all states of {name} in one link of the chain, because states of different iterations do not "
+        f"belong together; got\n{format_list(held)}\nAdd a link that has them all"
     )
 
 
 def _merge_groups(links: Sequence[LinkIndex]) -> tuple[ParamGroup, ...]:
-    """Parameter groups of the newest link that has some; each parameter in the one that its newest link says.
+    """Param groups of the newest link that has any; each parameter is in the group where its newest link lists it.
 
-    Raises MalformedError for links that differ in the number of groups: a run does not change it.
+    Raises MalformedError if links differ in the number of groups: it does not change during a run.
     """
     newest = next((link for link in reversed(links) if link.index.groups), links[-1])
     order = sorted(links, key=lambda link: -sum(len(group.params) for group in link.index.groups))

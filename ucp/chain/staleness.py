@@ -1,7 +1,7 @@
-"""How much older than the rest some parameters of a checkpoint are, and what that cost the experts of a model.
+"""How much older than the others some parameters of a checkpoint are, and how many tokens experts lost by that.
 
 PLT, the proportion of lost tokens (MoC-System eq. 7), is the share of a run's tokens whose updates the experts lack. A
-checkpoint does not say how many tokens an expert got, so even routing is assumed: an expert whose states are of
+checkpoint does not say how many tokens an expert got, so even routing is assumed: an expert whose states are from
 iteration 900 of 1,000 lacks a tenth of its tokens.
 """
 
@@ -23,16 +23,16 @@ class Staleness:
     iteration: int
     """Iteration of the newest link."""
     params: Mapping[int, tuple[str, ...]]
-    """Iteration to the parameters whose states are of it, oldest first; only those that are older."""
+    """Iteration to the parameters whose states are from it, oldest first; without the newest iteration."""
     plt: float
     """Proportion of the run's tokens that experts lost, 0 to 1, if the router spreads tokens evenly (MoC-System eq. 7).
 
-    The mean over experts of how many of the run's iterations are missing in their states.
+    The mean, over all experts, of the share of the run's iterations that their states lack.
     """
 
 
 def measure_staleness(index: Index) -> Staleness:
-    """How stale the parameters of `index`, that of a chain, are."""
+    """How stale the parameters of `index` are, the index of a chain."""
     newest = index.step or 0
     stale: dict[int, list[str]] = {}
     for name, atom in index.atoms.items():
@@ -52,7 +52,7 @@ def measure_staleness(index: Index) -> Staleness:
 
 
 def map_experts(index: Index) -> dict[int, list[float]]:
-    """Iteration to the share of layers, 0 to 1, in which each expert is of it; in increasing iteration."""
+    """Iteration to a list by expert: the share of layers, 0 to 1, in which the expert is from that iteration."""
     layers = find_layers(index.shapes)
     width = max((layer.num_experts for layer in layers), default=0)
     counts: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ def _missed_share(atom: AtomIndex, newest: int) -> float:
 
 
 def describe_staleness(staleness: Staleness) -> Iterator[str]:
-    """A note that lists which parameters are stale; none where none is."""
+    """A note that lists the stale parameters, if there are any."""
     if not staleness.params:
         return
     count = sum(map(len, staleness.params.values()))
@@ -79,18 +79,18 @@ def describe_staleness(staleness: Staleness) -> Iterator[str]:
     ]
     lost = f"; experts lost {staleness.plt:.2%} of their tokens (PLT, for even routing)" if staleness.plt else ""
     yield (
-        f"{format_count(count, 'parameter')} are older than iteration {staleness.iteration:,}{lost}. A run that "
-        f"resumes from them does not go on exactly:\n{format_list(lines)}"
+        f"{format_count(count, 'parameter is', 'parameters are')} older than iteration {staleness.iteration:,}{lost}. "
+        f"A run that resumes from them does not continue exactly:\n{format_list(lines)}"
     )
 
 
 def check_staleness(index: Index, *, exact: bool, max_plt: float | None) -> None:
-    """Raise StaleError for a chain that is older than the user allows."""
+    """Raise StaleError if parameters of a chain are older than the user allows."""
     staleness = measure_staleness(index)
     notes = "".join(describe_staleness(staleness))
     if exact and staleness.params:
-        raise StaleError(f"expected all states of {index.path} of one iteration (--exact); {notes}")
+        raise StaleError(f"expected all states of {index.path} from one iteration (--exact); {notes}")
     if max_plt is not None and staleness.plt > max_plt:
         raise StaleError(
-            f"expected experts of {index.path} that lost at most {max_plt:.2%} of their tokens (--max-plt); {notes}"
+            f"expected the experts of {index.path} to lack at most {max_plt:.2%} of their tokens (--max-plt); {notes}"
         )

@@ -51,7 +51,7 @@ class _Row:
 
     @property
     def times(self) -> str:
-        """How many parameters the line stands for, as text; empty for one."""
+        """Number of parameters on the line, such as "×3"; empty for one."""
         return f"×{self.changes}" if self.changes > 1 else ""
 
 

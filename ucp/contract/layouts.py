@@ -130,7 +130,7 @@ class Chunks:
     """Ranks."""
 
     def axes(self) -> Mapping[str, AxisLayout]:
-        """The same for all."""
+        """The layout of a chunk, the same for all parameters."""
         return dict.fromkeys((name for name, numel in self.numels.items() if numel), chunk_axis(self.ranks))
 
     def spans(self, rank: int) -> Mapping[str, Span]:
@@ -167,7 +167,7 @@ class WholeParameters:
         return self.buffer.ranks
 
     def axes(self) -> Mapping[str, AxisLayout]:
-        """The pattern `touched` for each parameter of the buffer."""
+        """Layout of each parameter of the buffer, with the pattern `touched`."""
         return self.buffer.axes("touched")
 
     def spans(self, rank: int) -> Mapping[str, Span]:

@@ -41,7 +41,7 @@ class OptimizerPlan:
                 self._data[atom.name, name], self._counts[atom.name, name] = known[ref]
 
     def count(self, param: str, state: str = STEP) -> int | float | None:
-        """A count of a parameter; None where it has none."""
+        """A count of a parameter, such as its step; None if it has no such state."""
         return self._counts.get((param, state))
 
     def count_bytes(self, param: str, state: str) -> bytes:

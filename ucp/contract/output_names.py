@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from ucp.errors import DestinationError, format_count, format_list
 
 _MOST_COMPONENT = 255
-"""Bytes of one part of a path that file systems of POSIX allow (NAME_MAX of Linux)."""
+"""Longest part of a path on POSIX file systems, in bytes (NAME_MAX of Linux)."""
 _MOST_PATH = 4095
-"""Bytes of a path that Linux takes (PATH_MAX counts the NUL at its end)."""
+"""Longest path on Linux, in bytes (PATH_MAX, which also counts the NUL at its end)."""
 _NO_LIMIT = 1 << 31
 """Limit where a file system has none: no path is that long."""
 _SHOWN = 80
@@ -56,7 +56,7 @@ def check_named(
 def check_fits(folder: Path, paths: Iterable[str]) -> None:
     """Raise DestinationError for files whose path below `folder` is too long for the file system there."""
     parent = folder
-    while not os.path.exists(parent):  # False also for a name that is too long
+    while not os.path.exists(parent):  # also False for a name that is too long
         parent = parent.parent
     most_component, most_path = _limit(parent, "PC_NAME_MAX"), _limit(parent, "PC_PATH_MAX") - 1
     lengths_of_new = [len(os.fsencode(part)) for part in folder.parts[len(parent.parts) :]]
@@ -139,7 +139,7 @@ def _limit(folder: Path, name: str) -> int:
 
 
 def shorter(name: str) -> str:
-    """A name for a message, long ones cut."""
+    """A name as messages show it: a long one is cut."""
     return name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
 
 

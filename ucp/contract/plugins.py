@@ -91,12 +91,12 @@ def load(group: str, name: str) -> object:
 @cache
 def instance(group: str, name: str) -> object:
     """An instance of the class registered under a name. Raises UsageError listing the registered names."""
-    return cast("Callable[[], object]", load(group, name))()  # a class without needed arguments, by the contract
+    return cast("Callable[[], object]", load(group, name))()  # classes of a group take no required arguments
 
 
 def pattern_factory(name: str) -> PatternFactory:
     """The factory of patterns with that name. Raises UsageError listing the registered names."""
-    return cast("PatternFactory", load("ucp.patterns", name))  # by the contract of the group
+    return cast("PatternFactory", load("ucp.patterns", name))  # what the group promises
 
 
 def pattern(name: str, **fields: object) -> Pattern:

@@ -120,7 +120,7 @@ class Format(Protocol):
         return False
 
     def configured(self, options: SourceOptions) -> Format:
-        """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
+        """The same format, reading with these options. Raises IdleOptionError if it has no use for them."""
         raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")
 
 
@@ -216,7 +216,7 @@ class Engine(Protocol):
     one per core of this machine."""
 
     def configured(self, settings: Mapping[str, str]) -> Engine:
-        """The same engine with these values of its `settings`. Raises UsageError for one that makes no sense."""
+        """The same engine with these values of its `settings`. Raises UsageError for an invalid value."""
         del settings
         return self
 

@@ -36,7 +36,7 @@ _MOST_TRIED = 50
 
 
 def _formats() -> list[Format]:
-    # the cast is right by the contract of the group, as in the functions below
+    # every entry point of the group is a Format; the casts below rely on the same for their groups
     return [cast("Format", plugins.instance("ucp.formats", name)) for name in plugins.names("ucp.formats")]
 
 
@@ -57,17 +57,16 @@ def naming_style_of(index: Index) -> str:
 
 def target(name: str) -> Target:
     """The target of that name. Raises UsageError listing the registered names."""
-    return cast("Target", plugins.instance("ucp.targets", name))  # by the contract of the group
+    return cast("Target", plugins.instance("ucp.targets", name))
 
 
 def engine(name: str) -> Engine:
     """The engine of that name. Raises UsageError listing the registered names."""
-    return cast("Engine", plugins.instance("ucp.engines", name))  # by the contract of the group
+    return cast("Engine", plugins.instance("ucp.engines", name))
 
 
 def live_adapters() -> list[LiveAdapter]:
     """The adapters that describe live runs of a framework."""
-    # by the contract of the group
     return [cast("LiveAdapter", plugins.instance("ucp.live", name)) for name in plugins.names("ucp.live")]
 
 

@@ -251,8 +251,8 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
         ),
     ]
     if lines:
-        subject = "what was written does" if job.target.placements else "the source's bytes, which references name, do"
-        raise CorruptError(f"{subject} not read back as the source; what was written is removed:\n{format_list(lines)}")
+        subject = "what was written differs" if job.target.placements else "the bytes that references point to differ"
+        raise CorruptError(f"read back, {subject} from the source; the destination is removed:\n{format_list(lines)}")
 
 
 def _keep_companions(index: Index, job: Job) -> Index:
@@ -278,7 +278,7 @@ def _match_ties(written: Index, source: Index) -> Index:
 
 
 def _match_groups(written: Index, source: Index, job: Job) -> Index:
-    """`source` whose groups leave out parameters that have no optimizer states in the target."""
+    """`source`, without the group members that have no optimizer states in the target."""
     grouped = {name for group in written.groups for name in group.params}
     bare = {name for name, atom in source.atoms.items() if not atom.states.keys() - {WEIGHT}} | job.target.lost.keys()
     groups = (replace(g, params=tuple(p for p in g.params if p in grouped or p not in bare)) for g in source.groups)

@@ -191,7 +191,7 @@ class ConvertOptions:
         "Refuse a source in which some parameters are older than others, as in a chain.", default=False
     )
     max_plt: float | None = option(
-        "Refuse a source whose experts lack a larger share of the run's tokens than this, such as 0.0375.",
+        "Refuse a source whose experts lack more than this share of the run's tokens, such as 0.0375.",
         metavar="SHARE",
         parse=parse_share,
     )
@@ -327,7 +327,7 @@ class ConvertOptions:
         """Raise UsageError for options that exclude one another."""
         if self.virtual and (self.to != "ucp" or self.layout not in ("", "virtual")):
             other = f"--layout {self.layout}" if self.to == "ucp" else f"--to {self.to}"
-            raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
+            raise UsageError(f"--virtual makes a store of references to the source: it cannot be combined with {other}")
         if self.part is not None and (self.finalize or self.verify):
             flag = "--finalize" if self.finalize else "--verify"
             raise UsageError(f"{flag} is for when all parts are done: drop --part")

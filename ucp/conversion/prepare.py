@@ -34,8 +34,8 @@ from ucp.transfer.plan.job import Job, make_job
 from ucp.transfer.plan.tasks import BLOCK, SCRATCH, fit_workers
 
 _PER_ATOM, _PER_STATE, _PER_PIECE, _PER_PLACEMENT, _PER_BLOCK = 4 << 10, 4 << 10, 1 << 10, 3 << 10, 1 << 10
-"""Bytes of memory, at most, that a parameter, each of its states, each piece of these, each slice that the target
-writes and the checksums of each block of it take until the end."""
+"""Upper bounds of the bytes in memory, until the end, for each parameter, each state, each piece of a state, each slice
+to write, and the checksums of each block."""
 
 _COPIES_OF_EXTRAS = 8
 """Extras are in memory as values, as the pickle they were read from, and as the files that are written of them."""
@@ -62,7 +62,7 @@ class Prepared:
     """A conversion that is planned and not begun."""
 
     job: Job
-    """The work."""
+    """What the engine runs."""
     target: Target
     """The target that planned it."""
     engine: Engine | None

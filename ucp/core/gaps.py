@@ -166,9 +166,9 @@ def check_weights(index: Index) -> None:
     if atoms:
         lines = format_list(f"{atom.name}: {', '.join(atom.states) or 'no state'}" for atom in atoms)
         raise MissingStateError(
-            f"expected the weight of every parameter, as frameworks save no other state without it; {index.path} has "
-            f"only\n{lines}\nInclude the weights if --include or --exclude leaves them out; otherwise make the store "
-            "again from a checkpoint that has them"
+            f"expected the weight of every parameter, because no framework saves other states without it; "
+            f"{index.path} has only\n{lines}\nInclude the weights if --include or --exclude leaves them out; otherwise "
+            "make the store again from a checkpoint that has them"
         )
 
 
@@ -187,7 +187,7 @@ def _describe_gaps(param: str, name: str, state: StateIndex) -> Iterable[str]:
         return
     terms: dict[int, list[Fragment]] = {}
     for fragment in state.fragments:
-        if fragment.replica == 0:
+        if _is_taken(fragment, state):
             terms.setdefault(fragment.term if state.overlap is Overlap.MEAN else 0, []).append(fragment)
     for _, pieces in sorted(terms.items()) or [(0, [])]:
         for gap in find_gaps(state.global_shape, [piece.box for piece in pieces]):
@@ -199,8 +199,13 @@ def _is_tiled(state: StateIndex) -> bool:
     """Whether all fragments are inside the tensor and first copies tile it; cached, as many states are cut alike."""
     if state.overlap is Overlap.MEAN:
         return False
-    cut = tuple([(fragment.box.offsets, fragment.box.sizes, not fragment.replica) for fragment in state.fragments])
+    cut = tuple([(piece.box.offsets, piece.box.sizes, _is_taken(piece, state)) for piece in state.fragments])
     return len(cut) <= _MOST_CACHED and _tiles(state.global_shape, cut)
+
+
+def _is_taken(fragment: Fragment, state: StateIndex) -> bool:
+    """Whether a fragment is one of those that tile the tensor: no further copy, and no patch."""
+    return not fragment.replica and not (state.overlap is Overlap.PATCHED and fragment.term)
 
 
 @lru_cache(maxsize=4096)

@@ -52,7 +52,7 @@ class Fragment:
     replica: int = 0
     """0 for the bytes to use; above, a copy that must be equal (after a cast, if its dtype is narrower)."""
     term: int = 0
-    """Number of the summand, if the state is a mean (MEAN)."""
+    """Number of the summand, if the state is a mean (MEAN); of the patch, from 1, if it is PATCHED."""
     derived: bool = False
     """Whether a rank computed it from another fragment (the model's weight from its master): compared, never used."""
 
@@ -75,15 +75,18 @@ class StateIndex:
     global_shape: tuple[int, ...]
     """The atom's shape; for a count such as `step`, () or 1 in each dim."""
     fragments: tuple[Fragment, ...]
-    """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN)."""
+    """Fragments; those with replica 0 tile the tensor (once per term, if `overlap` is MEAN; without patches, if it is
+    PATCHED)."""
     overlap: Overlap = Overlap.EXCLUSIVE
-    """MEAN if the terms are to be averaged."""
+    """MEAN if the terms are to be averaged, PATCHED if terms above 0 are patches."""
     layout: Layout | None = None
     """Layout in which ranks stored it, if not the atom's: FSDP1 saves by rows some states that it keeps flat."""
     digests: tuple[str, ...] = ()
     """Recorded xxh3-64 of every `digest_nbytes` bytes of the row-major elements."""
     digest_nbytes: int = 0
     """Bytes per digest; the last one may cover fewer."""
+    checksum: str = ""
+    """Recorded checksum of all row-major elements, as "adler32:HEX"; empty if there is none."""
 
     @classmethod
     def from_tensor(cls, ref: Tensor) -> StateIndex:
@@ -119,9 +122,9 @@ class AtomIndex:
     layout: Layout = field(default_factory=Layout)
     """Layout over the mesh of the run that saved it; without axes if it is unsharded or made of other tensors."""
     iteration: int | None = None
-    """Training step of all its states, if that is another than the index's: of a chain, or a window."""
+    """Training step of all its states, if it differs from the index's, as in a chain or a window."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
-    """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
+    """Name to layout of the tensors of that run from which it was joined, split or transposed; empty if it was not."""
 
     @property
     def patterns(self) -> Mapping[str, str]:
@@ -247,7 +250,7 @@ class Doubt:
     """A suspicion about a checkpoint, which is converted or loaded only if the user accepts it."""
 
     kind: DoubtKind
-    """Kind, by which it is accepted."""
+    """Kind; `--accept KIND` accepts the doubt."""
     text: str
     """What was expected, what was found, and what to do."""
 
@@ -295,7 +298,7 @@ class Index(Report):
     step: int | None
     """Training step, where recorded."""
     skipped: int = 0
-    """How many of these steps changed nothing, as gradients overflowed; 0 where that is not recorded."""
+    """How many of these steps changed nothing, as gradients overflowed; 0 if that is not recorded."""
     atoms: Mapping[str, AtomIndex]
     """Name to atom, in the order of the model."""
     groups: tuple[ParamGroup, ...] = ()
@@ -331,7 +334,7 @@ class Index(Report):
     keys: StateDictKeys | None = None
     """Keys of the state dict that a training script saved, if the files hold this dict."""
     unchecked: tuple[str, ...] = ()
-    """Those of `notes` that name files which are not read and have no checksum."""
+    """Notes that name files which were not read and have no checksum; also in `notes`."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """(atom, name of the state, state) for every state of every atom."""

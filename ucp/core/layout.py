@@ -28,11 +28,13 @@ class Overlap(StrEnum):
     """What it means when several parts hold the same element."""
 
     EXCLUSIVE = "exclusive"
-    """They must not."""
+    """It is an error: no two parts may hold the same element."""
     EQUAL = "equal"
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"
     """Each holds its own value; the global tensor is their mean."""
+    PATCHED = "patched"
+    """Term 0 is a base; every further term changes some bytes of what the terms before it give, in order."""
 
 
 @runtime_checkable

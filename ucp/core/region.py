@@ -148,7 +148,7 @@ class RegionPair(NamedTuple):
         return self.strided(Box(offsets, sizes), self.source, start, self.dims, self.steps)
 
     def after(self, outer: RegionPair) -> RegionPair | None:
-        """This pair composed with `outer`, whose local tensor is this pair's global one; None if they share nothing.
+        """This pair composed with `outer`, whose local tensor is this pair's global one; None if they do not overlap.
 
         Composition is associative.
         """
@@ -182,7 +182,7 @@ class RegionPair(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def full_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
-    """The pair of a local tensor that is all of the global one; the same object for all tensors of a shape."""
+    """The pair of a local tensor that is the full global tensor. Cached: tensors of one shape share the object."""
     box = Box.full(shape)
     return (RegionPair(box, box),)
 

@@ -36,7 +36,7 @@ class Piece:
     dst_strides: tuple[int, ...]
     """Elements to step in the buffer, per dim."""
     term: int = 0
-    """Which summand of a mean it is."""
+    """Which summand of a mean, or which patch, it is."""
     mean: bool = False
     """Whether the pieces of all terms are to be averaged."""
 
@@ -169,8 +169,9 @@ def resolve(target: Slice, source: Locator, start: int, stop: int) -> tuple[Piec
     if full_piece is not None:
         return (full_piece,)
     pieces = tuple(pieces_within(target, source, 0, start, stop))
-    filled = sum(prod(piece.sizes) for piece in pieces)
-    terms = len({piece.term for piece in pieces}) if source.state.overlap is Overlap.MEAN else 1
+    overlap = source.state.overlap
+    filled = sum(prod(piece.sizes) for piece in pieces if overlap is not Overlap.PATCHED or not piece.term)
+    terms = len({piece.term for piece in pieces}) if overlap is Overlap.MEAN else 1
     if filled != (stop - start) * max(terms, 1):
         raise CoverError(
             f"{target.param}/{target.state}: the source holds {filled} of the {stop - start} elements "
@@ -185,7 +186,7 @@ def _full_piece(target: Slice, state: StateIndex, start: int, stop: int) -> Piec
     if start or len(state.fragments) != 1 or target.pairs is not full_pairs(shape) or stop != state.numel:
         return None
     (fragment,) = state.fragments
-    is_taken = fragment.replica == 0 and state.overlap is not Overlap.MEAN
+    is_taken = fragment.replica == fragment.term == 0 and state.overlap is not Overlap.MEAN
     if not stop or not is_taken or fragment.ref.shape != shape or not _is_flat(fragment, shape):
         return None
     itemsize = fragment.ref.dtype.itemsize

@@ -33,9 +33,9 @@ class CrcField:
     """A CRC-32 of a byte range of the file, stored little-endian in four bytes at each of some offsets."""
 
     start: int
-    """First byte that is summed."""
+    """First byte of the range."""
     stop: int
-    """One past the last byte that is summed."""
+    """One past the last byte of the range."""
     at: tuple[int, ...]
     """Byte offsets of the fields."""
 
@@ -155,7 +155,7 @@ class TargetPlan:
     compress: bool = False
     """Whether placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
-    """Layout of the run that loads the files; None where they fit any."""
+    """Layout of the run that loads the files; None if they fit any."""
     written: Index | None = None
     """The part of the source that is written, under the names that are written; None: all of it, names unchanged."""
     layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipts:
-    """What was written, known once the bytes are."""
+    """Checksums of what was written, which are known only afterwards."""
 
     placements: tuple[Receipt, ...]
     """One per placement, in the order of the plan."""

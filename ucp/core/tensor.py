@@ -120,6 +120,8 @@ class TensorRef:
     """Bytes of the encoded block."""
     codec_start: int = 0
     """Byte of the decoded block where element [0, ..., 0] starts."""
+    patched_nbytes: int = 0
+    """Bytes of the whole tensor that the block is a patch of; 0 if it is no patch."""
 
     def __post_init__(self) -> None:
         shape, strides = self.shape, self.strides

@@ -79,7 +79,7 @@ def add_copies(first: Sequence[Fragment], second: Iterable[Fragment], *, derived
 
 
 def map_fragment(pair: RegionPair, fragment: Fragment) -> Fragment | None:
-    """The part of a fragment inside `pair`, as a fragment of the pair's local tensor; None if they share nothing."""
+    """The part of a fragment inside `pair`, as a fragment of the pair's local tensor; None if they do not overlap."""
     near = pair.within(fragment.box)
     if near is None:
         return None

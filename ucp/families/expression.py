@@ -53,7 +53,7 @@ class UnknownNameError(ExpressionError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression. Raises ExpressionError if the text is no expression."""
+    """A parsed expression. Raises ExpressionError if the text is not an expression."""
 
     text: str
     """As it was written."""

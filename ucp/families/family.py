@@ -61,7 +61,7 @@ class Family:
     tied: tuple[Tied, ...] = ()
     """Parameters with two names."""
     ignored: tuple[str, ...] = ()
-    """Suffixes of names that need no rule, because they are no parameters."""
+    """Suffixes of names that need no rule, because they are not parameters."""
     order: tuple[str, ...] = ()
     """Name prefixes in registration order, where the order of the rules does not give it."""
     kind_of: tuple[str, ...] = ()
@@ -209,11 +209,11 @@ class Family:
         return "\n".join((*parts, f"{remedy} (`ucp patterns check` shows which names have a rule)"))
 
     def ignores(self, name: str) -> bool:
-        """Whether a name is known to be no parameter."""
+        """Whether a name is known not to be a parameter."""
         return name.endswith(self.ignored) if self.ignored else False
 
     def read(self, name: str, style: str | None = None) -> ParsedName | None:
-        """A stored name, parsed; None if it is no name of the style (None: of any style).
+        """A stored name, parsed; None if it is not a name of the style (None: of any style).
 
         Raises FamilyError if it can be two parameters and the other names do not tell (see `among`).
         """

@@ -47,7 +47,7 @@ class Library:
         return cls(pattern, texts)
 
     def with_file(self, path: Path) -> tuple[Library, str]:
-        """This library and one more file, and the name of its family. Raises UsageError."""
+        """This library with one more file, and the name of the family in that file. Raises UsageError."""
         text = read_rules_text(path)
         texts = dict(self.texts)
         name = read_header(text, str(path)).name

@@ -44,7 +44,7 @@ class Style:
     """Segments of its names, in the order in which modules register them; empty if that is not known."""
 
     def sort_names(self, names: Iterable[str]) -> list[str] | None:
-        """Names in the order in which the model registers its parameters; None unless that is known of all."""
+        """Names in the order in which the model registers its parameters; None unless it is known for all of them."""
         places = {module: place for place, module in enumerate(self.modules)}
         keys: dict[str, list[int]] = {}
         for name in names:
@@ -71,7 +71,7 @@ class ParsedName(NamedTuple):
     """What a stored name stands for."""
 
     rule: Rule
-    """Its rule, or the first of several."""
+    """Rule of the parameter, or the first of several."""
     canonical: str
     """Canonical name; fields in `stacked` are left open."""
     fields: Mapping[str, int]
@@ -239,7 +239,7 @@ class Tables:
 def _table(entries: Iterable[StoredName]) -> Table:
     entries_by_key: dict[tuple[str | None, str], dict[tuple[Template, Template], StoredName]] = {}
     for entry in entries:
-        for key_style in (entry.style, None):  # None: any, the canonical one first
+        for key_style in (entry.style, None):  # key None: any style
             alike = entries_by_key.setdefault((key_style, entry.template.outline), {})
             alike.setdefault((entry.template, entry.rule.name), entry)
     return {key: tuple(alike.values()) for key, alike in entries_by_key.items()}

@@ -102,7 +102,7 @@ def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _run(group: Sequence[int], view: Sequence[int], parents: Sequence[tuple[int, int]]) -> list[int]:
-    """The last dims of a group that are steps of equal length along one dim of the source."""
+    """The last dims of a group that together run evenly along one dim of the source."""
     run = [group[-1]]
     for dim in reversed(group[:-1]):
         parent, step = parents[run[0]]
@@ -220,4 +220,5 @@ def apply_recipe(state: StateIndex, recipe: TensorRecipe, sources: Mapping[str, 
     """`state`, made by `recipe`. `sources`: name to the fragments of that tensor."""
     pieces = (map_fragment(patch, piece) for patch in recipe.patches for piece in sources[patch.source])
     made_of = tuple(piece for piece in pieces if piece is not None)
-    return replace(state, global_shape=recipe.shape, fragments=made_of, layout=None, digests=(), digest_nbytes=0)
+    unproved = replace(state, layout=None, digests=(), digest_nbytes=0, checksum="")
+    return replace(unproved, global_shape=recipe.shape, fragments=made_of)

@@ -52,7 +52,7 @@ def kind(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name with numbered fields. Raises ValueError for braces that are no field, or a field that occurs twice."""
+    """A name with numbered fields. Raises ValueError for braces that are not a field, or a field that occurs twice."""
 
     text: str
     """As it was written."""

@@ -29,7 +29,7 @@ class _Unit(NamedTuple):
     """Stored tensors that join to a canonical tensor, or to a stack of these."""
 
     alias: Alias
-    """How they join."""
+    """How they are joined."""
     names: tuple[str, ...]
     """Stored names, in the order in which they join."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _WINDOW = 1 << 16
-"""Elements that are handled at once: temporary arrays are larger than the elements."""
+"""Elements that are processed together: temporary arrays are larger than the elements, so few at a time."""
 
 _PREFIX = "zstd-planes"
 _LEVEL = 3
@@ -186,7 +186,7 @@ def encode_block(data: memoryview, itemsize: int) -> bytes:
 
 
 def decode_block(data: memoryview, codec: str) -> memoryview:
-    """The data that `encode_block` encoded. Raises CorruptError if `data` is no such block."""
+    """The data that `encode_block` encoded. Raises CorruptError if `data` is not such a block."""
     import numpy as np
     import zstandard
 

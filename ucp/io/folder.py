@@ -51,7 +51,7 @@ def path_of(text: str | PathLike[str]) -> Path:
 
 
 def parse_path(text: str | PathLike[str]) -> Path:
-    """The path that a user gives; cached listings of it are dropped. Raises UsageError for what is no path or URL."""
+    """The path that a user gives; cached listings of it are dropped. Raises UsageError if it is not a path or URL."""
     if not isinstance(text, str | PathLike) or not (path_text := os.fspath(text)) or not isinstance(path_text, str):
         raise UsageError(f"expected a path or the URL of a bucket; got {text!r}")
     text = as_url(path_text)
@@ -93,7 +93,7 @@ def exists(path: str | PathLike[str]) -> bool:
 
 
 def names_of_folder(path: str | PathLike[str]) -> list[str]:
-    """Names of the entries of a folder, in no order. Raises OSError if it is no folder, or cannot be listed."""
+    """Names of the entries of a folder, in no order. Raises OSError if it is not a folder, or cannot be listed."""
     text = os.fspath(path)
     return list_names(RemotePath(text)) if is_url(text) else os.listdir(text)
 
@@ -108,7 +108,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Names of the entries of a folder, in no order; none if it is no folder or cannot be listed."""
+    """Names of the entries of a folder, in no order; none if it is not a folder or cannot be listed."""
     try:
         yield from names_of_folder(path)
     except OSError:

@@ -30,7 +30,7 @@ _LEVELS_ABOVE = 2
 """Folders above a checkpoint that may hold its mark: a tag or an iteration is a folder of the destination."""
 
 _CHUNK = 8 << 20
-"""Bytes that are summed at once."""
+"""Bytes that are read and checksummed in one go."""
 
 
 def size_and_time(path: str) -> tuple[int, int]:

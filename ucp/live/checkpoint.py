@@ -221,7 +221,7 @@ class Checkpoint(Report, Mapping[str, Atom]):
         return _read(StateIndex.from_tensor(ref), Box.full(ref.shape), "an extra", self.index.files)
 
     def _state(self, name: str, state: str) -> StateIndex:
-        """Raises NoSuchNameError, which lists what there is."""
+        """A state of a parameter. Raises NoSuchNameError, which lists the names that exist."""
         stored = self.index.aliases.get(name, name)
         if stored not in self.index.atoms:
             raise NoSuchNameError(_describe_unknown(self.index, name))

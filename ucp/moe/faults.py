@@ -1,9 +1,9 @@
-"""What is wrong with the experts of a checkpoint, as far as it can be told without the configuration of the model.
+"""Find faults in the experts of a checkpoint, without the configuration of the model.
 
 From the index alone:
 
-* an expert is missing: its number, or rows of the router that no expert answers (KempnerForge#202 renumbers the
-  experts of every rank from 0, verl#2086 leaves ranks out, Megatron-LM#1836 overwrites them);
+* an expert is missing: a number is left out, or the router has more rows than there are experts (KempnerForge#202
+  renumbers the experts of every rank from 0, verl#2086 leaves ranks out, Megatron-LM#1836 overwrites them);
 * an expert lacks a tensor that the others of its layer have, or holds it in another shape or dtype;
 * a bias or a count does not have a value for each row of the router.
 
@@ -12,7 +12,7 @@ From the bytes of experts and routers:
 * two experts of a layer are equal in every state (megablocks#160, DeepSpeed#6589);
 * no expert of a layer has ever been trained although the router has (Megatron-LM#5844, imp#1190: experts that a
   converter dropped keep their initialisation);
-* an expert is zero, or holds what is no finite number; two rows of a router are equal.
+* an expert is zero, or holds NaN or infinity; two rows of a router are equal.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ucp.moe.measure import Measure, Measures
 
 
 def find_odd_experts(index: Index) -> Iterator[Doubt]:
-    """A doubt that lists what the index alone tells against the experts, where there is anything. Reads no tensor."""
+    """A doubt that lists the faults of experts that the index alone shows, if any. Reads no tensor."""
     faults = [fault for layer in find_layers(index.shapes) for fault in _find_structural(index.atoms, layer)]
     if faults:
         text = (
             f"expected all experts of every layer, each with the same tensors; in {index.path}:\n"
-            f"{format_list(faults)}\nWhoever saved it lost them, and a run that resumes would start them anew. Save "
-            "it again, from every rank"
+            f"{format_list(faults)}\nThey were lost when it was saved, so a run that resumes would initialise "
+            "them anew. Save it again, from every rank"
         )
         yield Doubt(kind=DoubtKind.EXPERTS, text=text)
 
 
 def _find_structural(atoms: Mapping[str, AtomIndex], layer: ExpertLayer) -> Iterator[str]:
-    """A line for each fault of a layer that needs no tensor."""
+    """A line for each fault of a layer that is found without reading tensors."""
     rows = layer.rows.get(Role.ROUTER)
     count = format_count(layer.num_experts, "expert")
     if layer.missing:
@@ -62,7 +62,7 @@ def _find_structural(atoms: Mapping[str, AtomIndex], layer: ExpertLayer) -> Iter
 
 
 def _find_unlike(atoms: Mapping[str, AtomIndex], layer: ExpertLayer, name: str) -> Iterator[str]:
-    """A line for each expert whose tensor has another shape, or a state of another dtype, than most have."""
+    """A line for each expert whose tensor differs from that of most experts, in shape or in the dtype of a state."""
     looks = {
         expert: tuple(
             f"{state} {stored.dtype} {shape_text(stored.global_shape)}"
@@ -79,7 +79,7 @@ def _find_unlike(atoms: Mapping[str, AtomIndex], layer: ExpertLayer, name: str) 
 
 
 def describe_unequal_counts(layers: Sequence[ExpertLayer]) -> str | None:
-    """A note that layers differ in the number of their experts; None where they do not."""
+    """A note that layers have different numbers of experts; None if they do not."""
     counts = Counter(layer.num_experts for layer in layers)
     if len(counts) < 2:
         return None
@@ -88,7 +88,7 @@ def describe_unequal_counts(layers: Sequence[ExpertLayer]) -> str | None:
 
 
 def find_content_faults(measures: Measures) -> tuple[list[str], list[str]]:
-    """What the bytes tell against the experts: (faults, notes)."""
+    """What is wrong with the bytes of experts and routers, and what may be: (faults, notes)."""
     faults, notes = [], []
     for module, by_role in measures.items():
         experts, rows = by_role.get(Role.EXPERT, {}), by_role.get(Role.ROUTER, {})
@@ -111,7 +111,7 @@ def find_content_faults(measures: Measures) -> tuple[list[str], list[str]]:
 
 
 def _find_bad_numbers(by_role: Mapping[Role, Mapping[int, Mapping[str, Measure]]]) -> Iterator[str]:
-    """A line for experts or rows with what is no finite number, and one for experts of zeros."""
+    """A line for each state with NaN or infinity, and one for experts whose weights are all zero."""
     for role, states_by_number in by_role.items():
         for name in dict.fromkeys(name for states in states_by_number.values() for name in states):
             wrong = [n for n, states in states_by_number.items() if name in states and not states[name].is_finite]

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint belong to which expert, by their names: the same for every framework.
+"""Find out by their names which tensors of a checkpoint belong to which expert, for all frameworks alike.
 
 Frameworks name experts in two ways. Some give every expert tensors of its own, others stack those of a layer:
 
@@ -27,26 +27,26 @@ _GROUPED = re.compile(r"(?P<module>.+?)\.experts\.(?P<tensor>linear_fc[12]\.(?:w
 """The same, as Transformer Engine's grouped layers number it. Example: mlp.experts.linear_fc1.weight7."""
 
 _STACKED = re.compile(r"(?P<module>.+?)\.(?:routed_experts\.inner_experts|experts\.experts|experts)\.(?P<tensor>.+)")
-"""A tensor of all experts, the first dim counting them. Examples: mlp.experts.gate_up_proj, layers.3.moe.experts.w1."""
+"""A tensor of all experts, stacked along the first dim. Examples: mlp.experts.gate_up_proj, layers.3.moe.experts.w1."""
 
 _STACKED_DIMS = 3
 """Dims of stacked matrices, at least."""
 
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?:\.|$)")
 """A number in the path of a module; the first is the layer's. Example: model.layers.3.mlp."""
 
 
 class Role(StrEnum):
-    """What a tensor is to the experts of a layer."""
+    """Role of a tensor in a layer with experts."""
 
     EXPERT = "expert"
     """Part of an expert."""
     ROUTER = "router"
-    """[experts, hidden]: a row scores an expert."""
+    """[experts, hidden]: each row scores one expert."""
     ROUTER_BIAS = "router bias"
     """[experts]: trained, added to the scores."""
     BALANCE = "balancing bias"
-    """[experts]: moved by a rule so that experts get equally many tokens."""
+    """[experts]: not trained; a rule changes it so that all experts get equally many tokens."""
     TOKENS = "tokens per expert"
     """[experts]: counted."""
 
@@ -74,7 +74,7 @@ _OF_ROUTER = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """What an expert has of a parameter: all of it, or one row."""
+    """The part of a parameter that belongs to one expert: all of it, or one row."""
 
     param: str
     """Parameter or buffer."""
@@ -89,7 +89,7 @@ class ExpertLayer:
     module: str
     """Path of the module that has experts and router, e.g. model.layers.3.mlp."""
     number: int | None
-    """Number of the layer, the first in that path; None where the path has none."""
+    """Number of the layer, the first in that path; None if the path has none."""
     experts: Mapping[int, Mapping[str, ExpertTensor]]
     """Number of an expert to its tensors by their name inside it, in increasing number."""
     routing: Mapping[Role, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class ExpertLayer:
 
     @property
     def num_experts(self) -> int:
-        """How many experts the model has: rows of the router, or one above the largest number."""
+        """How many experts the model has: rows of the router, or the largest number plus 1, if that is more."""
         return max(self.rows.get(Role.ROUTER, 0), max(self.experts, default=-1) + 1)
 
     @property
@@ -109,7 +109,7 @@ class ExpertLayer:
         return tuple(range(low + 1, high) for low, high in pairwise(numbers) if high - low > 1)
 
     def tensors(self) -> Iterator[tuple[Role, int, str, ExpertTensor]]:
-        """(role, expert, name inside it, tensor) of everything that is an expert's."""
+        """(role, number of the expert, name inside it, tensor) for everything that belongs to one expert."""
         for expert, tensors in self.experts.items():
             for name, tensor in tensors.items():
                 yield Role.EXPERT, expert, name, tensor
@@ -121,8 +121,8 @@ class ExpertLayer:
 def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...]:
     """Layers with experts, in the order of the model; empty for a model without. `shapes`: global, by parameter.
 
-    A tensor counts as stacked if it has three dims or more, or as many rows as one that has (a bias). Matrices in which
-    experts lie side by side (DBRX) are left alone: nothing says how many they are.
+    A tensor counts as stacked if it has three dims or more; a bias, if it has as many rows as such a tensor. Matrices
+    with several experts side by side (DBRX) are ignored, because nothing says how many experts they hold.
     """
     experts: dict[str, dict[int, dict[str, ExpertTensor]]] = {}
     stacked: dict[str, list[tuple[str, str]]] = {}
@@ -131,7 +131,7 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
         if match is not None:
             tensors = experts.setdefault(match["module"], {}).setdefault(int(match["expert"]), {})
             tensors[match["tensor"]] = ExpertTensor(param)
-        elif shape and (match := _STACKED.fullmatch(param)):
+        elif 0 not in shape and shape and (match := _STACKED.fullmatch(param)):
             stacked.setdefault(match["module"], []).append((match["tensor"], param))
     for module, params in stacked.items():
         counts = {shapes[param][0] for _, param in params if len(shapes[param]) >= _STACKED_DIMS}
@@ -144,7 +144,11 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
 def _make_layer(
     module: str, experts: Mapping[int, Mapping[str, ExpertTensor]], shapes: Mapping[str, tuple[int, ...]]
 ) -> ExpertLayer:
-    routing = {role: f"{module}.{suffix}" for suffix, role in _OF_ROUTER.items() if shapes.get(f"{module}.{suffix}")}
+    routing = {
+        role: param
+        for suffix, role in _OF_ROUTER.items()
+        if (shape := shapes.get(param := f"{module}.{suffix}")) and 0 not in shape[1:]
+    }
     number = _NUMBER.search(module)
     return ExpertLayer(
         module=module,

@@ -1,7 +1,7 @@
-"""Measure every expert of a checkpoint: norms, moments, zeros, and a digest by which equal experts are known.
+"""Measure every expert of a checkpoint: norms, moments, zeros, and a digest that shows which experts are equal.
 
 Reads the tensors of experts and routers once, block by block, on several threads. Each block belongs to one expert;
-what is measured of an expert's blocks is added up.
+the measures of an expert's blocks are added up.
 
     mean of exp_avg_sq    mean squared gradient over the last 1 / (1 - beta2) steps: how much an expert is trained
     norm of a row         of the router: how strongly it asks for an expert
@@ -27,12 +27,12 @@ from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
 _SAMPLED = 4096
-"""Elements at the head of a block that the kurtosis is taken of."""
+"""Elements at the start of each block from which the kurtosis is computed."""
 
 
 @dataclass(slots=True)
 class Measure:
-    """What is known of one state of one expert, of the elements of all its tensors together."""
+    """Sums over one state of one expert, over the elements of all its tensors."""
 
     numel: int = 0
     """Elements."""
@@ -45,9 +45,9 @@ class Measure:
     is_zero: bool = True
     """Whether every element is zero."""
     sample: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Of some elements of every block: how many, the sums of their squares and of their fourth powers."""
+    """For a sample of every block: number of elements, sum of their squares, sum of their fourth powers."""
     digests: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """xxh3-64 of each block, by tensor and by place in it."""
+    """xxh3-64 of each block, by tensor and position of the block in it."""
 
     @property
     def mean(self) -> float:
@@ -71,7 +71,7 @@ class Measure:
         return fourths * count / squares**2 if squares else 0.0
 
     def add(self, other: Measure) -> None:
-        """Count the elements of `other` with these."""
+        """Add the sums of `other` to these."""
         self.numel += other.numel
         self.total += other.total
         self.squares += other.squares
@@ -92,7 +92,7 @@ class _Part:
     """A block of a tensor of one expert."""
 
     key: _Key
-    """Whose it is."""
+    """Module, role, number of the expert and state to which it belongs."""
     name: str
     """Name of the tensor inside the expert."""
     row: int | None
@@ -140,26 +140,26 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
 
 
 def _measure_block(part: _Part, block: memoryview) -> Measure:
-    """Measure of a block; of numbers that are not floating point, the digest alone."""
+    """Measure of a block."""
     import numpy as np
 
     first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
     place = (part.name, *part.slice.pairs[0].global_box.offsets, part.slice.start - first)
     block_measure = Measure(digests={place: xxhash.xxh3_64_intdigest(block)})
-    if not part.slice.dtype.is_floating:
-        return replace(block_measure, is_zero=not any(block))
     values = viewed(block, part.slice.dtype)
-    values = values if values.dtype == np.float64 else widened(values, "float32")
+    values = np.abs(values) if np.iscomplexobj(values) else values
+    is_narrow = part.slice.dtype.is_floating and values.dtype != np.float64
+    values = widened(values, "float32" if is_narrow else "float64")
     with np.errstate(all="ignore"):
-        squares = float(np.dot(values, values))
+        squares, total = float(np.dot(values, values)), float(values.sum())
         is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
         if is_finite and not np.isfinite(squares):  # the squares are too large for float32
-            squares = float(np.square(values, dtype=np.float64).sum())
+            squares, total = float(np.square(values, dtype=np.float64).sum()), float(values.sum(dtype=np.float64))
         sampled = np.square(values[:_SAMPLED], dtype=np.float64)
         return replace(
             block_measure,
             numel=values.size,
-            total=float(values.sum()),
+            total=total,
             squares=squares,
             is_finite=is_finite,
             is_zero=squares == 0 and not values.any(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from math import inf, log2
+from math import inf, isfinite, log2, nan
 from pathlib import Path
 from statistics import median
 
@@ -12,15 +12,15 @@ from ucp.moe.report import ExpertsReport
 
 _FORMATS = (".svg", ".png", ".pdf")
 _SCALE = 4
-"""Colours reach from 1/2^4 of the median of the layer to 2^4 times."""
+"""Colours range from 1/2^4 of the layer's median to 2^4 times the median."""
 
 
 def check_plot(path: Path) -> None:
-    """Raise UsageError for a file that cannot be a picture, MissingLibraryError without matplotlib."""
+    """Raise UsageError if `path` cannot be written as a picture, MissingLibraryError without matplotlib."""
     if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"expected a picture as a file that ends in {', '.join(_FORMATS)}; got {path}")
+        raise UsageError(f"expected a file name for the picture that ends in {', '.join(_FORMATS)}; got {path}")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"expected the picture in a folder that is there; got {path}")
+        raise UsageError(f"expected an existing folder for the picture; got {path}")
     if find_spec("matplotlib") is None:
         raise MissingLibraryError(
             "expected matplotlib, which draws the picture; it is not installed. Install it "
@@ -31,7 +31,8 @@ def check_plot(path: Path) -> None:
 def plot_experts(report: ExpertsReport, path: Path) -> None:
     """Write the picture to `path`: a row per layer, a column per expert.
 
-    Grey: the checkpoint lacks the expert. Black: dead. A number of tokens or a bias is not drawn; `--json` has them.
+    Grey: the checkpoint lacks the expert, or its number is not finite. Black: dead. Numbers of tokens and biases are
+    not drawn; `--json` has them.
     """
     import matplotlib as mpl
     import numpy as np
@@ -43,9 +44,10 @@ def plot_experts(report: ExpertsReport, path: Path) -> None:
     width = max(layer.num_experts for layer in report.layers)
     values = np.full((len(report.layers), width), np.nan)
     for row, layer in enumerate(report.layers):
-        middle = median(layer.signal)
+        middle = median(layer.finite_signal)
         for expert, signal in zip(layer.experts, layer.signal, strict=True):
-            values[row, expert.number] = log2(signal / middle) if signal > 0 and middle > 0 else -inf
+            level = log2(signal) - log2(middle) if isfinite(signal) and signal > 0 < middle else -inf
+            values[row, expert.number] = level if isfinite(signal) else nan
     colours = mpl.colormaps["RdYlBu_r"].with_extremes(under="black", bad="#d8d8d8")
     figure, axes = plt.subplots(
         figsize=(min(max(6.0, 2.5 + 0.28 * width), 24), min(max(3.6, 1.6 + 0.28 * len(report.layers)), 24)),

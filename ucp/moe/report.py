@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import isfinite, log2
 from statistics import median
 
 from ucp.contract.protocols import Observer
@@ -22,13 +22,13 @@ MOMENT = "exp_avg_sq"
 """State with the running mean of squared gradients (Adam)."""
 
 _FAR = 10
-"""An expert whose squared gradients are so many times below the median of its layer is starved; so many above, hot."""
+"""An expert is starved if its squared gradients are this many times below the median of its layer, hot if above."""
 
 _MARKS = "▁▂▃▄▅▆▇█"
 """From 1/8 of the median or less to 8 times or more."""
 
 _WIDEST = 64
-"""Characters of the map of a layer, at most; each is then the mean of several experts."""
+"""Characters of the map of a layer, at most. With more experts than that, each shows the mean of several."""
 
 _SHOWN = 128
 """Layers that a page shows."""
@@ -45,17 +45,17 @@ class ExpertReport:
     weight_norm: float
     """Euclidean norm of its weights."""
     squared_gradient: float | None
-    """Mean of `exp_avg_sq` over its weights, without Adam's bias where the step is known; None without that state."""
+    """Mean of `exp_avg_sq` over its weights, bias-corrected if the step is known; None without that state."""
     gradient_norm: float | None
     """Euclidean norm of `exp_avg`; None without that state."""
     router_norm: float | None
-    """Euclidean norm of its row of the router; None where the router has none."""
+    """Euclidean norm of its row of the router; None if the router has no such row."""
     router_bias: float | None
     """Trained bias of its score."""
     balancing_bias: float | None
     """Bias that a rule moves: above 0 for an expert that got too few tokens, below for one that got too many."""
     tokens: float | None
-    """Tokens it got, where the checkpoint counts them."""
+    """Tokens that it got; None if the checkpoint does not count them."""
     step: int | None
     """Steps that the optimizer counted for it."""
 
@@ -67,13 +67,13 @@ class LayerReport:
     module: str
     """Path of the module that holds them."""
     number: int | None
-    """Number of the layer; None where its path has none."""
+    """Number of the layer; None if its path has none."""
     num_experts: int
     """Experts that it should have."""
     experts: tuple[ExpertReport, ...]
-    """Those that it has, in increasing number."""
+    """Experts in the checkpoint, in increasing number."""
     dead: tuple[int, ...]
-    """Experts whose squared gradients are zero: no token has reached them lately."""
+    """Experts whose squared gradients are zero: no token was routed to them lately."""
     starved: tuple[int, ...]
     """Those with a tenth of the median of the layer or less."""
     hot: tuple[int, ...]
@@ -81,10 +81,15 @@ class LayerReport:
 
     @property
     def signal(self) -> tuple[float, ...]:
-        """What the map shows of each expert: its squared gradients, or without moments the norm of its weights."""
+        """The values that the map shows: squared gradients; norms of weights if an expert has no squared gradient."""
         if any(expert.squared_gradient is None for expert in self.experts):
             return tuple(expert.weight_norm for expert in self.experts)
         return tuple(expert.squared_gradient or 0.0 for expert in self.experts)
+
+    @property
+    def finite_signal(self) -> tuple[float, ...]:
+        """`signal` without NaN and infinity; a zero where nothing else is left."""
+        return tuple(filter(isfinite, self.signal)) or (0.0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,7 @@ class ExpertsReport(Report):
     problems: tuple[str, ...]
     """What is wrong."""
     notes: tuple[str, ...]
-    """What else is to be known."""
+    """What you should know, but need not act on."""
 
     @property
     def has_moments(self) -> bool:
@@ -118,7 +123,7 @@ class ExpertsReport(Report):
                 ("experts", f"{' or '.join(counts)} in each of {format_count(len(self.layers), 'layer')}"),
                 (
                     "map",
-                    f"{signal} beside the median of the layer: {_MARKS[0]} 1/8 or less, {_MARKS[-1]} 8 times or more",
+                    f"{signal} relative to the layer's median: {_MARKS[0]} 1/8 or less, {_MARKS[-1]} 8 times or more",
                 ),
             ]
         )
@@ -129,7 +134,7 @@ class ExpertsReport(Report):
 
 
 def _layer_row(layer: LayerReport) -> tuple[str, ...]:
-    signal = layer.signal
+    signal = layer.finite_signal
     chosen = {"dead": layer.dead, "starved": layer.starved, "hot": layer.hot}
     name = layer.module if layer.number is None else str(layer.number)
     return (
@@ -141,20 +146,22 @@ def _layer_row(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _draw(layer: LayerReport) -> Iterator[str]:
-    """A mark for each expert, or for several; × where all of these are dead."""
-    signal, middle = layer.signal, median(layer.signal)
+    """A mark for each expert, or for every few of them; × if all of these are dead, ! if one is not finite."""
+    signal, middle = layer.signal, median(layer.finite_signal)
     width = -(-len(signal) // _WIDEST)
     for low in range(0, len(signal), width):
         mean = sum(signal[low : low + width]) / len(signal[low : low + width])
-        if mean <= 0 or middle <= 0:
+        if not isfinite(mean):
+            yield "!"
+        elif mean <= 0 or middle <= 0:
             yield "×" if mean <= 0 else _MARKS[-1]
         else:
-            level = round((log2(mean / middle) + 3) / 6 * (len(_MARKS) - 1))
+            level = round((log2(mean) - log2(middle) + 3) / 6 * (len(_MARKS) - 1))
             yield _MARKS[min(max(level, 0), len(_MARKS) - 1)]
 
 
 def check_experts(index: Index, observer: Observer, *, threads: int) -> tuple[list[str], list[str]]:
-    """What tensors tell against the experts, and what else is to be known: (faults, notes); none without experts."""
+    """Read the experts, and return (faults, notes); both are empty for a model without experts."""
     layers = find_layers(index.shapes)
     faults, notes = find_content_faults(measure(index, layers, observer, threads=threads)) if layers else ([], [])
     return faults, [*notes, *filter(None, [describe_unequal_counts(layers)])]
@@ -172,7 +179,7 @@ def report_experts(index: Index, observer: Observer, *, threads: int) -> Experts
     faults, notes = find_content_faults(measures)
     structural = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
     steps = _read_steps(index, layers)
-    reports = tuple(_report_layer(index, layer, measures[layer.module], steps) for layer in layers)
+    reports = tuple(_report_layer(index, layer, measures.get(layer.module, {}), steps) for layer in layers)
     return ExpertsReport(
         path=index.path,
         step=index.step,
@@ -189,8 +196,9 @@ def _report_layer(
     steps: Mapping[str, int],
 ) -> LayerReport:
     experts = []
-    for number, states in by_role[Role.EXPERT].items():
-        param = next(iter(layer.experts[number].values())).param
+    for number, tensors in layer.experts.items():
+        states = by_role.get(Role.EXPERT, {}).get(number, {WEIGHT: Measure()})  # without elements, nothing is measured
+        param = next(iter(tensors.values())).param
         values = {role: by_role.get(role, {}).get(number, {}).get(WEIGHT) for role in Role}
         router, step = values[Role.ROUTER], steps.get(param)
         moment, momentum = states.get(MOMENT), states.get("exp_avg")
@@ -208,8 +216,8 @@ def _report_layer(
                 step=step,
             )
         )
-    experts.sort(key=lambda expert: expert.number)
     squares = {e.number: e.squared_gradient for e in experts if e.squared_gradient is not None}
+    squares = {number: square for number, square in squares.items() if isfinite(square)}
     middle = median(squares.values()) if squares else 0.0
     return LayerReport(
         module=layer.module,
@@ -227,7 +235,7 @@ def _value_of(value: Measure | None) -> float | None:
 
 
 def _find_bias(index: Index, param: str, step: int | None) -> float:
-    """What Adam's running mean of squares is short of, from zero: 1 - beta2^step; 1 where that is not known."""
+    """Adam's bias correction for the mean of squares: 1 - beta2^step; 1 if the step or beta2 is not known."""
     group = next((group for group in index.groups if param in group.params), None)
     betas = None if group is None else group.hyper.get("betas")
     if not step or not isinstance(betas, list | tuple) or len(betas) < 2 or not isinstance(betas[1], float):
@@ -236,7 +244,7 @@ def _find_bias(index: Index, param: str, step: int | None) -> float:
 
 
 def _read_steps(index: Index, layers: Sequence[ExpertLayer]) -> dict[str, int]:
-    """Steps that the optimizer counted, for the first parameter of every expert that has a count."""
+    """Name to step count, for the first parameter of every expert, if it has a step count."""
     steps = {}
     with Prober() as prober:
         for param in {next(iter(tensors.values())).param for layer in layers for tensors in layer.experts.values()}:
@@ -248,11 +256,11 @@ def _read_steps(index: Index, layers: Sequence[ExpertLayer]) -> dict[str, int]:
 
 
 def _describe_unequal_steps(layers: Iterable[LayerReport]) -> Iterator[str]:
-    """A note for each layer whose experts were stepped unequally often."""
+    """A note for each layer whose experts have different step counts."""
     for layer in layers:
         steps = {expert.step for expert in layer.experts if expert.step is not None}
         if len(steps) > 1:
             yield (
                 f"{layer.module}: the optimizer stepped some experts {max(steps):,} times and others {min(steps):,}; "
-                "an expert without tokens is passed over where its gradient is None"
+                "it skips an expert without tokens if its gradient is None"
             )

@@ -56,8 +56,8 @@ def detect_first_step(index: Index) -> Index:
     if not is_new:
         return index
     note = (
-        "the optimizer has not stepped yet: it counts 1 step with moments of zero, as torch's get_state_dict makes the "
-        "states of a new one. It is read as step 0"
+        "the optimizer has not stepped yet: its step count is 1 with moments of zero, because torch's get_state_dict "
+        "steps a new optimizer once to create its states. The checkpoint is read as step 0"
     )
     return replace(index, step=0, notes=(*index.notes, note))
 
@@ -97,7 +97,7 @@ def check_moments(index: Index, policy: ZeroMoments, *, selection: Index | None 
 
 
 def _find_zero_moments(index: Index) -> list[AtomIndex]:
-    """All parameters with moments, if in a sample of them all windows are zero although steps were taken; else none."""
+    """All parameters with moments, if a sample of them is zero although the optimizer has stepped; else none."""
     if index.groups and all(group.hyper.get("lr") == 0 for group in index.groups):
         return []
     atoms = [atom for atom in index.atoms.values() if atom.kind is Kind.PARAMETER and any(iter_moments(atom))]

@@ -177,4 +177,5 @@ class _States:
         if isinstance(ref, InlineTensor):
             return [*start, ref.data.hex()]
         start += [self.file(ref.path), ref.offset, ref.strides]
-        return [*start, ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else start
+        start += [ref.codec, ref.codec_nbytes, ref.codec_start] if ref.codec else []
+        return [*start, ref.patched_nbytes] if ref.patched_nbytes else start

@@ -303,6 +303,7 @@ class _States:
                 codec=piece.codec,
                 codec_nbytes=piece.codec_nbytes,
                 codec_start=piece.codec_start,
+                patched_nbytes=piece.patched_nbytes,
             )
             self._locate(piece.place, piece.offset, piece.codec_nbytes if piece.codec else ref.extent)
         return Fragment(box=box, ref=ref, replica=abs(piece.replica), term=piece.term, derived=piece.replica < 0)

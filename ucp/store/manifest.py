@@ -104,6 +104,8 @@ class Piece(Struct, frozen=True, gc=False, array_like=True, forbid_unknown_field
     """Number of encoded bytes."""
     codec_start: Natural = 0
     """Byte of the decoded block where the piece begins."""
+    patched_nbytes: Natural = 0
+    """Bytes of the tensor that the block is a patch of; 0 if it is no patch."""
 
 
 class StoredState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -145,7 +147,7 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     model_dtype: DType | None = None
     """Dtype of the model's weight, if the stored weight is a master of higher precision."""
     iteration: Natural | None = None
-    """Training step of its states, if that is another than the store's."""
+    """Training step of its states, if it differs from the store's."""
     layout: tuple[Natural, ...] = ()
     """Its layout in the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}

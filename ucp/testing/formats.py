@@ -104,7 +104,7 @@ class FormatContract:
                         assert fragment.ref.offset + used <= nbytes[fragment.ref.path]
 
     def test_checksums_lie_in_files_that_are_listed(self, indexes: Sequence[Index]) -> None:
-        """And do not overlap: every byte has at most one checksum."""
+        """Ranges with checksums do not go past the end of a file, and do not overlap."""
         for index in indexes:
             nbytes = {file.path: file.nbytes for file in index.files}
             before = ("", 0)

@@ -86,7 +86,7 @@ def _match_spans(records: Sequence[Record], spans: Sequence[Span]) -> Iterator[t
 
 
 def _select_chain(record: Record, inside: Sequence[Span]) -> Iterator[Span]:
-    """Spans of a record without overlaps, in order; what was read twice counts once."""
+    """Spans inside a record, in order, without those that overlap an earlier one."""
     at, stop = record.offset, record.offset + record.nbytes
     for span in inside:
         if span.offset >= at and span.offset + span.nbytes <= stop:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain, groupby, islice
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
+from zlib_ng import zlib_ng
 
 from ucp.contract.protocols import Observer
 from ucp.core.index import Index, StateIndex
@@ -128,7 +131,7 @@ def find_drifting_states(
 
 def count_checked_bytes(index: Index) -> int:
     """Number of bytes that `find_corruption` reads."""
-    digested = sum(state.nbytes for _, _, state in index.states() if state.digests)
+    digested = sum(state.nbytes for _, _, state in index.states() if state.digests or _hasher(state) is not None)
     return digested + sum(record.nbytes for record in _undigested(index))
 
 
@@ -150,6 +153,7 @@ def find_corruption(index: Index, observer: Observer, threads: int) -> list[str]
     return [
         *(f"CRC-32 differs: {r.path}: {r.name}{describe_owners(index, r)}" for r in damaged),
         *(f"digest differs: {line}" for line in scan_digests(index, observer, threads)),
+        *(f"checksum differs: {line}" for line in scan_checksums(index, observer, threads)),
     ]
 
 
@@ -230,6 +234,60 @@ def _check_digests(parts: Sequence[_StatePart], gatherer: Gatherer) -> Iterator[
         number = part.slice.start * part.slice.dtype.itemsize // state.digest_nbytes
         if xxhash.xxh3_64_hexdigest(data) != state.digests[number]:
             yield f"{part.label}, in {state.fragments[0].path}"
+
+
+def scan_checksums(index: Index, observer: Observer, threads: int = THREADS) -> list[str]:
+    """A line for each state whose bytes do not have the recorded checksum, or cannot be read."""
+    summed = [
+        _StatePart(full_slice(atom.name, name, state), Locator(state))
+        for atom, name, state in index.states()
+        if _hasher(state) is not None and not state.digests
+    ]
+    wrong: list[str] = []
+
+    def check(whole: _StatePart, gatherer: Gatherer) -> None:
+        state = whole.locator.state
+        hasher = _hasher(state)
+        try:
+            for low, high in block_ranges(0, state.numel, BLOCK // state.dtype.itemsize) if hasher else ():
+                part = whole._replace(slice=replace(whole.slice, start=low, stop=high))
+                hasher.update(_read_parts([part], gatherer)[0])
+                observer.advance(part.nbytes)
+        except (CorruptError, SourceError) as error:
+            wrong.append(f"{whole.slice.param}/{whole.slice.state}: {error}")
+            return
+        expected = state.checksum.partition(":")[2]
+        if hasher and int(hasher.hexdigest(), 16) != int(expected, 16):
+            wrong.append(
+                f"{whole.slice.param}/{whole.slice.state}: expected {state.checksum}; got {hasher.hexdigest()}"
+            )
+
+    nbytes = sum(part.nbytes for part in summed)
+    _run_stage(summed, check, threads, observer, title="checksums of tensors", nbytes=nbytes)
+    return sorted(wrong)
+
+
+def _hasher(state: StateIndex) -> Any:
+    """Computes the checksum that is recorded of a state; None without one, or without the library for it."""
+    match state.checksum.partition(":")[0]:
+        case "adler32":
+            return _Adler32()
+        case "xxh3-128":
+            return xxhash.xxh3_128()
+        case "blake3" if find_spec("blake3") is not None:
+            return import_module("blake3").blake3()
+    return None
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._sum = 1
+
+    def update(self, data: memoryview) -> None:
+        self._sum = zlib_ng.adler32(data, self._sum)
+
+    def hexdigest(self) -> str:
+        return f"{self._sum:08x}"
 
 
 class _StatePart(NamedTuple):

@@ -27,7 +27,7 @@ def find_drifts(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> Iterator
 
 
 def _all_agree(checked: Sequence[CheckedSlice], gatherer: Gatherer) -> bool:
-    """Whether all copies equal what was read, by a fast comparison; False also if this comparison cannot tell."""
+    """Whether all copies equal what was read, by a fast comparison; also False if this comparison is inconclusive."""
     alike: dict[tuple[DType, DType], list[tuple[memoryview, Piece]]] = {}
     for tensor_slice, locator, part in checked:
         for piece in chain.from_iterable(

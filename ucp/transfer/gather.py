@@ -1,7 +1,8 @@
 """Gathers the pieces of a slice in a buffer: the only place where tensor bytes are read.
 
 Adjacent pieces of a file are read by one call, straight into place (`preadv`). Strided pieces are read in ranges of
-bounded size, in file order and without long gaps, and then scattered. Casts and means are computed between the two.
+bounded size, in file order and without long gaps, and then scattered. Casts and means are computed between the two;
+patches change what was read (`ucp.transfer.patches`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ucp.core.tensor import DType, InlineTensor, TensorRef, contiguous_strides, 
 from ucp.errors import CorruptError
 from ucp.io.elements import add, assign, decode_block, enlarge, fraction_of, mean_dtype, numpy_dtype, strided, viewed
 from ucp.io.files import Sources, join_ranges
+from ucp.transfer.patches import Patcher, is_patch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,6 +84,8 @@ class Gatherer:
     """Where files are opened."""
     tracked: frozenset[str] = frozenset()
     """Files whose bytes are checksummed as they are read, because their checksums are recorded."""
+    patcher: Patcher = field(default_factory=Patcher)
+    """Open patches, which several gatherers of one thread can share."""
     spans: list[Span] = field(default_factory=list)
     """What was read from tracked files."""
     nbytes_read: int = 0
@@ -149,6 +153,9 @@ class Gatherer:
             for low, _, count in join_ranges((offset, offset + view.nbytes) for _, offset, view in reads):
                 self._read(path, low, list(islice(views, count)))
         for buffer, dtype, others in indirect:
+            if any(map(is_patch, others)):
+                self.patcher.fill(self, buffer, dtype, others)
+                continue
             terms = len({piece.term for piece in others})
             if terms > 1:
                 self._fill_mean(buffer, dtype, others, terms)
@@ -337,7 +344,7 @@ def to_extent(piece: Piece) -> Extent | None:
     from ucp.io.remote.prefetch import Extent
 
     ref = piece.ref
-    if isinstance(ref, InlineTensor):
+    if isinstance(ref, InlineTensor) or is_patch(piece):  # a patch is read as a stream
         return None
     if ref.codec:
         return Extent(ref.path, ref.offset, ref.offset + ref.codec_nbytes, ref.codec_nbytes)

@@ -48,7 +48,7 @@ class Prober:
         Raises ValueError for a range outside the tensor, SourceError if it cannot be read.
         """
         if not 0 <= start <= stop <= tensor.numel:
-            raise ValueError(f"elements {start}:{stop} of a tensor of {tensor.numel}")
+            raise ValueError(f"expected elements of a tensor of {tensor.numel}; got {start}:{stop}")
         if isinstance(tensor, TensorRef) and tensor.is_contiguous and not tensor.codec:
             first, nbytes = (n * tensor.dtype.itemsize for n in (start, stop - start))
             self._gatherer.nbytes_read += nbytes
@@ -86,7 +86,7 @@ class Prober:
 def cast_bits(data: bytes, dtype: DType, to: DType) -> bytes:
     """Elements of `dtype` cast to `to`, rounded as torch rounds: to the nearest, ties to even.
 
-    Values too large for `to` become infinite. All NaNs get the same bits, also if `dtype` is `to`: the bits that torch
+    Values too large for `to` become infinite. All NaNs get the same bits, even if `dtype` is `to`: the bits that torch
     gives a NaN depend on the processor, and on how many elements are cast at once.
     """
     if dtype is to and not dtype.is_floating:

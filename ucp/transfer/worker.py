@@ -32,13 +32,13 @@ from ucp.io.provenance import is_remote
 from ucp.io.writing import TEMPORARY, read_back, start_writeback, write_at
 from ucp.transfer.drift import describe_drift, find_drifts
 from ucp.transfer.gather import ByteRun, Gatherer, Span, to_extent, to_run, view_piece
+from ucp.transfer.patches import Patcher
 from ucp.transfer.plan.job import Job, locate_raw
 from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
 from ucp.transfer.plan.tiles import resolve_in_tile, split_tiles
 
 MEAN_WINDOW = BLOCK // 8
-"""Bytes of a mean that are computed at once: its sum and casts have a wider dtype than what is written."""
-
+"""Bytes of a mean, or of a patched tensor, that are computed at once: a sum, or a cast, needs a buffer of its own."""
 
 TILE = 2 * BLOCK
 """Bytes of a tile that is not compared with copies, and so needs less memory besides its own bytes."""
@@ -118,6 +118,7 @@ class Worker:
         self._sources = Sources(job.index.files)
         self._is_remote = is_remote(job.index.files)
         self._announced: dict[int, int] = {}
+        self._patcher = Patcher()
         self._tracked = frozenset(record.path for record in job.index.records)
         atoms = job.index.atoms
         self._locator = lru_cache(CACHED_LOCATORS)(  # caching a bound method would make a reference cycle
@@ -143,7 +144,7 @@ class Worker:
         """Carry out a task; the last report is a `Done`. Raises UcpError or OSError."""
         if self._is_remote:
             self._announce(task)
-        gatherer = Gatherer(sources=self._sources, tracked=self._tracked)
+        gatherer = Gatherer(sources=self._sources, tracked=self._tracked, patcher=self._patcher)
         drift_lines: list[str] = []
         sums: list[Sum] = []
         if not self._is_encoded(task.fills[0]) and task.fills[0].sections[0].placement in self._job.tiled:
@@ -206,7 +207,7 @@ class Worker:
         return target.compress and fill.sections[0].placement < len(target.placements)
 
     def _write(self, fill: Fill, gatherer: Gatherer, drift_lines: list[str]) -> Iterator[Sum]:
-        """Write a fill by windows (several small sections, or a part of one), each read, summed and written at once."""
+        """Read, checksum and write a fill, one window (several small sections, or a part of one) after another."""
         with _open_output(str(self._root / fill.path)) as descriptor:
             for sections in bundle(fill.sections, limit=WINDOW):
                 runs = self._find_runs(sections[0]) if sections[0].nbytes > WINDOW else None
@@ -290,7 +291,7 @@ class Worker:
         is_checked = any(output.section.placement in self._job.checking for output in outputs)
         boundaries = {(f.ref.path, f.ref.offset) for f in state.fragments if isinstance(f.ref, TensorRef)}
         span_count = 0
-        nbytes = MEAN_WINDOW if state.overlap is Overlap.MEAN else BLOCK if locator.replicas else TILE
+        nbytes = (BLOCK if locator.replicas else TILE) if state.overlap is Overlap.EXCLUSIVE else MEAN_WINDOW
         for tile in split_tiles(first_slice, state, nbytes=nbytes):
             copies = [
                 (s, piece)
@@ -329,7 +330,8 @@ class Worker:
             part = data[at : at + section.nbytes]
             parts.append(part)
             item = tensor_slice.dtype.itemsize  # a mean needs memory for its sum, so it is computed in parts
-            step = MEAN_WINDOW // item if locator.state.overlap is Overlap.MEAN else section.stop - section.start
+            is_plain = locator.state.overlap is Overlap.EXCLUSIVE
+            step = section.stop - section.start if is_plain else MEAN_WINDOW // item
             for low, high in block_ranges(section.start, section.stop, step):
                 window = part[(low - section.start) * item : (high - section.start) * item]
                 requests.append((window, tensor_slice.dtype, resolve(tensor_slice, locator, low, high)))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from ucp.checks.floor import measure_floor
 from ucp.conversion.prepare import count_cores
 from ucp.core.text.units import nbytes_text, rate_text, seconds_text
 from ucp.errors import format_count
-from ucp.transfer.floor import measure_floor
 from ucp_cli.options import PATH, as_json, example, parse_count, parse_memory_option
 from ucp_cli.pages.render import table, write, write_json
 

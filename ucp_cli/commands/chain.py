@@ -18,8 +18,8 @@ from ucp_cli.pages.render import table, write
 def command() -> None:
     """List checkpoints of one run, so that they are read as one.
 
-    Every parameter is then read, with all of its states, from the newest checkpoint that has it: as where experts are
-    saved in turn. `ucp inspect CHAIN` shows what is older than the rest.
+    Each parameter, with all of its states, is then read from the newest checkpoint that has it. Use this for runs that
+    save only some of the experts each time. `ucp inspect CHAIN` shows which parameters are older than the others.
     """
 
 
@@ -28,9 +28,9 @@ def command() -> None:
 @click.argument("links", type=PATH, nargs=-1, required=True)
 @click.option("--iteration", type=click.IntRange(min=0), metavar="ITER", help="Training step, if LINK records none.")
 def add(*, chain: Path, links: tuple[Path, ...], iteration: int | None) -> None:
-    """Add the checkpoints LINKS to CHAIN, a folder whose chain.json lists them; it is made if it is not there.
+    """Add the checkpoints LINKS to CHAIN, a folder whose chain.json lists them, and which is created if needed.
 
-    Nothing is copied. A link that is listed already is left.
+    Nothing is copied. Adding a checkpoint that is already listed changes nothing.
     """
     rows = [(f"{step:,}", path) for step, path in api.add_to_chain(chain, links, iteration=iteration)]
     write(table(str(chain), (">iteration", "checkpoint"), rows))

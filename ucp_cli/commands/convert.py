@@ -57,7 +57,7 @@ def command(
         raise make_stopped(stop, _advice(dst, is_part=options.get("part") is not None)) from None
     if not as_json and quiet:
         return
-    from ucp_cli.pages.documents import convert_document  # drawing takes a while to import: not with --quiet
+    from ucp_cli.pages.documents import convert_document  # slow to import, and not needed with --quiet
     from ucp_cli.pages.render import write, write_json
 
     if as_json:

@@ -12,7 +12,7 @@ from ucp import api
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import ExpertArguments, SourceArguments
 from ucp.core.text.overview import describe_missing
-from ucp.errors import CorruptError, FamilyError, SourceError, UsageError
+from ucp.errors import CorruptError, FamilyError, SourceError, StaleError, UsageError
 from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import experts_document, index_document, survey_document
@@ -44,7 +44,9 @@ _OF_EXPERTS = ("plot", "workers", "memory", "progress", "quiet")
     help="Show the shards of these parameters, with file and position. May be repeated.",
 )
 @click.option("--files", is_flag=True, help="List the files and what they hold.")
-@click.option("--experts", is_flag=True, help="Read the experts: how trained each is, which stand out, what is wrong.")
+@click.option(
+    "--experts", is_flag=True, help="Read the experts: how much each is trained, which stand out, what is wrong."
+)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --experts: also draw them (.svg).")
 @takes_options(ExpertArguments)
 @progress
@@ -74,14 +76,14 @@ def command(
     If missing or damaged files make a checkpoint unreadable, what is known without them is shown, and the exit code
     is 1. Other problems are listed on the page, with exit code 0; `ucp verify` exits with 1 for them.
 
-    --experts reads the tensors of experts and routers; --plot, --workers, --memory, --progress and --quiet go with it.
+    --experts reads the tensors of experts and routers; --plot, --workers, --memory, --progress and --quiet require it.
     """
     if experts:
         _show_experts(path, plot, watch(progress, quiet=quiet), as_json=as_json, **options)
         return
     idle = [name for name in _OF_EXPERTS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if idle:
-        raise UsageError(f"--{' and --'.join(idle)} {'is' if len(idle) == 1 else 'are'} of use with --experts alone")
+        raise UsageError(f"--{' and --'.join(idle)} {'is' if len(idle) == 1 else 'are'} only used with --experts")
     source = SourceArguments(
         family=options["family"],
         patterns=options["patterns"],
@@ -94,8 +96,9 @@ def command(
     try:
         index = api.inspect(path, **source)
     except (SourceError, CorruptError) as error:
-        if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
-            raise  # --family or --patterns may be wrong, not the checkpoint
+        is_of_family = isinstance(error, FamilyError) and (options.get("family") or options.get("patterns"))
+        if is_of_family or isinstance(error, StaleError):
+            raise  # --family, --patterns, --exact or --max-plt may be wrong, not the checkpoint
         survey = api.survey(path)
         if as_json:
             write_json(survey_document(survey, str(error)))

@@ -1,4 +1,4 @@
-"""Atoms of a window: the ranges of all ranks joined; and whether they are theirs, by the dense weights."""
+"""Join the ranges of all ranks into atoms; check against the dense weights that no rank saved the ranges of a peer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ucp_formats.moevement.names import OperatorNames, parse_operator
 from ucp_formats.moevement.window import RankWindow, StoredTensor, may_skip_steps
 
 _MASTERS, _MOMENTS, _COMPUTE = "params.", "optimizer.", "compute_weights."
-"""What a key begins with."""
+"""Prefixes of keys: masters, optimizer states, weights in the dtype of the model."""
 _RNG = "__moe_rng_state__"
 _SAMPLED = 256
 """Elements of a range that are compared with the dense checkpoint, at most."""
 
 
 class _Range(NamedTuple):
-    """What a rank has of a flattened state."""
+    """The range of a flattened state that a rank saved."""
 
     rank: int
     """Global rank."""
@@ -37,11 +37,11 @@ class _Range(NamedTuple):
     tensor: StoredTensor
     """As stored."""
     ref: TensorRef
-    """Where it lies."""
+    """Where its elements are stored."""
 
 
 class WindowReader:
-    """Makes atoms of the tensors of all ranks."""
+    """Joins the tensors of all ranks into atoms."""
 
     def __init__(self, windows: Sequence[RankWindow], names: OperatorNames, dense: Index) -> None:
         self._windows = windows
@@ -61,15 +61,18 @@ class WindowReader:
                     (prefix for prefix in (_MASTERS, _MOMENTS, _COMPUTE) if tensor.key.startswith(prefix)), None
                 )
                 if kind is None or stored.is_active is (kind == _COMPUTE):
-                    raise MalformedError(f"{window.path}: {operator_name} has {tensor.key!r} in iteration {iteration}")
+                    raise MalformedError(
+                        f"expected {_MASTERS}* and {_MOMENTS}* of an active operator, {_COMPUTE}* of any other; got "
+                        f"{tensor.key!r} of {operator_name}, iteration {iteration}, in {window.path}"
+                    )
                 inner, state = tensor.key.removeprefix(kind), WEIGHT
                 if kind == _MOMENTS:
                     inner, _, state = inner.rpartition(".")
                 param = names.param(operator, inner, window.rank)
                 if param is None:
                     raise MalformedError(
-                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are of "
-                        "different runs"
+                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are "
+                        "from different runs"
                     )
                 if kind == _COMPUTE:
                     self._frozen.setdefault((param, iteration), []).append(ref)
@@ -77,21 +80,42 @@ class WindowReader:
                 self._slots.setdefault(param, set()).add(iteration)
                 self._sharing[param] = names.sharing_ranks(operator, window.rank)
                 self._ranges.setdefault((param, state), []).append(_Range(window.rank, operator_name, tensor, ref))
+        bare = [param for param in self._slots if (param, WEIGHT) not in self._ranges]
+        if bare:
+            raise MalformedError(
+                f"expected weights of every active parameter in the windows of {dense.path}; there are none of "
+                f"{', '.join(bare)}"
+            )
         twice = [f"{name}: {sorted(steps)}" for name, steps in self._slots.items() if len(steps) > 1]
         if twice:
             raise MalformedError(
-                f"expected every parameter to be active in one iteration of a window; got\n{format_list(twice)}"
+                f"expected every parameter to be active in exactly one iteration of a window; got\n{format_list(twice)}"
             )
 
     def read_slots(self) -> dict[str, AtomIndex]:
-        """Every parameter, with all states, in the iteration in which it is active."""
+        """Every parameter with all its states, from the iteration in which it is active."""
         states: dict[str, dict[str, StateSource]] = {}
         for (param, state), ranges in self._ranges.items():
             states.setdefault(param, {})[state] = self._join(param, state, ranges)
+        self._check_states(states)
         if self.is_counted:
             for param, of_param in states.items():
                 of_param[STEP] = state_from_number(float(min(self._slots[param])))
         return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
+
+    def _check_states(self, states: Mapping[str, Mapping[str, StateSource]]) -> None:
+        """Raise MalformedError for other states, or other shapes, than the dense checkpoint has of a parameter."""
+        for param, of_param in states.items():
+            dense = self._dense.atoms.get(param)
+            expected = {} if dense is None else {name: dense.states[name].global_shape for name in dense.states}
+            got = {name: state.shape for name, state in of_param.items() if isinstance(state, ShardedTensor)}
+            wrong = {name for name in {*expected, *got} - {STEP} if expected.get(name) != got.get(name)}
+            if wrong and len(expected) > 1:
+                lines = [f"{name}: expected {expected.get(name)}, got {got.get(name)}" for name in sorted(wrong)]
+                raise MalformedError(
+                    f"expected the states of {param} that the dense checkpoint {self._dense.path} has, in their "
+                    f"shapes; the window has others:\n{format_list(lines)}"
+                )
 
     def read_first(self, first: int) -> dict[str, AtomIndex]:
         """The weight of every parameter in the first iteration."""
@@ -115,13 +139,15 @@ class WindowReader:
         return replace(atom, iteration=iteration)
 
     def _join(self, param: str, state: str, ranges: Sequence[_Range]) -> ShardedTensor:
-        """A state, of the ranges of all ranks that share it; of whole copies where the run had no ZeRO."""
+        """A state, joined from the ranges of the ranks that share it. Without ZeRO every rank has a full copy."""
         flat = sorted((part for part in ranges if part.tensor.fragment_numel is not None), key=lambda part: part.rank)
         if not flat:
             return ShardedTensor.unsharded(*(part.ref for part in ranges))
         shape = flat[0].tensor.full_shape
         if shape is None or any(part.tensor.full_shape != shape for part in flat):
-            raise MalformedError(f"expected one full shape of {param}/{state} in all windows of {self._dense.path}")
+            raise MalformedError(
+                f"expected the same full shape of {param}/{state} in the windows of all ranks of {self._dense.path}"
+            )
         sharing = self._sharing[param]
         start_of = self._starts(flat)
         pairs = {part.rank: _flat_pair(start_of[part.rank], part.ref.numel) for part in flat}
@@ -139,7 +165,7 @@ class WindowReader:
         return ShardedTensor(dtype=flat[0].ref.dtype, shape=shape, shard_sets=(ShardSet(Layout(flat=(axis,)), shards),))
 
     def _check_lengths(self, param: str, flat: Sequence[_Range], sharing: Sequence[int]) -> None:
-        """Raise MalformedError for ranges that are not as long as those of the same ranks in the dense checkpoint."""
+        """Raise MalformedError if a range has another length than that of the same rank in the dense checkpoint."""
         atom = self._dense.atoms.get(param)
         axis = (
             next((axis for axis in atom.layout.flat if axis.parts == len(sharing)), None) if atom is not None else None
@@ -152,20 +178,20 @@ class WindowReader:
             if part.ref.numel != expected:
                 raise MalformedError(
                     f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
-                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or of another run"
+                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or from another run"
                 )
 
     @staticmethod
     def _starts(flat: Sequence[_Range]) -> dict[int, int]:
-        """Rank to the element of the flattened parameter where its range starts: ranges follow one another."""
+        """Rank to the first element of its range in the flattened parameter; ranges follow one another."""
         stops = accumulate(part.ref.numel for part in flat)
         return {part.rank: stop - part.ref.numel for part, stop in zip(flat, stops, strict=True)}
 
     def check_peers(self) -> Iterator[str]:
-        """A line for every two operators of different ranks that hold one another's ranges, as the dense weights tell.
+        """A line for each pair of operators of two ranks whose ranges were exchanged, judged by the dense weights.
 
-        Experts of a model may start alike, so that one range tells little: those of two operators are nearer to the
-        dense weights of their own places together, or of the other's.
+        Experts may start with equal weights, so a single range proves little. So two operators are judged together:
+        their ranges are nearer to the dense weights either as they are, or exchanged.
         """
         places: dict[tuple[int, str], dict[str, tuple[str, int, TensorRef]]] = {}
         for (param, state), ranges in self._ranges.items():
@@ -192,7 +218,7 @@ class WindowReader:
         one: Mapping[str, tuple[str, int, TensorRef]],
         other: Mapping[str, tuple[str, int, TensorRef]],
     ) -> bool:
-        """Whether the ranges of two operators are nearer to the dense weights at one another's places."""
+        """Whether the ranges of two operators are nearer to the dense weights if their places are exchanged."""
 
         def distance(
             ranges: Mapping[str, tuple[str, int, TensorRef]], at: Mapping[str, tuple[str, int, TensorRef]]
@@ -213,7 +239,7 @@ class WindowReader:
         return next(window.path for window in self._windows if window.rank == rank)
 
     def list_extras(self, iteration: int) -> Iterator[Extra]:
-        """States of random generators after an iteration, and what the run recorded when it saved."""
+        """RNG states after an iteration, and the metadata that the run recorded when it saved."""
         for window in self._windows:
             states = {
                 tensor.key: ref for step, name, _, tensor, ref in window.tensors() if (step, name) == (iteration, _RNG)

@@ -1,8 +1,9 @@
-"""Which parameter an operator's tensor is: operators count layers and experts of a stage and a rank.
+"""Find the parameter of an operator's tensor: operators number layers within a stage, and experts within a rank.
 
 `stage{S}_non_expert`, `stage{S}_layer_{L}_gate`, `stage{S}_layer_{L}_expert_{E}` (moevement/coordinator.py): S is a
-pipeline stage, L counts the MoE layers of the stage, E the experts of the rank. Ranks of a stage follow one another
-(`PipeDataParallelTopology`); rank d of them has the experts from (d mod ep) E_rank on.
+pipeline stage, L counts the MoE layers of the stage, E the experts of the rank. The ranks of a stage are consecutive
+(`PipeDataParallelTopology`). If a rank has n experts of a layer, the d-th rank of the stage (from 0) has those from
+number (d mod ep) * n on.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class Operator:
     stage: int
     """Pipeline stage."""
     layer: int | None = None
-    """Which of the MoE layers of the stage; None for what is no expert and no gate."""
+    """Number among the MoE layers of the stage; None unless it is an expert or a gate."""
     expert: int | None = None
-    """Which of the rank's experts; None for a gate."""
+    """Number among the rank's experts; None unless it is an expert."""
 
 
 def parse_operator(name: str) -> Operator | None:
-    """The parsed name; None for what is no operator, such as the states of random generators.
+    """The parsed name; None if it is not the name of an operator, e.g. that of the RNG states.
 
     >>> parse_operator("stage1_layer_0_expert_3")
     Operator(stage=1, layer=0, expert=3)
@@ -50,20 +51,20 @@ def parse_operator(name: str) -> Operator | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorNames:
-    """Names of parameters by operator."""
+    """Finds the parameter that is stored as a tensor of an operator."""
 
     modules: Mapping[int, tuple[str, ...]]
     """Stage to the paths of its MoE layers, in order."""
     ranks: Mapping[int, tuple[int, ...]]
     """Stage to its ranks, in order."""
     experts_of_rank: int
-    """Experts that a rank has of a layer; 0 without experts."""
+    """Experts of each layer on a rank; 0 without experts."""
     ep: int
     """Degree of expert parallelism."""
 
     @classmethod
     def of(cls, dense: Index, windows: Sequence[RankWindow]) -> OperatorNames:
-        """Names, from the dense checkpoint beside the window. Raises MalformedError where the two do not fit."""
+        """Take the names from the dense checkpoint beside the window. Raises MalformedError if the two do not fit."""
         operators = {window.rank: _list_operators(window) for window in windows}
         stages = sorted({operator.stage for several in operators.values() for operator in several})
         ranks = {
@@ -83,13 +84,13 @@ class OperatorNames:
         total = layers[0].num_experts if layers else 0
         if local and total % local:
             raise MalformedError(
-                f"expected a window beside the dense checkpoint of its run; a rank has {local} experts in "
-                f"{windows[0].path}, and {dense.path} has {total} a layer"
+                f"expected a window and a dense checkpoint of the same run; got {local} experts per layer and rank in "
+                f"{windows[0].path}, and {total} per layer in {dense.path}"
             )
         return cls(modules=modules, ranks=ranks, experts_of_rank=local, ep=total // local if local else 1)
 
     def param(self, operator: Operator, name: str, rank: int) -> str | None:
-        """Parameter that `name` inside an operator of a rank is; None where the dense checkpoint has no such layer."""
+        """The parameter called `name` inside an operator of a rank; None if the dense checkpoint lacks its layer."""
         if operator.layer is None:
             return name
         modules = self.modules.get(operator.stage, ())
@@ -102,7 +103,7 @@ class OperatorNames:
         return f"{module}.{_EXPERTS}.{number}.{name}"
 
     def sharing_ranks(self, operator: Operator, rank: int) -> tuple[int, ...]:
-        """Ranks that share the partition of an operator's parameters, in the order in which their ranges follow."""
+        """Ranks over which an operator's parameters are partitioned, in the order of their ranges."""
         ranks = self.ranks[operator.stage]
         if operator.expert is None:
             return ranks

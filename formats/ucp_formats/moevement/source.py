@@ -1,20 +1,23 @@
-"""Format `moevement`: a whole sparse window, read beside the dense checkpoint that it was saved with.
+"""Format `moevement`: a sparse window, read together with the dense checkpoint with which it was saved.
 
-1. Read every rank's file. The files name operators by stage, layer and local number, so the dense checkpoint beside
-   the folder says which modules these are.
-2. A rank has a range of each flattened master (ZeRO-1): ranges of the ranks that share a partition follow one another.
-3. Every parameter is taken at its *slot*, the iteration in which it is active: it then has master and moments.
-   Parameters are of different iterations (`AtomIndex.iteration`). Steps are not saved; where none can have been skipped
-   (no dynamic loss scale), a parameter has taken as many as its iteration says.
+1. Read the file of every rank. The files name operators by stage, layer and local number; the dense checkpoint in the
+   folder above says which modules these are.
+2. Each rank has one range of every flattened master (ZeRO-1). The ranges of the ranks that share a partition follow one
+   another.
+3. Take every parameter from its *slot*, the iteration in which it is active, because only there its master and moments
+   are saved. So parameters are of different iterations (`AtomIndex.iteration`). Step counts are not saved. If no step
+   can have been skipped (no dynamic loss scale), the step count of a parameter is its iteration.
 
-   Read at the first iteration of the window (`--at`), it gives that iteration's weights: masters of what is active
-   then, and the rest as the model computes with it. Nothing else of one iteration is in a window.
+   With `--at` the first iteration of the window, the result is the weights of that iteration: masters of the operators
+   that were active then, the others in the dtype of the model. A window holds nothing else of a single iteration.
 
-What a window promises is checked, as its file has no checksum:
+A file has no checksum. So two faults are looked for:
 
-* Saved after its last step, it holds later bytes under earlier labels (buffers are reused while they are saved).
-* With data parallelism, it may hold the peer's bytes for the same reason. A range that is nearer to the peer's place
-  in the dense checkpoint than to its own tells.
+* The window was saved after its last step. Buffers are reused while they are saved, so the file holds bytes of later
+  iterations under earlier ones.
+* With data parallelism, a rank saved its peer's bytes, for the same reason. Such a range is nearer to the peer's place
+  in the dense checkpoint than to its own.
+
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from ucp.io.folder import names_in, to_absolute
 from ucp.io.provenance import source_file
 from ucp_formats.moevement.atoms import WindowReader
 from ucp_formats.moevement.names import OperatorNames
-from ucp_formats.moevement.window import RankWindow, engine_steps, rank_of, read_window
+from ucp_formats.moevement.window import RankWindow, check_adjacent, engine_steps, rank_of, read_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +51,23 @@ class MoEvementFormat(Format):
     """Reads sparse windows."""
 
     options: SourceOptions = field(default_factory=SourceOptions)
-    """Which iteration is wanted."""
+    """`at`: iteration to read."""
 
     name = "moevement"
     takes_time = True
 
     def detect(self, path: Path) -> Evidence | None:
-        """Detect a folder with a window's files, or one of them."""
+        """Detect a folder with the files of a window, or one of these files."""
         root = path.parent if rank_of(path.name) is not None and path.is_file() else path
         ranks = [name for name in names_in(root) if rank_of(name) is not None]
         return Evidence(root, (f"window_rank*.pt of {format_count(len(ranks), 'rank')}",)) if ranks else None
 
+    def owns(self, name: str) -> bool:
+        """Whether MoEvement gives this name to a rank's window."""
+        return rank_of(name) is not None
+
     def configured(self, options: SourceOptions) -> MoEvementFormat:
-        """The same format at an iteration."""
+        """The same format, which reads the iteration in `options`."""
         if options.without_family() != SourceOptions(at=options.at) or options.family or options.patterns:
             return super().configured(options)  # type: ignore[return-value]  # it raises
         return MoEvementFormat(options)
@@ -75,7 +82,7 @@ class MoEvementFormat(Format):
         if at not in (None, first):
             raise UsageError(
                 f"expected --at {first}, the first iteration of the window {root}, or no --at; got {at}. A window "
-                f"holds the weights of its first iteration; of {first} to {last}, some parameters each"
+                f"holds all weights of its first iteration, and some parameters of each one from {first} to {last}"
             )
         dense = _read_dense(root)
         names = OperatorNames.of(dense, windows)
@@ -83,12 +90,14 @@ class MoEvementFormat(Format):
         of_peers = list(reader.check_peers())
         if of_peers:
             raise MalformedError(
-                f"expected every rank's ranges in {root}; by the dense checkpoint beside it, these are of a "
-                f"data-parallel peer:\n{format_list(of_peers)}\nMoEvement copied the peer's bytes into buffers that "
-                "were still to be saved. Convert the dense checkpoint"
+                f"expected ranges of every rank itself in {root}; compared with the dense checkpoint beside it, these "
+                f"are of a data-parallel peer:\n{format_list(of_peers)}\nMoEvement copied the peer's bytes into "
+                "buffers that were still to be saved. Convert the dense checkpoint"
             )
         atoms = reader.read_first(first) if at is not None else reader.read_slots()
         _check_complete(dense, atoms, root)
+        for window in windows:
+            check_adjacent(window)
         return replace(
             dense,
             path=to_absolute(root),
@@ -108,7 +117,7 @@ class MoEvementFormat(Format):
 
 
 def _read_ranks(root: Path) -> list[RankWindow]:
-    """The windows of all ranks, in order. Raises MissingFileError where a rank's is not there."""
+    """The windows of all ranks, in order. Raises MissingFileError if a rank's is missing."""
     ranks = {rank: name for name in names_in(root) if (rank := rank_of(name)) is not None}
     absent = [f"window_rank{rank}.pt" for rank in range(max(ranks) + 1) if rank not in ranks]
     if absent:
@@ -117,11 +126,11 @@ def _read_ranks(root: Path) -> list[RankWindow]:
 
 
 def _check_iterations(windows: Sequence[RankWindow]) -> tuple[int, int]:
-    """First and last iteration. Raises MalformedError where ranks differ, UnsupportedError where there is none yet."""
+    """First and last iteration. Raises MalformedError if ranks differ, UnsupportedError if windows are empty."""
     iterations = {tuple(stored.iteration for stored in window.document.iterations): window for window in windows}
     if len(iterations) > 1:
         lines = (f"{window.path}: {list(steps)}" for steps, window in iterations.items())
-        raise MalformedError(f"expected windows of the same iterations of all ranks; got\n{format_list(lines)}")
+        raise MalformedError(f"expected the same iterations in the windows of all ranks; got\n{format_list(lines)}")
     ((steps, window),) = iterations.items()
     if not steps:
         raise UnsupportedError(
@@ -132,7 +141,7 @@ def _check_iterations(windows: Sequence[RankWindow]) -> tuple[int, int]:
 
 
 def _check_boundary(windows: Sequence[RankWindow]) -> list[str]:
-    """Raise MalformedError for windows that were saved when their buffers held later bytes; what cannot be told."""
+    """A note if files do not say when they were saved. Raises MalformedError if buffers already held later bytes."""
     unknown = []
     for window in windows:
         steps, boundary = engine_steps(window)
@@ -141,30 +150,30 @@ def _check_boundary(windows: Sequence[RankWindow]) -> list[str]:
         elif steps != boundary:
             raise MalformedError(
                 f"expected {window.path} to be saved after step {boundary}, the last of a window; it was saved after "
-                f"{steps}. MoEvement uses the buffers of a window again while it is saved, so that it holds the bytes "
-                "of later iterations under earlier names. Convert the dense checkpoint beside it"
+                f"{steps}. MoEvement reuses the buffers of a window while it saves them, so the file holds bytes of "
+                "later iterations under earlier ones. Convert the dense checkpoint beside it"
             )
     if not unknown:
         return []
-    files = format_count(len(unknown), "file")
-    return [f"{files} of the window do not say when they were saved: whether they hold later bytes cannot be told"]
+    files = format_count(len(unknown), "file of the window does not record", "files of the window do not record")
+    return [f"{files} the step of the save, so later iterations may have overwritten bytes: ucp cannot check that"]
 
 
 def _read_dense(root: Path) -> Index:
-    """The dense checkpoint beside the folder of a window, which names its modules. Raises MissingFileError."""
+    """The dense checkpoint in the folder above that of a window. Raises MissingFileError."""
     folder = root.absolute().parent
     try:
         fmt, _ = recognise(folder)
         return fmt.read(folder)
     except SourceError as error:
         raise MissingFileError(
-            f"expected the dense checkpoint that {root} was saved with in {folder}, as it alone says which modules "
-            f"have experts: {error}"
+            f"expected the dense checkpoint with which {root} was saved in {folder}, because it alone says which "
+            f"modules have experts: {error}"
         ) from error
 
 
 def _check_complete(dense: Index, atoms: Mapping[str, AtomIndex], root: Path) -> None:
-    """Raise MalformedError where the window lacks a parameter, or has one in another shape."""
+    """Raise MalformedError if the window lacks a parameter of the dense checkpoint, or has it in another shape."""
     wrong = [
         f"{name}: {'missing' if name not in atoms else list(atoms[name].global_shape)}, expected "
         f"{list(atom.global_shape)}"
@@ -181,16 +190,16 @@ def _check_complete(dense: Index, atoms: Mapping[str, AtomIndex], root: Path) ->
 def _describe(first: int, last: int, *, is_first: bool, is_counted: bool) -> Iterator[str]:
     if is_first:
         yield (
-            f"weights of iteration {first}: masters in float32 of what was active then, the rest in the type in which "
-            "the model computes (--dtype weight=... makes them alike); no optimizer states of that iteration are saved"
+            f"weights of iteration {first}: float32 masters of the operators that were active then, the others in the "
+            "dtype in which the model computes (--dtype weight=... casts all to one dtype). A window does not hold the "
+            "optimizer states of one iteration"
         )
         return
     yield (
-        f"parameters are of iterations {first} to {last}, each of the one in which it was active. A dense state needs "
-        "a replay of these iterations"
+        f"parameters are of iterations {first} to {last}: each is from the iteration in which it was active. A state "
+        "of a single iteration requires a replay of these iterations"
     )
     if is_counted:
-        yield "step counts are those of the iterations, as a run without a dynamic loss scale skips no step"
+        yield "step counts are taken from the iterations, because a run without a dynamic loss scale skips no step"
     else:
-        yield "step counts are not saved, and steps may have been skipped for overflow; a run that resumes counts from "
-        "0"
+        yield "step counts are not saved, and the run may have skipped steps: a run that resumes counts from 0"

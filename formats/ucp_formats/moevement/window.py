@@ -9,16 +9,17 @@ Written by `SparseSnapshotEngine.save` (deepspeed/moevement/sparse_snapshot.py, 
     13+N   bytes of all tensors; their offsets count from here, and the last one ends the file
 
 An *operator* is one expert, the gate of a layer, or everything else of a pipeline stage. In one iteration of the window
-an operator is *active*: its masters and moments are saved. In the iterations before, it is frozen: its weights are
-saved in the type in which the model computes. After, nothing is.
+an operator is *active*: its masters and moments are saved. In earlier iterations only its weights are saved, in the
+dtype in which the model computes; in later ones, nothing.
 
-There is no checksum: the lengths are all that tells a torn file.
+There is no checksum: only the lengths show that a file is truncated.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -64,7 +65,7 @@ class StoredTensor(Struct, frozen=True, kw_only=True):
     shape: Shape
     """Elements per dim, as stored."""
     offset: Natural
-    """First byte behind the JSON."""
+    """First byte, counted from the end of the JSON."""
     nbytes: Natural
     """Bytes."""
     full_shape: Shape | None = None
@@ -77,7 +78,7 @@ class StoredOperator(Struct, frozen=True, kw_only=True):
     """An operator in one iteration."""
 
     is_active: bool
-    """Whether masters and moments are saved; else weights as the model computes with them."""
+    """Whether masters and moments are saved; otherwise weights in the dtype in which the model computes."""
     tensors: tuple[StoredTensor, ...]
     """Its tensors."""
 
@@ -86,7 +87,7 @@ class StoredIteration(Struct, frozen=True, kw_only=True):
     """One iteration of a window."""
 
     iteration: Natural
-    """Training steps that were taken when its state was read."""
+    """Training steps that were done when its state was copied."""
     operators: dict[str, StoredOperator]
     """Name to operator."""
 
@@ -110,12 +111,12 @@ class RankWindow(Struct, frozen=True, kw_only=True):
     rank: int
     """Global rank."""
     document: StoredWindow
-    """Its JSON."""
+    """The JSON in it."""
     base: int
     """Byte of the file that offsets count from."""
 
     def tensors(self) -> Iterator[tuple[int, str, StoredOperator, StoredTensor, TensorRef]]:
-        """(iteration, operator, its state, tensor, where it lies) of every tensor."""
+        """(iteration, name of the operator, operator, tensor, where its elements are stored) for every tensor."""
         for stored in self.document.iterations:
             for name, operator in stored.operators.items():
                 for tensor in operator.tensors:
@@ -149,7 +150,7 @@ def read_window(path: Path) -> RankWindow:
             raise MalformedError(f"expected a window of MoEvement in {path}; it begins with {head[:4]!r}, not MOEV")
         length = int.from_bytes(head[5:], "little")
         if not 1 <= head[4] <= _VERSION:
-            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it is of version {head[4]}")
+            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it has version {head[4]}")
         base = _HEAD + length
         if length > _LONGEST or base > file.nbytes:
             raise MalformedError(f"expected {base} bytes or more in {path}; it has {file.nbytes}: it was cut short")
@@ -164,7 +165,7 @@ def read_window(path: Path) -> RankWindow:
 
 
 def _check(window: RankWindow, nbytes: int) -> None:
-    """Raise MalformedError where tensors are not as long as they should be, or do not fill the file."""
+    """Raise MalformedError if tensors do not have the expected lengths, or do not end the file."""
     if window.document.byte_order != "little":
         raise UnsupportedError(f"expected little-endian numbers in {window.path}; they are big-endian")
     stop = 0
@@ -178,15 +179,30 @@ def _check(window: RankWindow, nbytes: int) -> None:
     if stop != nbytes:
         raise MalformedError(
             f"expected {window.base + stop} bytes in {window.path}, where its last tensor ends; it has "
-            f"{window.base + nbytes}: it was cut short, or is of another run"
+            f"{window.base + nbytes}: it was cut short, or is from another run"
         )
     steps = [stored.iteration for stored in window.document.iterations]
     if steps != list(range(steps[0], steps[0] + len(steps)) if steps else []):
         raise MalformedError(f"expected iterations one after another in {window.path}; got {steps}")
 
 
+def check_adjacent(window: RankWindow) -> None:
+    """Raise MalformedError if tensors overlap, or leave bytes between them: an offset is damaged."""
+    ranges = sorted(
+        (tensor.offset, tensor.offset + tensor.nbytes, f"{tensor.key} of {operator}")
+        for _, operator, _, tensor, _ in window.tensors()
+        if tensor.nbytes
+    )
+    for (_, stop, _), (start, _, what) in pairwise([(0, 0, ""), *ranges]):
+        if start != stop:
+            raise MalformedError(
+                f"expected {what} at byte {window.base + stop} of {window.path}, where the tensor before it ends; its "
+                f"header says {window.base + start}"
+            )
+
+
 def engine_steps(window: RankWindow) -> tuple[int | None, int | None]:
-    """(steps of the run when it saved, last step of the window after this one); None where that is not recorded."""
+    """(steps done when the run saved the file, last step of the next window); None if not recorded."""
     metadata = window.document.metadata
     scalars = metadata.get("engine_scalars")
     steps = scalars.get("global_steps") if isinstance(scalars, Mapping) else None
@@ -195,6 +211,6 @@ def engine_steps(window: RankWindow) -> tuple[int | None, int | None]:
 
 
 def may_skip_steps(window: RankWindow) -> bool:
-    """Whether the run may have skipped steps: it scales the loss dynamically, or does not say."""
+    """Whether the run may have skipped steps: its loss scale is dynamic, or not recorded."""
     scaler = window.document.metadata.get("loss_scaler_state")
     return not isinstance(scaler, Mapping) or scaler.get("dynamic") is not False

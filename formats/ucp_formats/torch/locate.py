@@ -40,7 +40,7 @@ def _look(path: Path) -> Located[tuple[str, ...]] | None:
     items = len(others) < len(names)
     if METADATA in names or items:
         if any(is_owned_by_another(name, "dcp") for name in others):
-            return None  # a format that is built on this one
+            return None  # its format contains DCP files
         kinds = {METADATA: METADATA in names, "__*.metadata": bool(find_local_files(names)), "__*_*.distcp": items}
         return Located(
             root=path, content=("",), reasons=tuple(kind for kind, is_present in kinds.items() if is_present)

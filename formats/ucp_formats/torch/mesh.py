@@ -58,7 +58,7 @@ def mesh_of(tensors: Mapping[str, Boxes], holders: Mapping[str, set[int]], *, ra
     """
     sharded = {name: boxes for name, boxes in tensors.items() if len(boxes[1]) > 1}
     stages = _stages(holders[name] for name in sharded)
-    if not sharded or ranks % len(stages):  # every rank has every tensor whole (DDP)
+    if not sharded or ranks % len(stages):  # every rank has every tensor in full (DDP)
         axes = (AxisLayout("dp_replicate", ranks, pattern("replicate"), KNOWN_FROM),) if ranks > 1 else ()
         names = (name for name, (_, boxes) in tensors.items() if len(boxes) == 1)
         return MeshLayouts(topology=Topology(dp=ranks), layouts=dict.fromkeys(names, Layout(axes)))

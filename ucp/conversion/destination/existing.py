@@ -20,7 +20,7 @@ class ConversionId:
     fingerprint: str
     """Equal for conversions that write the same bytes."""
     facts: Mapping[str, str]
-    """What is made from what, and how, by name (source, target, topology, ...), for messages."""
+    """Source, target, topology and options, by name, for messages."""
 
     def differences(self, recorded: object) -> str:
         """How the conversion with the `recorded` facts differs, a line for each fact; a full stop if nothing is known.
@@ -43,7 +43,7 @@ class ConversionId:
 
 
 def check_destination(src: Path, dst: Path) -> None:
-    """Raise OverlapError where writing `dst` could change the source `src`, DestinationError where it cannot exist."""
+    """Raise OverlapError if writing `dst` could change the source `src`, DestinationError if it cannot exist."""
     check_distinct(src, dst)
     resolved = dst.resolve()
     if os.path.ismount(resolved):
@@ -80,7 +80,7 @@ def check_distinct(src: Path, dst: Path) -> None:
 
 
 def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
-    """Raise OverlapError where `dst` lies inside the checkpoint at `root`, or holds one of its files `paths`.
+    """Raise OverlapError if `dst` lies inside the checkpoint at `root`, or holds one of its files `paths`.
 
     `root`: what the source was resolved to (the tag folder that `latest` names, the folder of a manifest). Readers take
     everything inside it for a part of the checkpoint; `dst` may be beside it, in the folder that a run saves to.

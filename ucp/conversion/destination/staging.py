@@ -114,7 +114,7 @@ class Staging:
         )
 
     def _check_same(self, conversion: ConversionId, lines: list[Line]) -> None:
-        """Raise DestinationError where the journal is that of another conversion."""
+        """Raise DestinationError if the journal belongs to another conversion."""
         if not lines or lines[0].get("fingerprint") == conversion.fingerprint:
             return
         if not self._has_parts():
@@ -187,7 +187,7 @@ class Staging:
             sync(self._journal)
 
     def identity(self) -> str:
-        """Digest of the journal: changes when the conversion is begun anew, or continued by a run without --part."""
+        """Digest of the journal: changes when the conversion is restarted, or continued by a run without --part."""
         text = self._journal.read_bytes()
         _, nbytes = _parse_lines(text)
         return xxhash.xxh3_64_hexdigest(text[:nbytes])

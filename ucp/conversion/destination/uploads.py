@@ -37,7 +37,7 @@ from ucp.io.writing import describe_process, this_process
 from ucp.transfer.engines.processes import as_worker, undisturbed
 
 _LOCK_NBYTES = 4096
-"""Bytes of a lock file that are read."""
+"""How many bytes of a lock file are read."""
 
 SCRATCH_VARIABLE = "UCP_SCRATCH"
 """Environment variable that names the folder for scratch folders."""

@@ -69,7 +69,7 @@ def make_part(table: ConfigTable, family: str) -> ConfigPart:
 
 
 def _condition(text: str) -> Expression:
-    """An expression whose value is 1 or 0, even if that of `text` is no number (an argument that is None)."""
+    """An expression whose value is 1 or 0, even if that of `text` is not a number (an argument that is None)."""
     return make_expression(f"not not ({text})")
 
 

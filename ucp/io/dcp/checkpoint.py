@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that is no tensor."""
+    """An object that is not a tensor."""
 
     value: object
     """Plain values, stubs and tensor references."""
@@ -174,7 +174,7 @@ def _read_local(folder: str) -> dict[str, DcpMetadata]:
 def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     """Merge the metadata of ranks: the chunks of all, and the first copy of each object.
 
-    Raises MalformedError where ranks describe a key differently.
+    Raises MalformedError if ranks describe a key differently.
     """
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, ItemPlace] = {}

@@ -68,7 +68,7 @@ class DcpMetadata:
     tensors: Mapping[str, SavedTensor]
     """Key to tensor, in the order of the metadata."""
     objects: Mapping[str, ItemPlace]
-    """Key to the place of an object that is no tensor, in the order of the metadata."""
+    """Key to the place of an object that is not a tensor, in the order of the metadata."""
     paths: Mapping[str, tuple[str | int, ...]]
     """Key to the path in the nested dict that was saved (`planner_data`), where it was recorded: joined with dots, a
     path is its key."""
@@ -91,7 +91,7 @@ def read_metadata(path: str) -> DcpMetadata:
     MissingFileError
         Nothing is there.
     MalformedError
-        It is no such pickle, is truncated, or contradicts itself.
+        The file is not such a pickle, is truncated, or contradicts itself.
     UnsupportedError
         Items are transformed (compressed), or of an unknown dtype.
     """

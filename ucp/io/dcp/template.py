@@ -38,7 +38,7 @@ class Template:
     tail_nbytes: int
     """Bytes after the elements."""
     parts: tuple[tuple[int, bytes], ...]
-    """Bytes of the tail outside the holes: position in the tail, and bytes."""
+    """Bytes of the tail that are the same in every item: position in the tail, and bytes."""
     crcs: tuple[int, ...]
     """Positions in the tail of the CRC-32 of the elements."""
     item: Item

@@ -74,7 +74,7 @@ def parse_pickle(
     TruncatedPickleError
         The bytes end before the pickle does.
     MalformedError
-        The bytes are no pickle, or one that cannot be read as data.
+        The bytes are not a pickle, or one that cannot be read as data.
     UnsupportedError
         The pickle needs something outside itself (registered extensions, out-of-band buffers), or a later protocol.
     """
@@ -110,11 +110,11 @@ class _Machine(pickle.Unpickler):
         self._values_left = _VALUES_PER_BYTE * nbytes + _FREE_VALUES
 
     def find_class(self, module: str, qualname: str) -> NoReturn:
-        """Refuse to import: in a rewritten pickle, names are requests."""
+        """Refuse to import: a rewritten pickle gets names by requests instead."""
         raise PickleFaultError(f"the name {module}.{qualname}")
 
     def persistent_load(self, request: tuple[object, object, int]) -> object:
-        """Answer a request: operands and opcode of an instruction."""
+        """Carry out an instruction that was rewritten into a request: its operands and opcode."""
         operand, right, code = request
         if code == _NEW and type(operand) is GlobalName and type(right) is tuple:  # the commonest are answered in place
             return Stub(operand, right)
@@ -201,7 +201,7 @@ class _Machine(pickle.Unpickler):
     def make_name(self, module: object, qualname: object) -> GlobalName:
         """The global of that name, one object per name. Protocols 0 to 2 use module names of Python 2."""
         if type(module) is not str or type(qualname) is not str:
-            raise PickleFaultError("a global whose name is no text")
+            raise PickleFaultError("a global whose name is not text")
         key = (module, qualname)
         if self._protocol < 3:
             key = NAME_MAPPING.get(key) or (IMPORT_MAPPING.get(module, module), qualname)

@@ -141,7 +141,7 @@ def measure_memory(values: Iterable[object]) -> int:
 def rebuild(
     value: object, leaf: Callable[[object], object], through: tuple[type, ...] = HOLDERS, *, with_keys: bool = True
 ) -> object:
-    """Copy `value`, with `leaf` applied to each value that is no container; shared objects and cycles stay so.
+    """Copy `value`, with `leaf` applied to each value that is not a container; shared objects and cycles stay so.
 
     `through`: types of containers; all others are leaves. `with_keys`: whether keys of dicts are copied too.
 

@@ -68,7 +68,7 @@ class _Block:
 
 
 class _Ends:
-    """The cache of this process."""
+    """Cached blocks of this process, and those being prefetched."""
 
     def __init__(self) -> None:
         self.reset()

@@ -118,7 +118,7 @@ def folder_of(url: str) -> Mapping[str, ListedObject] | None:
 def known_objects_near(url: str) -> tuple[str, dict[str, ListedObject]]:
     """A folder around an object, and all cached objects in it; makes no request.
 
-    It is the object's folder, or its parent if several subfolders of that were listed.
+    The folder is the one that contains the object, or the one above that if several of its subfolders were listed.
     """
     with _listings.lock:
 
@@ -155,7 +155,7 @@ def _look_up(url: str) -> ListedObject | None:
         except AccessError:
             if url in _listings.roots:
                 raise
-            details = None  # what may not be seen beside a checkpoint is no part of it
+            details = None  # a sibling of the checkpoint that may not be read is not part of it
         _listings.single[url] = None if details is None else _to_entry(details)
     return _listings.single[url]
 

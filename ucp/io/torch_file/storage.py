@@ -199,7 +199,7 @@ class NewTensor:
     storage: NewStorage
     """Storage that holds its elements."""
     offset: int = 0
-    """Element of the storage that is [0, ..., 0]."""
+    """Position in the storage of element [0, ..., 0]."""
     shape: tuple[int, ...]
     """Elements per dim."""
     strides: tuple[int, ...]

@@ -179,7 +179,7 @@ class _Transfer:
         yield from pending
 
     def _windows(self) -> Iterator[tuple[Stage, Window]]:
-        """First windows that are exchanged; then those that this rank reads alone, first straight into tensors."""
+        """Windows in reading order: first those that ranks exchange, then those that this rank reads for itself."""
         *shared, alone = self._stages
         yield from ((stage, window) for stage in shared for window in stage.windows())
         for stage in (*(stage for stage in shared if stage.is_dissolved), alone):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_EXTRA = 1 << 20
-"""Bytes of a record that are read for its checksum alone, at most; or an eighth of it, where that is more."""
+"""The most bytes of a record that are read only for its checksum; or an eighth of the record, if that is more."""
 _FIELDS = 4
 """Numbers that describe a span: its record, its first byte in it, its bytes, its checksum."""
 

@@ -99,7 +99,7 @@ def _find_persistent(model: nn.Module, units: Sequence[FlatUnit]) -> list[str]:
 
 
 def _identify(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A key that is equal for tensors that are the same elements."""
+    """A key that is equal for tensors that consist of the same elements."""
     local = local_of(tensor)
     if not local.numel() or local.is_meta:
         return (id(tensor),)

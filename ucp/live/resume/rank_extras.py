@@ -64,7 +64,7 @@ def collect_rank_extras(index: Index) -> RankExtras:
 
 
 def _find_by_rank(extra: Extra, index: Index) -> Iterator[tuple[str, int, Extra]]:
-    """By `Extra.rank`: values that differ on a rank, together with those that all ranks share."""
+    """Extras by rank: values that a rank saved for itself, merged into the value that all ranks share."""
     if extra.is_sidecar:
         if extra.rank is not None:
             yield re.sub(rf"_{extra.rank}(?=\.)", "", extra.name), extra.rank, extra

@@ -52,7 +52,7 @@ def find_scheduler_state(
 ) -> SchedulerState | None:
     """The state in the checkpoint that fits the scheduler; None, with a problem, if none or several do.
 
-    `key`: key of the state that the user chose. Raises UsageError if `scheduler` is no scheduler.
+    `key`: key of the state that the user chose. Raises UsageError if `scheduler` is not a scheduler.
     """
     if not isinstance(scheduler, Stateful):
         raise UsageError(f"expected a scheduler with state_dict and load_state_dict; got {type(scheduler).__name__}")
@@ -134,7 +134,7 @@ def make_scaler_state(
 ) -> tuple[str, dict[str, object]] | None:
     """The extra that holds the loss scale, and the state to give to the scaler; None if there is nothing to give.
 
-    Raises UsageError if `scaler` is no scaler.
+    Raises UsageError if `scaler` is not a scaler.
     """
     if not isinstance(scaler, Stateful):
         raise UsageError(f"expected a scaler with state_dict and load_state_dict; got {type(scaler).__name__}")

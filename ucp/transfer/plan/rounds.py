@@ -29,12 +29,12 @@ ROUND = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much of the disk is used at once."""
+    """How much of the disk is in use at any time."""
 
     limit: int
     """The most bytes of the files of one round."""
     nbytes: int
-    """The most bytes of all files on the disk at once: those of a round, and those being uploaded."""
+    """The most bytes that files take on the disk at any time: those of a round, and those being uploaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

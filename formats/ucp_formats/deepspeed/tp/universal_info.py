@@ -85,7 +85,7 @@ class UniversalCheckpointInfo:
     notes: tuple[str, ...] = ()
     """Notes on assumptions: none, because the layouts are recorded."""
     known_from: Mapping[str, str] = MappingProxyType({})
-    """Axis to the source of its layouts, where that is not the record: none."""
+    """Axis to where its layouts are known from, if not from the record: here always empty."""
 
     def __init__(self, info: Mapping[object, object], where: str) -> None:
         self._info = info
@@ -146,7 +146,7 @@ class UniversalCheckpointInfo:
         if wrong:
             raise MalformedError(
                 f"universal_checkpoint_info of {self._where} does not fit {format_count(len(wrong), 'parameter')}:\n"
-                f"{format_list(wrong)}\nThe record is of another model, or it contradicts itself: correct the patterns "
+                f"{format_list(wrong)}\nThe record is from another model, or contradicts itself: correct the patterns "
                 "that universal_checkpoint_info() of the model returns, and save again"
             )
         return layouts

@@ -129,7 +129,7 @@ def check_experts(facts: RunFacts, wanted: Topology, names: Iterable[str]) -> Ex
         )
     if wanted.tp > 1 or wanted.pp > 1 or facts.stage == 3:
         raise TopologyError(
-            f"expected tp=1, pp=1 and zero=0 to 2 for a model with DeepSpeed's experts, as ucp writes no others; got "
-            f"{wanted}. DeepSpeed has no native experts with ZeRO 3"
+            f"expected tp=1, pp=1 and zero=0 to 2 for a model with DeepSpeed's experts, because ucp writes no others; "
+            f"got {wanted}. DeepSpeed has no native experts with ZeRO 3"
         )
     return experts

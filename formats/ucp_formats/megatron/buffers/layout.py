@@ -135,7 +135,7 @@ class _WalkInputs:
     def _next_starts(self, step: _LayoutStep) -> Iterator[tuple[BufferPosition, int]]:
         """Where the next parameter may start, and where its bucket begins.
 
-        Padding is zeros. So if a parameter that is not zero matches directly at the end, there is no padding.
+        Padding is zeros. So there is none if a parameter that is not all zeros matches directly after the last one.
         """
         segment, end = step.segment, step.end
         aligned = step.begin + _pad(end - step.begin, ALIGNMENT)

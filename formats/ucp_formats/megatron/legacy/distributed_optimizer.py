@@ -166,7 +166,7 @@ def _place_in_order(
         lines = [
             f"element {place.start}: {', '.join(dict.fromkeys(at_place))}"
             for place, at_place in sorted(names_by_place.items())
-            if len(at_place) < len(layouts) or len(set(at_place)) > 1  # the layouts differ here
+            if len(at_place) < len(layouts) or len(set(at_place)) > 1  # only where layouts differ
         ]
         raise ambiguity_error(f"{buffer.where}: ", lines)
     return layouts[0] if layouts else None

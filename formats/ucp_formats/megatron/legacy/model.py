@@ -26,7 +26,7 @@ from ucp.contract.protocols import SourceOptions
 from ucp.contract.registry import choose_family
 from ucp.core.index import Extra
 from ucp.core.tensor import TensorRef, contiguous_strides
-from ucp.errors import MalformedError, UnsupportedError, format_list
+from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp.families.expression import ExpressionError
 from ucp.families.family import Family
 from ucp.families.match import Match
@@ -88,7 +88,8 @@ def count_layers(names: Mapping[Chunk, Iterable[str]], *, num_layers: int | None
         ]
         if gaps:
             raise MalformedError(
-                f"expected layers without a gap in every file; {len(gaps)} have no parameter:\n{format_list(gaps)}\n"
+                f"expected consecutive layers in every file; {format_count(len(gaps), 'layer has', 'layers have')} no "
+                f"parameters:\n{format_list(gaps)}\n"
                 "Copy the files again; a model with layers that have no parameters cannot be numbered"
             )
         if len(numbers_by_stack) == 1 and num_layers not in (None, sum(counts)):

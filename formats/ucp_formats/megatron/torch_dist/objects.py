@@ -127,7 +127,7 @@ def read_common(dcp: Dcp, objects: SavedObjects) -> CommonState:
     """The common state, from its own file or from the objects.
 
     A file comes first, as in Megatron (core_v0.19 dist_checkpointing/serialization.py: load_common_state_dict). Raises
-    MissingFileError when there is neither, MalformedError when it is no dict.
+    MissingFileError when there is neither, MalformedError when it is not a dict.
     """
     path = join(dcp.folder, COMMON)
     records: tuple[Record, ...] = ()

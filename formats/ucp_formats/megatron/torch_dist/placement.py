@@ -36,7 +36,7 @@ _LAYER = re.compile(r"\Adecoder\.layers\.(?P<number>\d+)\.")
 _ON_LAST_STAGE = ("decoder.", "output_layer.")
 """Prefixes of parameters on the last stage, other than layers."""
 _NO_LAYERS = 2
-"""Chunks without a layer, at most: those of the embedding and of the loss, where these count as layers."""
+"""The most chunks without a layer: that of the embedding and that of the loss, if these count as layers."""
 _INSTANCES = "num_distributed_optimizer_instances"
 """Argument: groups of data-parallel ranks that each hold all states."""
 _MODEL_SPACE = "fully_sharded_model_space"

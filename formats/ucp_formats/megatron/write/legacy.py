@@ -92,7 +92,7 @@ class ModuleNaming:
         extra_keys: dict[str, None] = {}
         for key, tensor in keys.items():
             is_linear = tensor.name.endswith(".weight") and len(tensor.shape) == 2 and tensor.name != EMBEDDING
-            if is_linear:  # and sharded over tensor-parallel ranks
+            if is_linear:  # only if sharded over tensor-parallel ranks
                 layout = tensor.match.layout(axes={"tp": 1, "etp": 1}, global_shape=tensor.shape)
                 is_linear = any(axis.pattern.overlap is Overlap.EXCLUSIVE for axis in layout.axes)
             if key == OUTPUT or is_linear:

@@ -56,11 +56,11 @@ class Norms(StrEnum):
     """How the key of a norm before a linear layer is named."""
 
     FUSED = "fused"
-    """Transformer Engine: as a part of the linear layer, except before experts."""
+    """Transformer Engine: as part of the linear layer, except before experts."""
     RENAMED = "renamed"
-    """GPT layers of megatron-core's own modules: as if it were fused, before experts too."""
+    """GPT with megatron-core's own modules: as if it were part of the linear layer, before experts too."""
     SEPARATE = "separate"
-    """Hybrid models of megatron-core's own modules: as a separate module."""
+    """Hybrid models with megatron-core's own modules: as a module of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ def _chunks(tensor: TargetTensor, part: StoredPart, state: str, dtype: DType, la
 
 @lru_cache(maxsize=1 << 12)
 def _intersect(box: Box, other: Box) -> RegionPair | None:
-    """The intersection: the same object for all tensors with equal boxes."""
+    """The intersection, cached: tensors with equal boxes share one object."""
     shared = intersect(box, other)
     return None if shared is None else RegionPair(shared, Box.full(shared.sizes))
 

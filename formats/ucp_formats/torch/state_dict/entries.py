@@ -20,7 +20,7 @@ class StateEntry:
     path: Path
     """Keys to it."""
     shape: tuple[int, ...] | None
-    """Elements per dim; None if it is no tensor."""
+    """Elements per dim; None if it is not a tensor."""
     value: object = None
     """The object, or a description of the stored tensor."""
     form: Hashable = None

@@ -51,7 +51,7 @@ def untrained_notes(atoms: Mapping[str, AtomIndex], saved: StateDict) -> Iterato
 
 
 def number_state_of(entry: StateEntry) -> StateIndex:
-    """A state that is no tensor, e.g. `step` of older torch. Raises UnsupportedError if it is no number."""
+    """A state that is not a tensor, e.g. `step` of older torch. Raises UnsupportedError if it is not a number."""
     number = None if isinstance(entry.value, TensorRef) else state_from_scalar(entry.value)
     if number is None:
         raise UnsupportedError(

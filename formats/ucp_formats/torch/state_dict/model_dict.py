@@ -115,7 +115,7 @@ def is_called_model(path: Path) -> bool:
 
 
 def fused_parts(text: str, names: Container[str]) -> tuple[tuple[str, ...], str]:
-    """The model's parameters for a fused one at the start of `text`, and what follows it; empty if there is none."""
+    """If `text` starts with a fused parameter: the model's parameters in it, and the rest of `text`; else empty."""
     for fused, parts in _FUSED.items():
         module, _, rest = text.partition(f".{fused}.")
         kind, _, last = rest.partition(".")

@@ -72,7 +72,7 @@ class UnnamedError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class NumberedNames:
-    """Names for numbers."""
+    """Parameter names for the numbers in an optimizer's state dict."""
 
     names: Names
     """Number to name."""
@@ -282,7 +282,7 @@ def _read_json(path: Path) -> ParamOrder:
     try:
         document = parsed(data)
     except NotJson as error:
-        raise UsageError(f"{_EXPECTED}; {path} is no JSON: {error}") from error
+        raise UsageError(f"{_EXPECTED}; {path} is not JSON: {error}") from error
     groups = [document] if _is_names(document) else document
     if not isinstance(groups, list) or not groups or not all(map(_is_names, groups)):
         raise UsageError(f"{_EXPECTED}; {path} holds another document")

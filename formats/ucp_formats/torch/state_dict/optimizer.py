@@ -188,7 +188,7 @@ class OptimizerEntries:
 def _setting(entry: StateEntry) -> object:
     if entry.shape is not None:
         raise UnsupportedError(
-            f"expected settings of the optimizer that are no tensors; {show_path(entry.path)} is one of shape "
+            f"expected optimizer settings that are not tensors; {show_path(entry.path)} is one of shape "
             f"{list(entry.shape)}. Save it as a number (group['lr'] = group['lr'].item())"
         )
     return entry.value

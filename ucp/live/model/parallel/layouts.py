@@ -173,7 +173,7 @@ class LayoutFinder:
     def _propose(
         self, tensor: LiveTensor, atom: AtomIndex, attributes: Attributes, rule: RuleLayouts | None
     ) -> Iterator[Layout]:
-        """Layouts by evidence, whatever shape they give."""
+        """Layouts that the evidence suggests, whether or not they give the right shape."""
         shape, axis = atom.global_shape, _find_cut_axis(tensor, attributes)
         local, dim = tensor.part.local_shape, attributes.dim
         outer = self._make_expert_axes(tensor.global_names[0], shape) if axis == "etp" else ()

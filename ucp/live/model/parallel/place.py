@@ -37,7 +37,7 @@ def place_run(
 
     `options`: which model family's rules say how tensors are cut. `rename`: from a name in the whole model to the name
     in the checkpoint. Raises LoadError if the numbers of layers or experts are not consecutive, FamilyError, and
-    UsageError, also for a map of experts that do not exist.
+    UsageError, e.g. for a map of experts that do not exist.
     """
 
     def parse_experts() -> ExpertMap:

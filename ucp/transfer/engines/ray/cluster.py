@@ -114,7 +114,7 @@ def _check_listens(address: str) -> None:
 
 
 def _check_joins(address: str) -> None:
-    """Raise EngineError if another process cannot connect: here, Ray would try for minutes, or end the process."""
+    """Raise EngineError if a test process cannot connect: in this process, Ray would retry for minutes, or end it."""
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     trial = [sys.executable, "-c", _TRIAL, address]
     try:

@@ -96,7 +96,7 @@ class SubGroup:
 
     @cached_property
     def counters(self) -> Mapping[str, AtomIndex]:
-        """Count to a parameter whose value of it is that of the sub-group."""
+        """Name of a count to the parameter whose count the sub-group records."""
         return {state: self.group.counter(state, self.chunks.numels) for state in self.group.counts}
 
 
@@ -165,7 +165,7 @@ def _shared_states(draft: AtomDraft, facts: RunFacts, share: Share, stored: Sequ
 
 
 def _slice_mapping(share: Share, stored: Sequence[ParamRange]) -> OrderedDict[object, object]:
-    """`param_slice_mappings` of the share, in the order of the group; unlike DeepSpeed's, right under round robin."""
+    """`param_slice_mappings` of the share, in the order of the group; correct under round robin, unlike DeepSpeed's."""
     parts = {part.param: part for part in stored}
     address = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
     return OrderedDict(

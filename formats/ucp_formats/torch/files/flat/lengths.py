@@ -160,7 +160,7 @@ def units_of(shapes: Shapes, lengths: Sequence[int], ranks: int) -> list[list[st
 
 
 _Runs = tuple[tuple[int, int], ...]
-"""For each unit below the outermost: the positions of its first name and of the one after its last."""
+"""For each unit below the outermost: the position of its first name, and one past that of its last name."""
 
 
 def _find_runs(shapes: Shapes, inner: Sequence[int], root_length: int, ranks: int) -> list[_Runs]:
