@@ -97,5 +97,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are imported at their first use (PEP 562)."""
+    """The public names, including those that are imported at their first use (PEP 562)."""
     return __all__

@@ -228,7 +228,7 @@ class Alias:
         return tuple(boxes)
 
     def _parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> list[_JoinedPart]:
-        """What joins, in order: the tensors, or the blocks of the only tensor."""
+        """The parts that are joined, in order: the tensors, or the blocks of a single tensor."""
         if len(shapes) != len(self.names):
             raise ValueError(f"expected the shapes of {', '.join(self.names)}; got {len(shapes)}")
         if any(self.dim >= len(shape) for shape in shapes):

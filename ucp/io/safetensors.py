@@ -194,7 +194,7 @@ def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     try:
         dtype = DType.from_safetensors(code)
     except KeyError:
-        raise UnsupportedError(f"{path}: tensor {name!r} is of type {code!r}, which is not known here") from None
+        raise UnsupportedError(f"{path}: tensor {name!r} is of type {code!r}, which ucp does not know") from None
     if stop - first != prod(shape) * dtype.itemsize:
         raise _malformed(path, f"expected {dtype} of shape {shape} for {name!r}; got {stop - first} bytes")
     sizes = tuple(shape)

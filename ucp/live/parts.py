@@ -117,7 +117,7 @@ class FlatRange:
     """Which part of the parameter they are."""
 
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor; one that holds no other parameter may have any shape."""
+        """These elements of `tensor`, which may have any shape if it holds no other parameter."""
         return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
 
 

@@ -140,26 +140,26 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
 
 
 def _measure_block(part: _Part, block: memoryview) -> Measure:
-    """Measure of a block; only its digest if the elements are not floating point."""
+    """Measure of a block."""
     import numpy as np
 
     first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
     place = (part.name, *part.slice.pairs[0].global_box.offsets, part.slice.start - first)
     block_measure = Measure(digests={place: xxhash.xxh3_64_intdigest(block)})
-    if not part.slice.dtype.is_floating:
-        return replace(block_measure, is_zero=not any(block))
     values = viewed(block, part.slice.dtype)
-    values = values if values.dtype == np.float64 else widened(values, "float32")
+    values = np.abs(values) if np.iscomplexobj(values) else values
+    is_narrow = part.slice.dtype.is_floating and values.dtype != np.float64
+    values = widened(values, "float32" if is_narrow else "float64")
     with np.errstate(all="ignore"):
-        squares = float(np.dot(values, values))
+        squares, total = float(np.dot(values, values)), float(values.sum())
         is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
         if is_finite and not np.isfinite(squares):  # the squares are too large for float32
-            squares = float(np.square(values, dtype=np.float64).sum())
+            squares, total = float(np.square(values, dtype=np.float64).sum()), float(values.sum(dtype=np.float64))
         sampled = np.square(values[:_SAMPLED], dtype=np.float64)
         return replace(
             block_measure,
             numel=values.size,
-            total=float(values.sum()),
+            total=total,
             squares=squares,
             is_finite=is_finite,
             is_zero=squares == 0 and not values.any(),
