@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucp.chain.document import Link
 from ucp.contract.registry import live_adapters
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
@@ -36,6 +37,7 @@ from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
+from ucp.saving.chain import add_link, check_next, read_links
 from ucp.saving.commit import SavedRun, begin, commit, growing_folder, merge_facts
 from ucp.saving.holdings import Holding, Holdings, collect_holdings
 from ucp.saving.part import write_part
@@ -64,6 +66,7 @@ def save(
     scaler: object = None,
     masters: Mapping[str, torch.Tensor] | None = None,
     extras: Mapping[str, object] | None = None,
+    chain: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport:
     """Save weights, buffers, optimizer states, hyper-parameters and RNG states as an atom store.
@@ -91,6 +94,10 @@ def save(
         {name of a parameter: its master weight}, as for `load_into`.
     extras
         What else to save: {name: value}, the value of rank 0.
+    chain
+        Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
+        made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
+        was killed just before) is replaced.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
         `ucp.live.run.ranks.Ranks`.
@@ -98,7 +105,8 @@ def save(
     Raises
     ------
     UsageError
-        The topology has not as many ranks as the process group, or `scheduler` or `scaler` has no state.
+        The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
+        not after that of the newest link.
     UnsupportedError
         It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
     ReplicaError
@@ -122,9 +130,17 @@ def save(
     )
     shares = plan_save([of_rank.items for of_rank in facts])
     rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
-    run_together(ranks, lambda: begin(folder) if ranks.rank == 0 else None)
-    share = shares[ranks.rank]
-    SaveJob(folder=folder, run=whole, share=share, tensors=holdings.tensors, extras=rank_extras).write(ranks)
+    links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
+    job = SaveJob(
+        folder=folder,
+        run=whole,
+        share=shares[ranks.rank],
+        tensors=holdings.tensors,
+        extras=rank_extras,
+        links=links,
+    )
+    job.write(ranks)
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     return SaveReport(
         path=str(folder),
@@ -150,12 +166,25 @@ class SaveJob:
     """Each of `share` to its memory."""
     extras: Sequence[Extra]
     """Extras that this rank writes."""
+    links: tuple[Link, ...] | None
+    """Links of the chain that the store becomes the newest of; None for none."""
 
     def write(self, ranks: Ranks) -> None:
         """Write the share of this rank; rank 0 then makes the store whole. Collective."""
         root = growing_folder(self.folder)
         run_together(ranks, lambda: write_part(root, ranks.rank, self.share, self.tensors, self.extras))
-        run_together(ranks, lambda: commit(self.folder, self.run, ranks.count) if ranks.rank == 0 else None)
+        run_together(ranks, lambda: self._commit(ranks.count) if ranks.rank == 0 else None)
+
+    def _commit(self, ranks: int) -> None:
+        commit(self.folder, self.run, ranks)
+        if self.links is not None:
+            add_link(self.folder, self.links, self.run.step)
+
+
+def _begin(folder: Path, links: tuple[Link, ...] | None, step: int | None) -> None:
+    if links is not None:
+        check_next(folder, links, step)
+    begin(folder, replaced=links is not None and str(folder) not in [link.path for link in links])
 
 
 def _parse_folder(path: type_path) -> Path:
