@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
 
@@ -50,7 +51,9 @@ else:
         "ConvertReport": "ucp.conversion.convert",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
+        "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
+        "PartialExperts": "ucp.saving.plan",
         "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -77,7 +80,9 @@ __all__ = [
     "ConvertReport",
     "DiffReport",
     "ExpertsReport",
+    "Full",
     "LoadReport",
+    "PartialExperts",
     "PlanReport",
     "SaveReport",
     "Topology",

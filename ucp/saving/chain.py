@@ -6,10 +6,13 @@ the next save of the same name replaces.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from ucp.chain.document import CHAIN, Link, read_chain, write_chain
-from ucp.errors import UsageError
+from ucp.contract.registry import recognise
+from ucp.errors import UsageError, format_list
+from ucp.io.folder import path_of
 
 
 def read_links(path: Path) -> tuple[Link, ...]:
@@ -33,3 +36,20 @@ def add_link(path: Path, links: tuple[Link, ...], step: int | None) -> None:
     """List the store at `path` as the newest link."""
     assert step is not None  # by `check_next`
     write_chain(path.parent, (*links, Link(path=str(path), iteration=step)))
+
+
+def check_first_link(links: tuple[Link, ...], names: Collection[str]) -> None:
+    """Raise UsageError unless the first link holds all parameters `names`: a later one holds only some."""
+    if not links:
+        raise UsageError(
+            "expected a first link that holds everything, before one of some experts: save it with plan=Full()"
+        )
+    path = path_of(links[0].path)
+    fmt, _ = recognise(path)
+    index = fmt.read(path)
+    missing = [name for name in names if name not in index.atoms and name not in index.aliases]
+    if missing:
+        raise UsageError(
+            f"expected a first link that holds everything, before one of some experts; {path} lacks\n"
+            f"{format_list(missing)}\nSave with plan=Full()"
+        )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import structs
@@ -49,6 +49,14 @@ class SavedRun:
     """Layout of the run."""
     step: int | None
     """Training step."""
+
+    def without(self, unsaved: Collection[str]) -> SavedRun:
+        """The run without some parameters."""
+        groups = (
+            replace(group, params=tuple(name for name in group.params if name not in unsaved)) for group in self.groups
+        )
+        atoms = {name: atom for name, atom in self.atoms.items() if name not in unsaved}
+        return replace(self, atoms=atoms, groups=tuple(groups))
 
 
 def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None) -> SavedRun:

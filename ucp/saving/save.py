@@ -37,11 +37,11 @@ from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
-from ucp.saving.chain import add_link, check_next, read_links
+from ucp.saving.chain import add_link, check_first_link, check_next, read_links
 from ucp.saving.commit import SavedRun, begin, commit, growing_folder, merge_facts
 from ucp.saving.holdings import Holding, Holdings, collect_holdings
 from ucp.saving.part import write_part
-from ucp.saving.plan import SaveItem, plan_save
+from ucp.saving.plan import Full, PartialExperts, SaveItem, plan_save
 from ucp.saving.report import SaveReport
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def save(
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
+    plan: Full | PartialExperts = Full(),  # noqa: B008  # a value without state
     step: int | None = None,
     scheduler: object = None,
     scaler: object = None,
@@ -86,6 +87,9 @@ def save(
         Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
     path
         Folder of the store, where nothing may be.
+    plan
+        What is saved: `Full()`, or `PartialExperts(k)`: all tensors but those of experts, and k experts of every layer.
+        The latter only into a chain whose first link is full.
     step
         Training step; by default the number of steps that the optimizer counts.
     scheduler, scaler
@@ -128,9 +132,11 @@ def save(
     whole = run_together(
         ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
     )
-    shares = plan_save([of_rank.items for of_rank in facts])
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
     links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    unsaved = run_together(ranks, lambda: _find_unsaved(plan, whole, links, mesh))
+    whole = whole.without(unsaved)
+    shares = plan_save([[item for item in of_rank.items if item.param not in unsaved] for of_rank in facts])
+    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
     run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
     job = SaveJob(
         folder=folder,
@@ -179,6 +185,19 @@ class SaveJob:
         commit(self.folder, self.run, ranks)
         if self.links is not None:
             add_link(self.folder, self.links, self.run.step)
+
+
+def _find_unsaved(
+    plan: Full | PartialExperts, run: SavedRun, links: tuple[Link, ...] | None, mesh: RunMesh
+) -> frozenset[str]:
+    """Parameters that the plan leaves out. Raises UsageError, UnsupportedError."""
+    if isinstance(plan, Full):
+        return frozenset()
+    if links is None:
+        raise UsageError("expected chain=True with PartialExperts: other links of the chain hold the other experts")
+    check_first_link(links, run.atoms)
+    shapes = {name: atom.shape for name, atom in run.atoms.items()}
+    return plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep"))
 
 
 def _begin(folder: Path, links: tuple[Link, ...] | None, step: int | None) -> None:
