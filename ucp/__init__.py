@@ -9,6 +9,7 @@
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
+    ucp.delta("step100", "step110", "weight_v000001")      # the second as patches of the first
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
 
@@ -21,6 +22,7 @@ from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     add_to_chain,
     convert,
+    delta,
     diff,
     experts,
     inspect,
@@ -33,6 +35,7 @@ from ucp.core.topology import Topology
 from ucp.errors import UcpError
 
 if TYPE_CHECKING:
+    from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Atom, Checkpoint
@@ -46,6 +49,7 @@ else:
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
+        "DeltaReport": "ucp.chain.delta.write",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
         "LoadReport": "ucp.live.report",
@@ -71,6 +75,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "ConvertReport",
+    "DeltaReport",
     "DiffReport",
     "ExpertsReport",
     "LoadReport",
@@ -80,6 +85,7 @@ __all__ = [
     "VerifyReport",
     "add_to_chain",
     "convert",
+    "delta",
     "diff",
     "experts",
     "inspect",
