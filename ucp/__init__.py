@@ -9,7 +9,6 @@
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
-    ucp.delta("step100", "step110", "weight_v000001")      # the second as patches of the first
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
 

@@ -118,7 +118,7 @@ class TestWrongBases:
     def test_a_full_version_with_other_bytes_is_refused(self, models: list[Path], tmp_path: Path) -> None:
         delta = ucp.delta(models[0], models[1], tmp_path / "weight_v000001").path
         (models[0] / "model.safetensors").write_bytes((models[2] / "model.safetensors").read_bytes())
-        with pytest.raises(CorruptError, match="the version that weight_v000001 was made from"):
+        with pytest.raises(CorruptError, match=r"model\.safetensors: [ab] .*weight_v000001"):
             ucp.convert(delta, tmp_path / "out")
         problems = ucp.verify(delta).problems
         assert any("b/weight: expected xxh3-128" in problem for problem in problems), "b has no patch"
@@ -130,7 +130,7 @@ class TestWrongBases:
         assert ucp.diff(tmp_path / "x", models[0]).equal
         (tmp_path / "x/weight_v000001").rename(tmp_path / "old")
         (tmp_path / "y/weight_v000001").rename(tmp_path / "x/weight_v000001")
-        with pytest.raises(MalformedError, match="another one of that number"):
+        with pytest.raises(MalformedError, match=r"weight_v000001 .*weight_v000002"):
             ucp.open(tmp_path / "x")
 
     def test_an_edited_list_is_refused(self, models: list[Path], tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ class TestRefused:
             ucp.delta(runs[0], other, tmp_path / "delta")
 
     def test_a_folder_that_is_there(self, runs: list[Path], tmp_path: Path) -> None:
-        with pytest.raises(DestinationError, match="expected nothing at"):
+        with pytest.raises(DestinationError, match="step2"):
             ucp.delta(runs[0], runs[1], runs[2])
 
     def test_a_version_that_is_not_later(self, runs: list[Path], tmp_path: Path) -> None:
         first = ucp.delta(runs[0], runs[1], tmp_path / "weight_v000005").path
-        with pytest.raises(UsageError, match="a version after 5"):
+        with pytest.raises(UsageError, match=r"after 5\b.*got 4"):
             ucp.delta(first, runs[2], tmp_path / "weight_v000004")
-        with pytest.raises(UsageError, match="--encoding xor or overwrite"):
+        with pytest.raises(UsageError, match=r"--encoding .*'sparse'"):
             ucp.delta(first, runs[2], tmp_path / "weight_v000006", encoding="sparse")
 
     def test_what_fails_leaves_nothing(self, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
