@@ -3,14 +3,14 @@
     import ucp
 
     checkpoint = ucp.open("ckpt")                          # DeepSpeed, Megatron, FSDP/DCP, torch.save, Hugging Face
-    weight = checkpoint.read("layers.0.mlp.weight")        # one torch tensor, whatever the sharding was
-    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")
+    moment = checkpoint.read("layers.0.mlp.weight", "exp_avg")  # one torch tensor, whatever the sharding was
     print(ucp.plan("ckpt", to="deepspeed", topology="dp=2,zero=3"))  # what a conversion would do
     ucp.convert("ckpt", "resumed", to="deepspeed", topology="dp=2,zero=3")
     ucp.verify("resumed", against="ckpt").ok               # complete, undamaged and equal bit for bit?
     ucp.diff("ckpt", "other").changes                      # where two checkpoints differ
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
+    ucp.save(model, optimizer, "dp=2", "ckpt/step100")         # from a run, on every rank
 
 `ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
 """
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.plan import Full, PartialExperts
+    from ucp.saving.report import SaveReport
+    from ucp.saving.save import save
 
     __version__: str
 else:
@@ -51,9 +54,13 @@ else:
         "DeltaReport": "ucp.chain.delta.write",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
+        "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
+        "PartialExperts": "ucp.saving.plan",
+        "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
+        "save": "ucp.saving.save",
     }
 
     def __getattr__(name: str) -> object:
@@ -77,8 +84,11 @@ __all__ = [
     "DeltaReport",
     "DiffReport",
     "ExpertsReport",
+    "Full",
     "LoadReport",
+    "PartialExperts",
     "PlanReport",
+    "SaveReport",
     "Topology",
     "UcpError",
     "VerifyReport",
@@ -91,10 +101,11 @@ __all__ = [
     "load_into",
     "open",
     "plan",
+    "save",
     "verify",
 ]
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are imported at their first use (PEP 562)."""
+    """The public names, including those that are imported at their first use (PEP 562)."""
     return __all__

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Unpack
 
 import ucp  # for return types, which are imported only when an annotation is evaluated
+from ucp.chain.staleness import check_staleness
 from ucp.contract.protocols import Observer
 from ucp.contract.registry import add_call_notes
 from ucp.conversion.arguments import (
@@ -70,7 +71,9 @@ def inspect(path: type_path, **options: Unpack[SourceArguments]) -> Index:
     `survey(path)` then still tells the format and lists the files.
     """
     path = parse_path(path)
-    index = read_index(path, source=make_options(**options).source)
+    source = make_options(**options).source
+    index = read_index(path, source=source)
+    check_staleness(index, exact=source.exact, max_plt=source.max_plt)
     index = detect_first_step(add_call_notes(add_doubts(index)))
     note = describe_zero_moments(index)
     return index if note is None else replace(index, notes=(*index.notes, note))

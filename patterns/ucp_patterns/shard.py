@@ -51,7 +51,9 @@ class Shard(Pattern):
         if self.repeat < 1 or (self.repeat > 1 and not self.blocks):
             raise ValueError(f"expected a repeat of 1 or more, and blocks if more; got {self.repeat} of {self.blocks}")
         if self.copies and (len(self.copies) != len(self.blocks) or any(copy < 1 for copy in self.copies)):
-            raise ValueError(f"expected copies of each of the blocks {self.blocks}, one or more; got {self.copies}")
+            raise ValueError(
+                f"expected a number of copies, 1 or more, for each of the blocks {self.blocks}; got {self.copies}"
+            )
 
     @property
     def name(self) -> str:

@@ -79,6 +79,7 @@ def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
     root = str(folder.absolute())
     documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in links]
     text = json.dumps({"version": 1, "links": documents}, indent=1, ensure_ascii=False)
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

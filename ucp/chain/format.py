@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,7 +63,12 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         if fmt.takes_time:
             raise UsageError(f"expected checkpoints to add to a chain; {path} is a chain itself: add its links")
         place = to_absolute(evidence.root)
+        if os.path.realpath(place) == os.path.realpath(folder):
+            raise UsageError(f"expected a chain in a folder of its own; {folder} holds the checkpoint {path} itself")
         if place in links:
+            listed = links[place].iteration
+            if iteration not in (None, listed):
+                raise UsageError(f"expected --iteration {listed}, which the chain lists for {path}; got {iteration}")
             continue
         step = fmt.read(path).step
         if step is None and iteration is None:
@@ -70,7 +76,6 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         if step is not None and iteration not in (None, step):
             raise UsageError(f"expected --iteration {step}, which {path} records; got {iteration}")
         links[place] = Link(path=place, iteration=step if step is not None else iteration or 0)
-    folder.mkdir(parents=True, exist_ok=True)
     write_chain(folder, tuple(links.values()))
     return read_chain(folder)
 
@@ -78,6 +83,8 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
 def _read_link(link: Link, options: SourceOptions) -> Index:
     """Index of a link. Raises SourceError; MalformedError if its iteration is not the one that the chain lists."""
     fmt, _ = recognise(path_of(link.path), options=options)
+    if isinstance(fmt, ChainFormat):
+        raise MalformedError(f"expected checkpoints in a chain; {link.path} is a chain itself: list its links instead")
     index = fmt.read(path_of(link.path))
     if index.step is not None and index.step != link.iteration:
         raise MalformedError(

@@ -1,7 +1,7 @@
 """How much older than the others some parameters of a checkpoint are, and how many tokens experts lost by that.
 
 PLT, the proportion of lost tokens (MoC-System eq. 7), is the share of a run's tokens whose updates the experts lack. A
-checkpoint does not say how many tokens an expert got, so even routing is assumed: an expert whose states are of
+checkpoint does not say how many tokens an expert got, so even routing is assumed: an expert whose states are from
 iteration 900 of 1,000 lacks a tenth of its tokens.
 """
 

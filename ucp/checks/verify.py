@@ -60,13 +60,13 @@ class VerifyReport(Report):
     changes: tuple[Change, ...]
     """Differences from `against`; a checkpoint with other problems than `unnamed` is not compared."""
     drift: tuple[str, ...] = ()
-    """Those `problems` that are copies which differ, although every byte may be as it was written."""
+    """Problems of copies that differ, although no byte may be damaged; also in `problems`."""
     casts: tuple[str, ...] = ()
     """Casts that were applied to states of `against` before they were compared; empty if there were none."""
     experts: tuple[str, ...] = ()
-    """Those `problems` that are experts which cannot be right, although their bytes are undamaged."""
+    """Problems of experts that cannot be right, although their bytes are undamaged; also in `problems`."""
     unnamed: tuple[str, ...] = ()
-    """Those `problems` that are states which cannot be assigned to parameters, although their bytes are undamaged."""
+    """Problems of states that cannot be assigned to parameters, though undamaged; also in `problems`."""
     notes: tuple[str, ...] = ()
     """What was not checked, and what explains the differences as a whole."""
 
@@ -97,7 +97,7 @@ class VerifyReport(Report):
 
     @property
     def _undamaged(self) -> tuple[str, ...]:
-        """Those of `problems` that damage of files does not explain."""
+        """Problems that are not explained by damaged files."""
         return (*self.drift, *self.experts, *self.unnamed)
 
     def _verdict(self) -> str:

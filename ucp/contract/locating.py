@@ -79,7 +79,7 @@ class Located(Generic[T]):
     dangling: str = ""
     """Pointer file that names none of the choices; empty if there is none."""
     saved_in: SaveFolder | None = None
-    """Folder that the checkpoint was saved in; None where that is not known."""
+    """Folder that the checkpoint was saved in; None if that is not known."""
     strength: Strength = Strength.MARKER
     """Strength of the evidence."""
     notes: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def recorded_arguments(index: Index) -> Mapping[str, object]:
 
 
 def run_arguments(index: Index) -> Mapping[str, object]:
-    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty where there are none."""
+    """Arguments of the run, as Megatron-LM and Megatron-DeepSpeed save them (`args`); empty if there are none."""
     return _extra(index, _RUN_ARGUMENTS)
 
 
@@ -160,10 +160,13 @@ def sort_by_number(names: Iterable[str]) -> list[str]:
     >>> sort_by_number(["h.10.w", "h.2.w", "e.w"])
     ['e.w', 'h.2.w', 'h.10.w']
     """
-    return sorted(
-        names,
-        key=lambda name: [int(piece) if position % 2 else piece for position, piece in enumerate(_NUMBER.split(name))],
-    )
+    return sorted(names, key=lambda name: [*map(_order_piece, _NUMBER.split(name))])
+
+
+def _order_piece(piece: str) -> tuple[int, str]:
+    """Numbers by their length first: int() refuses those of more than 4,300 digits."""
+    digits = piece.lstrip("0")
+    return (len(digits), digits) if piece.isdecimal() else (0, piece)
 
 
 def find_tied_output(names: Collection[str], config: Mapping[str, object]) -> tuple[str, str] | None:

@@ -120,7 +120,7 @@ class Format(Protocol):
         return False
 
     def configured(self, options: SourceOptions) -> Format:
-        """The same format, reading with these options. Raises IdleOptionError where it has no use for them."""
+        """The same format, reading with these options. Raises IdleOptionError if it has no use for them."""
         raise IdleOptionError(f"{self.name} checkpoints are read without a model family: drop --family and --patterns")
 
 

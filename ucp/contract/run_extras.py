@@ -47,7 +47,7 @@ class SchedulerState:
     extra: str
     """Name of the extra."""
     path: tuple[object, ...]
-    """Keys and list positions that lead to it in the value of the extra; empty where that is the state."""
+    """Keys and list positions that lead to it in the value of the extra; empty if that is the state."""
     state: dict[str, object]
     """The state."""
 

@@ -45,7 +45,7 @@ class CompareArguments(SourceArguments, total=False):
 
 
 class ExpertArguments(SourceArguments, total=False):
-    """Those of `experts`."""
+    """Options of `experts`."""
 
     workers: int | None
     memory: MemoryLike

@@ -251,8 +251,8 @@ def verify_written(job: Job, written: Path, *, source: SourceOptions, observer: 
         ),
     ]
     if lines:
-        subject = "what was written does" if job.target.placements else "the source's bytes, which references name, do"
-        raise CorruptError(f"{subject} not read back as the source; what was written is removed:\n{format_list(lines)}")
+        subject = "what was written differs" if job.target.placements else "the bytes that references point to differ"
+        raise CorruptError(f"read back, {subject} from the source; the destination is removed:\n{format_list(lines)}")
 
 
 def _keep_companions(index: Index, job: Job) -> Index:

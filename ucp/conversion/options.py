@@ -327,7 +327,7 @@ class ConvertOptions:
         """Raise UsageError for options that exclude one another."""
         if self.virtual and (self.to != "ucp" or self.layout not in ("", "virtual")):
             other = f"--layout {self.layout}" if self.to == "ucp" else f"--to {self.to}"
-            raise UsageError(f"--virtual makes a store of atoms that are references: it does not go with {other}")
+            raise UsageError(f"--virtual makes a store of references to the source: it cannot be combined with {other}")
         if self.part is not None and (self.finalize or self.verify):
             flag = "--finalize" if self.finalize else "--verify"
             raise UsageError(f"{flag} is for when all parts are done: drop --part")

@@ -129,7 +129,7 @@ def possible_places(
 
 
 def bounds(fits: Sequence[Sequence[int]]) -> tuple[list[int], list[int]] | None:
-    """The smallest and the largest number of every place, if numbers increase from place to place.
+    """For every place, the smallest and the largest number it can have if numbers increase from place to place.
 
     None if no such assignment exists. `fits`: numbers that each place can have, in increasing order. The assignment is
     unique if and only if the bounds are equal.

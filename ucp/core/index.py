@@ -124,7 +124,7 @@ class AtomIndex:
     iteration: int | None = None
     """Training step of all its states, if it differs from the index's, as in a chain or a window."""
     made_of: Mapping[str, Layout] = field(default_factory=dict)
-    """Layouts of the tensors of that run that it was joined, split or transposed from, by name; empty for none."""
+    """Name to layout of the tensors of that run from which it was joined, split or transposed; empty if it was not."""
 
     @property
     def patterns(self) -> Mapping[str, str]:
@@ -298,7 +298,7 @@ class Index(Report):
     step: int | None
     """Training step, where recorded."""
     skipped: int = 0
-    """How many of these steps changed nothing, as gradients overflowed; 0 where that is not recorded."""
+    """How many of these steps changed nothing, as gradients overflowed; 0 if that is not recorded."""
     atoms: Mapping[str, AtomIndex]
     """Name to atom, in the order of the model."""
     groups: tuple[ParamGroup, ...] = ()
@@ -334,7 +334,7 @@ class Index(Report):
     keys: StateDictKeys | None = None
     """Keys of the state dict that a training script saved, if the files hold this dict."""
     unchecked: tuple[str, ...] = ()
-    """Those of `notes` that name files which are not read and have no checksum."""
+    """Notes that name files which were not read and have no checksum; also in `notes`."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """(atom, name of the state, state) for every state of every atom."""

@@ -28,7 +28,7 @@ class Overlap(StrEnum):
     """What it means when several parts hold the same element."""
 
     EXCLUSIVE = "exclusive"
-    """They must not."""
+    """It is an error: no two parts may hold the same element."""
     EQUAL = "equal"
     """All hold the same bits; one is taken, the others are compared."""
     MEAN = "mean"

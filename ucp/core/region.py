@@ -182,7 +182,7 @@ class RegionPair(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def full_pairs(shape: tuple[int, ...]) -> tuple[RegionPair, ...]:
-    """The pair of a local tensor that is all of the global one; the same object for all tensors of a shape."""
+    """The pair of a local tensor that is the full global tensor. Cached: tensors of one shape share the object."""
     box = Box.full(shape)
     return (RegionPair(box, box),)
 

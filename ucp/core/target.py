@@ -155,7 +155,7 @@ class TargetPlan:
     compress: bool = False
     """Whether placements are written as encoded blocks, one pack per file, whose sizes are known only afterwards."""
     topology: Topology | None = None
-    """Layout of the run that loads the files; None where they fit any."""
+    """Layout of the run that loads the files; None if they fit any."""
     written: Index | None = None
     """The part of the source that is written, under the names that are written; None: all of it, names unchanged."""
     layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class Style:
     """Segments of its names, in the order in which modules register them; empty if that is not known."""
 
     def sort_names(self, names: Iterable[str]) -> list[str] | None:
-        """Names in the order in which the model registers its parameters; None unless that is known of all."""
+        """Names in the order in which the model registers its parameters; None unless it is known for all of them."""
         places = {module: place for place, module in enumerate(self.modules)}
         keys: dict[str, list[int]] = {}
         for name in names:

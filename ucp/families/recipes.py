@@ -102,7 +102,7 @@ def _parents(shape: Sequence[int], view: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _run(group: Sequence[int], view: Sequence[int], parents: Sequence[tuple[int, int]]) -> list[int]:
-    """The last dims of a group that are steps of equal length along one dim of the source."""
+    """The last dims of a group that together run evenly along one dim of the source."""
     run = [group[-1]]
     for dim in reversed(group[:-1]):
         parent, step = parents[run[0]]

@@ -228,7 +228,7 @@ class Alias:
         return tuple(boxes)
 
     def _parts(self, shapes: Sequence[tuple[int, ...]], values: Mapping[str, object]) -> list[_JoinedPart]:
-        """What joins, in order: the tensors, or the blocks of the only tensor."""
+        """The parts that are joined, in order: the tensors, or the blocks of a single tensor."""
         if len(shapes) != len(self.names):
             raise ValueError(f"expected the shapes of {', '.join(self.names)}; got {len(shapes)}")
         if any(self.dim >= len(shape) for shape in shapes):
@@ -276,7 +276,7 @@ class Rule:
     shape: tuple[OptionValue, ...] = ()
     """Length of every dim of the global tensor; -1 for an unknown length, empty if no shape is stated."""
     padded: int | None = None
-    """Dim whose padding depends on the layout; None for none."""
+    """Dim whose padding depends on the layout, if there is one."""
     aliases: Mapping[str, tuple[Alias, ...]] = field(default_factory=dict)
     """Naming style to its aliases; the first is the one written."""
     source: str = ""

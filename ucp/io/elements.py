@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _WINDOW = 1 << 16
-"""Elements that are handled at once: temporary arrays are larger than the elements."""
+"""Elements that are processed together: temporary arrays are larger than the elements, so few at a time."""
 
 _PREFIX = "zstd-planes"
 _LEVEL = 3

@@ -33,7 +33,7 @@ _TMPFS_MAGIC = 0x01021994
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset`. Raises OSError, or DestinationError when the system takes no more."""
+    """Write all of `data` at byte `offset`. Raises OSError, or DestinationError if the file system accepts no more."""
     rest = memoryview(data)
     while rest.nbytes:
         written = os.pwrite(descriptor, rest, offset)

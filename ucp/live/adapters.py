@@ -77,6 +77,14 @@ class LiveOptimizer(Protocol):
         """Set hyper-parameters of every group."""
 
 
+@runtime_checkable
+class ReadableOptimizer(LiveOptimizer, Protocol):
+    """An optimizer whose states can be saved."""
+
+    def values(self, name: str) -> Mapping[str, State]:
+        """The states that it holds for a parameter now, and `weight` if that is a master: this rank's parts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
     """The description of a rank's model and optimizer."""

@@ -80,7 +80,7 @@ class LivePart:
             start = boxes[0].offsets[0] if boxes else 0
             stop = start + sum(box.sizes[0] for box in boxes)
             if boxes and boxes[-1].stops[0] != stop:
-                raise ValueError("has several ranges on this rank, and one was expected, of the tensor")
+                raise ValueError("has several ranges (expected one) on this rank of the tensor")
         pairs = tuple(region.pair for region in part.regions)
         local = self.local_shape  # `part.local_shape` may be another one without elements
         return Slice(param=param, state=state, dtype=dtype, pairs=pairs, local_shape=local, start=start, stop=stop)
@@ -117,7 +117,7 @@ class FlatRange:
     """Which part of the parameter they are."""
 
     def narrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor; one that holds no other parameter may have any shape."""
+        """These elements of `tensor`, which may have any shape if it holds no other parameter."""
         return tensor if self.numel == tensor.numel() else tensor.view(-1).narrow(0, self.start, self.numel)
 
 

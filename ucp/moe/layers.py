@@ -32,7 +32,7 @@ _STACKED = re.compile(r"(?P<module>.+?)\.(?:routed_experts\.inner_experts|expert
 _STACKED_DIMS = 3
 """Dims of stacked matrices, at least."""
 
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"(?:^|\.)(\d{1,18})(?:\.|$)")
 """A number in the path of a module; the first is the layer's. Example: model.layers.3.mlp."""
 
 
@@ -89,7 +89,7 @@ class ExpertLayer:
     module: str
     """Path of the module that has experts and router, e.g. model.layers.3.mlp."""
     number: int | None
-    """Number of the layer, the first in that path; None where the path has none."""
+    """Number of the layer, the first in that path; None if the path has none."""
     experts: Mapping[int, Mapping[str, ExpertTensor]]
     """Number of an expert to its tensors by their name inside it, in increasing number."""
     routing: Mapping[Role, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
         if match is not None:
             tensors = experts.setdefault(match["module"], {}).setdefault(int(match["expert"]), {})
             tensors[match["tensor"]] = ExpertTensor(param)
-        elif shape and (match := _STACKED.fullmatch(param)):
+        elif 0 not in shape and shape and (match := _STACKED.fullmatch(param)):
             stacked.setdefault(match["module"], []).append((match["tensor"], param))
     for module, params in stacked.items():
         counts = {shapes[param][0] for _, param in params if len(shapes[param]) >= _STACKED_DIMS}
@@ -144,7 +144,11 @@ def find_layers(shapes: Mapping[str, tuple[int, ...]]) -> tuple[ExpertLayer, ...
 def _make_layer(
     module: str, experts: Mapping[int, Mapping[str, ExpertTensor]], shapes: Mapping[str, tuple[int, ...]]
 ) -> ExpertLayer:
-    routing = {role: f"{module}.{suffix}" for suffix, role in _OF_ROUTER.items() if shapes.get(f"{module}.{suffix}")}
+    routing = {
+        role: param
+        for suffix, role in _OF_ROUTER.items()
+        if (shape := shapes.get(param := f"{module}.{suffix}")) and 0 not in shape[1:]
+    }
     number = _NUMBER.search(module)
     return ExpertLayer(
         module=module,

@@ -22,7 +22,7 @@ from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import Slice, full_slice
 from ucp.io.elements import viewed, widened
 from ucp.moe.layers import ExpertLayer, Role
-from ucp.transfer.gather import Gatherer, Reader
+from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
@@ -132,7 +132,7 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
     params = {tensor.param for layer in layers for _, _, _, tensor in layer.tensors()}
     observer.begin(title="experts", nbytes=sum(index.atoms[param].nbytes for param in params))
     try:
-        with Reader(threads) as reader:
+        with ThreadedReader(threads) as reader:
             reader.run_all(bundle(_list_parts(index, layers), limit=BLOCK), measure_batch)
     finally:
         observer.end()
@@ -140,26 +140,26 @@ def measure(index: Index, layers: Sequence[ExpertLayer], observer: Observer, *, 
 
 
 def _measure_block(part: _Part, block: memoryview) -> Measure:
-    """Measure of a block; only its digest if the elements are not floating point."""
+    """Measure of a block."""
     import numpy as np
 
     first = 0 if part.row is None else part.row * (part.locator.state.numel // part.locator.state.global_shape[0])
     place = (part.name, *part.slice.pairs[0].global_box.offsets, part.slice.start - first)
     block_measure = Measure(digests={place: xxhash.xxh3_64_intdigest(block)})
-    if not part.slice.dtype.is_floating:
-        return replace(block_measure, is_zero=not any(block))
     values = viewed(block, part.slice.dtype)
-    values = values if values.dtype == np.float64 else widened(values, "float32")
+    values = np.abs(values) if np.iscomplexobj(values) else values
+    is_narrow = part.slice.dtype.is_floating and values.dtype != np.float64
+    values = widened(values, "float32" if is_narrow else "float64")
     with np.errstate(all="ignore"):
-        squares = float(np.dot(values, values))
+        squares, total = float(np.dot(values, values)), float(values.sum())
         is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
         if is_finite and not np.isfinite(squares):  # the squares are too large for float32
-            squares = float(np.square(values, dtype=np.float64).sum())
+            squares, total = float(np.square(values, dtype=np.float64).sum()), float(values.sum(dtype=np.float64))
         sampled = np.square(values[:_SAMPLED], dtype=np.float64)
         return replace(
             block_measure,
             numel=values.size,
-            total=float(values.sum()),
+            total=total,
             squares=squares,
             is_finite=is_finite,
             is_zero=squares == 0 and not values.any(),

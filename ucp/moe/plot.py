@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from math import inf, log2
+from math import inf, isfinite, log2, nan
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +31,8 @@ def check_plot(path: Path) -> None:
 def plot_experts(report: ExpertsReport, path: Path) -> None:
     """Write the picture to `path`: a row per layer, a column per expert.
 
-    Grey: the checkpoint lacks the expert. Black: dead. Numbers of tokens and biases are not drawn; `--json` has them.
+    Grey: the checkpoint lacks the expert, or its number is not finite. Black: dead. Numbers of tokens and biases are
+    not drawn; `--json` has them.
     """
     import matplotlib as mpl
     import numpy as np
@@ -43,9 +44,10 @@ def plot_experts(report: ExpertsReport, path: Path) -> None:
     width = max(layer.num_experts for layer in report.layers)
     values = np.full((len(report.layers), width), np.nan)
     for row, layer in enumerate(report.layers):
-        middle = median(layer.signal)
+        middle = median(layer.finite_signal)
         for expert, signal in zip(layer.experts, layer.signal, strict=True):
-            values[row, expert.number] = log2(signal / middle) if signal > 0 and middle > 0 else -inf
+            level = log2(signal) - log2(middle) if isfinite(signal) and signal > 0 < middle else -inf
+            values[row, expert.number] = level if isfinite(signal) else nan
     colours = mpl.colormaps["RdYlBu_r"].with_extremes(under="black", bad="#d8d8d8")
     figure, axes = plt.subplots(
         figsize=(min(max(6.0, 2.5 + 0.28 * width), 24), min(max(3.6, 1.6 + 0.28 * len(report.layers)), 24)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import isfinite, log2
 from statistics import median
 
 from ucp.contract.protocols import Observer
@@ -67,7 +67,7 @@ class LayerReport:
     module: str
     """Path of the module that holds them."""
     number: int | None
-    """Number of the layer; None where its path has none."""
+    """Number of the layer; None if its path has none."""
     num_experts: int
     """Experts that it should have."""
     experts: tuple[ExpertReport, ...]
@@ -85,6 +85,11 @@ class LayerReport:
         if any(expert.squared_gradient is None for expert in self.experts):
             return tuple(expert.weight_norm for expert in self.experts)
         return tuple(expert.squared_gradient or 0.0 for expert in self.experts)
+
+    @property
+    def finite_signal(self) -> tuple[float, ...]:
+        """`signal` without NaN and infinity; a zero where nothing else is left."""
+        return tuple(filter(isfinite, self.signal)) or (0.0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +134,7 @@ class ExpertsReport(Report):
 
 
 def _layer_row(layer: LayerReport) -> tuple[str, ...]:
-    signal = layer.signal
+    signal = layer.finite_signal
     chosen = {"dead": layer.dead, "starved": layer.starved, "hot": layer.hot}
     name = layer.module if layer.number is None else str(layer.number)
     return (
@@ -141,15 +146,17 @@ def _layer_row(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _draw(layer: LayerReport) -> Iterator[str]:
-    """A mark for each expert, or for every few of them; × if all of these are dead."""
-    signal, middle = layer.signal, median(layer.signal)
+    """A mark for each expert, or for every few of them; × if all of these are dead, ! if one is not finite."""
+    signal, middle = layer.signal, median(layer.finite_signal)
     width = -(-len(signal) // _WIDEST)
     for low in range(0, len(signal), width):
         mean = sum(signal[low : low + width]) / len(signal[low : low + width])
-        if mean <= 0 or middle <= 0:
+        if not isfinite(mean):
+            yield "!"
+        elif mean <= 0 or middle <= 0:
             yield "×" if mean <= 0 else _MARKS[-1]
         else:
-            level = round((log2(mean / middle) + 3) / 6 * (len(_MARKS) - 1))
+            level = round((log2(mean) - log2(middle) + 3) / 6 * (len(_MARKS) - 1))
             yield _MARKS[min(max(level, 0), len(_MARKS) - 1)]
 
 
@@ -172,7 +179,7 @@ def report_experts(index: Index, observer: Observer, *, threads: int) -> Experts
     faults, notes = find_content_faults(measures)
     structural = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
     steps = _read_steps(index, layers)
-    reports = tuple(_report_layer(index, layer, measures[layer.module], steps) for layer in layers)
+    reports = tuple(_report_layer(index, layer, measures.get(layer.module, {}), steps) for layer in layers)
     return ExpertsReport(
         path=index.path,
         step=index.step,
@@ -189,8 +196,9 @@ def _report_layer(
     steps: Mapping[str, int],
 ) -> LayerReport:
     experts = []
-    for number, states in by_role[Role.EXPERT].items():
-        param = next(iter(layer.experts[number].values())).param
+    for number, tensors in layer.experts.items():
+        states = by_role.get(Role.EXPERT, {}).get(number, {WEIGHT: Measure()})  # without elements, nothing is measured
+        param = next(iter(tensors.values())).param
         values = {role: by_role.get(role, {}).get(number, {}).get(WEIGHT) for role in Role}
         router, step = values[Role.ROUTER], steps.get(param)
         moment, momentum = states.get(MOMENT), states.get("exp_avg")
@@ -208,8 +216,8 @@ def _report_layer(
                 step=step,
             )
         )
-    experts.sort(key=lambda expert: expert.number)
     squares = {e.number: e.squared_gradient for e in experts if e.squared_gradient is not None}
+    squares = {number: square for number, square in squares.items() if isfinite(square)}
     middle = median(squares.values()) if squares else 0.0
     return LayerReport(
         module=layer.module,
@@ -254,5 +262,5 @@ def _describe_unequal_steps(layers: Iterable[LayerReport]) -> Iterator[str]:
         if len(steps) > 1:
             yield (
                 f"{layer.module}: the optimizer stepped some experts {max(steps):,} times and others {min(steps):,}; "
-                "it skips an expert whose gradient is None, as that of an expert without tokens can be"
+                "it skips an expert without tokens if its gradient is None"
             )

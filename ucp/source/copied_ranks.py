@@ -101,7 +101,7 @@ def _list_fragments(index: Index, paths: set[str]) -> dict[str, dict[int, list[_
 def _find_contradiction(
     a: dict[int, list[_StoredFragment]], b: dict[int, list[_StoredFragment]], prober: Prober
 ) -> tuple[_StoredFragment, _StoredFragment] | None:
-    """Two pieces of the same bytes that should differ; None where there are none."""
+    """Two pieces of the same bytes that should differ; None if there are none."""
     for offset, pieces in a.items():
         for piece_a in pieces:
             others = b.get(offset, ())

@@ -56,8 +56,8 @@ def detect_first_step(index: Index) -> Index:
     if not is_new:
         return index
     note = (
-        "the optimizer has not stepped yet: it counts 1 step with moments of zero, as torch's get_state_dict makes the "
-        "states of a new one. It is read as step 0"
+        "the optimizer has not stepped yet: its step count is 1 with moments of zero, because torch's get_state_dict "
+        "steps a new optimizer once to create its states. The checkpoint is read as step 0"
     )
     return replace(index, step=0, notes=(*index.notes, note))
 

@@ -217,7 +217,7 @@ def _apply_translation(index: Index, tensors: Mapping[str, TensorRecipe], family
 
 
 def _translate_alias(name: str, family: Family, style: str) -> str:
-    """The second name of a tied tensor in another style; empty where it has none."""
+    """The second name of a tied tensor in another style; empty if it has none."""
     canonical = family.canonical(name)
     spellings = family.find_spellings(canonical, style) if canonical is not None else ()
     return spellings[0][1][0] if spellings and spellings[0][0].is_plain else ""

@@ -33,7 +33,7 @@ class NewOptimizer(StrEnum):
 
 
 def add_optimizer(index: Index, settings: Mapping[str, str]) -> Index:
-    """`index` with moments of zero for every trained parameter. Raises UsageError where it has optimizer states.
+    """`index` with moments of zero for every trained parameter. Raises UsageError if it has optimizer states.
 
     `settings`: texts that the user gave; those in `HYPER` are for the new group.
     """

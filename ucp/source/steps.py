@@ -1,9 +1,9 @@
-"""One step count for all parameters, where theirs differ: as of a chain, whose parameters are of several iterations.
+"""One step count for all parameters, if theirs differ: in a chain, parameters are from different iterations.
 
 DeepSpeed and Megatron keep one count for a whole optimizer group. Adam divides its moments by 1 - beta^step, so a count
 that is too high by d makes the next updates of a parameter smaller by less than beta^(step - d).
 
-    error    leave the counts; a target that keeps one for all refuses them (the default)
+    error    keep the counts; a target that stores one for all parameters refuses them (the default)
     newest   the largest count for every parameter
 """
 

@@ -198,20 +198,33 @@ def _compressed(slices: Sequence[Slice]) -> tuple[list[OutputFile], list[Placeme
 def _layout_extras(extras: Iterable[Extra]) -> Iterator[tuple[Extra, OutputFile, tuple[RawCopy, ...]]]:
     """Every extra with its file: JSON if the value is plain, else a file that torch.load restores it from."""
     for extra in extras:
-        rank = "" if extra.rank is None else f"@rank{extra.rank}"
-        stem = f"{EXTRAS}/{_folder(extra.name)}{rank}"
-        try:
-            text = json.dumps(to_json(extra.value), indent=1, ensure_ascii=False).encode() + b"\n"
-        except (NotPlainError, UnicodeEncodeError):
-            text = b""
-        if 0 < len(text) <= LONGEST:
+        stem, text = extra_stem(extra.name, extra.rank), encode_extra(extra.value)
+        if text:
             yield extra, OutputFile(path=f"{stem}.json", nbytes=len(text), literals=(Literal(0, text),)), ()
         else:
             yield extra, *make_torch_file(f"{stem}.pt", extra.value)
 
 
+def extra_stem(name: str, rank: int | None) -> str:
+    """Path of the file of an extra in its store, without the suffix.
+
+    >>> extra_stem("lr_scheduler", None), extra_stem("rng_state", 3)
+    ('extra/lr_scheduler', 'extra/rng_state@rank3')
+    """
+    return f"{EXTRAS}/{_folder(name)}{'' if rank is None else f'@rank{rank}'}"
+
+
+def encode_extra(value: object) -> bytes:
+    """The value of an extra as JSON; empty if it is not plain, or too long."""
+    try:
+        text = json.dumps(to_json(value), indent=1, ensure_ascii=False).encode() + b"\n"
+    except (NotPlainError, UnicodeEncodeError):
+        return b""
+    return text if len(text) <= LONGEST else b""
+
+
 def recogniser(index: Index) -> Callable[[str], StoredFile]:
-    """A function from the path of a file to what it is recognised by later: its state when `index` was read.
+    """A function from the path of a source file to what the store records of it: its state when `index` was read.
 
     For a file that is split in parts (the index lists only the parts), its present state is used.
     """

@@ -27,7 +27,7 @@ from ucp.io.elements import differing, viewed, widened, without_payloads
 from ucp.io.files import join_ranges
 from ucp.transfer.checksums import find_mismatches
 from ucp.transfer.drift import find_drifts
-from ucp.transfer.gather import Gatherer, Reader, Span
+from ucp.transfer.gather import Gatherer, Span, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.plan.tiles import needs_tiles, split_blocks
 
@@ -357,7 +357,7 @@ def _run_stage(
     """Call `work(job, gatherer)` for every job, on `threads` threads, as a separate stage for the observer."""
     observer.begin(title=title, nbytes=nbytes)
     try:
-        with Reader(threads) as reader:
+        with ThreadedReader(threads) as reader:
             reader.run_all(jobs, work)
     finally:
         observer.end()

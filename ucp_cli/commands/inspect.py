@@ -12,7 +12,7 @@ from ucp import api
 from ucp.contract.protocols import Observer
 from ucp.conversion.arguments import ExpertArguments, SourceArguments
 from ucp.core.text.overview import describe_missing
-from ucp.errors import CorruptError, FamilyError, SourceError, UsageError
+from ucp.errors import CorruptError, FamilyError, SourceError, StaleError, UsageError
 from ucp.source.selection import NameFilter
 from ucp_cli.options import PATH, as_json, example, progress, takes_options
 from ucp_cli.pages.documents import experts_document, index_document, survey_document
@@ -96,8 +96,9 @@ def command(
     try:
         index = api.inspect(path, **source)
     except (SourceError, CorruptError) as error:
-        if isinstance(error, FamilyError) and (options.get("family") or options.get("patterns")):
-            raise  # --family or --patterns may be wrong, not the checkpoint
+        is_of_family = isinstance(error, FamilyError) and (options.get("family") or options.get("patterns"))
+        if is_of_family or isinstance(error, StaleError):
+            raise  # --family, --patterns, --exact or --max-plt may be wrong, not the checkpoint
         survey = api.survey(path)
         if as_json:
             write_json(survey_document(survey, str(error)))

@@ -112,7 +112,7 @@ def _rows(parameters: Iterable[ExplainedParameter]) -> Iterator[tuple[str, ...]]
 
 
 def _meaning(parameter: ExplainedParameter) -> str:
-    """What a parameter is, after its canonical name in the family if its name is another one."""
+    """What a parameter is, preceded by its canonical name in the family if that differs from its name."""
     if parameter.rule is None or parameter.style == CANONICAL:
         return parameter.rule.meaning if parameter.rule else ""
     part = "" if parameter.part is None else f" (part {parameter.part + 1})"

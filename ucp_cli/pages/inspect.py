@@ -114,7 +114,7 @@ def _stage_rows(index: Index) -> list[tuple[str, ...]]:
 
 
 def _iteration_rows(index: Index) -> list[tuple[str, ...]]:
-    """A row per iteration that some parameters are of, with a mark for each expert; none where all are of one."""
+    """A row per iteration of the parameters, with a mark for each expert; none if all are of one iteration."""
     counts = Counter(index.step or 0 if atom.iteration is None else atom.iteration for atom in index.atoms.values())
     if len(counts) < 2:
         return []

@@ -70,13 +70,13 @@ class FileName:
     name: str
     """The name, without the suffix of a file that FastPersist split."""
     dp: int = 0
-    """Rank in the partition group; 0 where the name has none."""
+    """Rank in the partition group; 0 if the name has none."""
     mp: int = 0
-    """Model-parallel rank; 0 where the name has none."""
+    """Model-parallel rank; 0 if the name has none."""
     prefix: str = ""
     """"bf16_", "fp16_" or nothing."""
     layer: int = -1
-    """Layer of a pipeline, or mixture-of-experts layer of an expert; -1 where the name has none."""
+    """Layer of a pipeline, or mixture-of-experts layer of an expert; -1 if the name has none."""
     expert: int = 0
     """Global number of an expert; for optimizer states of experts, the expert-parallel rank."""
     axes: tuple[tuple[str, int], ...] = ()

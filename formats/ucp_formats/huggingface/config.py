@@ -144,14 +144,14 @@ def check_config(
     """
     if config.get("quantization_config") is not None:
         raise MisfitError(
-            f"{config.where} is of a quantised model (quantization_config), but the weights are written unquantised: "
+            f"{config.where} describes a quantised model (quantization_config), but weights are written unquantised: "
             "name a folder whose config.json has no quantization_config (--set config=DIR)"
         )
     general = () if is_carried else _general_conflicts(config, shapes)
     lines = [*general, *config_conflicts(config, shapes, family)]
     if lines:
         raise MisfitError(
-            f"expected the tensors that {config.where} describes; got\n{format_list(dict.fromkeys(lines))}\nIt is of "
+            f"expected the tensors that {config.where} describes; got\n{format_list(dict.fromkeys(lines))}\nIt is from "
             "another model, or the tensors of the source have other names (convert them: --names SOURCE:huggingface). "
             f"Name the folder of this model with --set config=DIR, or write the weights alone (config={NONE})"
         )

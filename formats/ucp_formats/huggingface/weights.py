@@ -118,7 +118,7 @@ def _missing_files(files: Sequence[str]) -> Iterable[str]:
     names = [parts for name in files if (parts := parse_weights(name)) is not None]
     counts = sorted({parts.count for parts in names if parts.count is not None})
     if len(counts) > 1:
-        yield f"an index: the files are numbered of {' and of '.join(map(str, counts))}, so they are of several saves"
+        yield f"an index: the files are numbered of {' and of '.join(map(str, counts))}, so they are from several saves"
         return
     first = names[0]
     if first.rank is None:
@@ -203,7 +203,7 @@ def _join_shards(files: Mapping[str, _WeightsFile], problems: Problems) -> dict[
     for (file, other), count in copies.items():
         problems.wrong.append(
             f"{file}: holds shards of {format_count(count, 'tensor')} that {other} holds too; torch saves each shard "
-            "once, so one file is a copy of the other, or is of another save"
+            "once, so one file is a copy of the other, or is from another save"
         )
     tensors = {}
     for name, boxes in shards.items():

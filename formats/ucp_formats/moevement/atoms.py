@@ -71,8 +71,8 @@ class WindowReader:
                 param = names.param(operator, inner, window.rank)
                 if param is None:
                     raise MalformedError(
-                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are of "
-                        "different runs"
+                        f"{window.path} has {operator_name}; {dense.path} has no such layer on that stage: they are "
+                        "from different runs"
                     )
                 if kind == _COMPUTE:
                     self._frozen.setdefault((param, iteration), []).append(ref)
@@ -80,6 +80,12 @@ class WindowReader:
                 self._slots.setdefault(param, set()).add(iteration)
                 self._sharing[param] = names.sharing_ranks(operator, window.rank)
                 self._ranges.setdefault((param, state), []).append(_Range(window.rank, operator_name, tensor, ref))
+        bare = [param for param in self._slots if (param, WEIGHT) not in self._ranges]
+        if bare:
+            raise MalformedError(
+                f"expected weights of every active parameter in the windows of {dense.path}; there are none of "
+                f"{', '.join(bare)}"
+            )
         twice = [f"{name}: {sorted(steps)}" for name, steps in self._slots.items() if len(steps) > 1]
         if twice:
             raise MalformedError(
@@ -91,10 +97,25 @@ class WindowReader:
         states: dict[str, dict[str, StateSource]] = {}
         for (param, state), ranges in self._ranges.items():
             states.setdefault(param, {})[state] = self._join(param, state, ranges)
+        self._check_states(states)
         if self.is_counted:
             for param, of_param in states.items():
                 of_param[STEP] = state_from_number(float(min(self._slots[param])))
         return {param: self._make_atom(param, of_param, min(self._slots[param])) for param, of_param in states.items()}
+
+    def _check_states(self, states: Mapping[str, Mapping[str, StateSource]]) -> None:
+        """Raise MalformedError for other states, or other shapes, than the dense checkpoint has of a parameter."""
+        for param, of_param in states.items():
+            dense = self._dense.atoms.get(param)
+            expected = {} if dense is None else {name: dense.states[name].global_shape for name in dense.states}
+            got = {name: state.shape for name, state in of_param.items() if isinstance(state, ShardedTensor)}
+            wrong = {name for name in {*expected, *got} - {STEP} if expected.get(name) != got.get(name)}
+            if wrong and len(expected) > 1:
+                lines = [f"{name}: expected {expected.get(name)}, got {got.get(name)}" for name in sorted(wrong)]
+                raise MalformedError(
+                    f"expected the states of {param} that the dense checkpoint {self._dense.path} has, in their "
+                    f"shapes; the window has others:\n{format_list(lines)}"
+                )
 
     def read_first(self, first: int) -> dict[str, AtomIndex]:
         """The weight of every parameter in the first iteration."""
@@ -157,7 +178,7 @@ class WindowReader:
             if part.ref.numel != expected:
                 raise MalformedError(
                     f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
-                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or of another run"
+                    f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or from another run"
                 )
 
     @staticmethod

@@ -51,7 +51,7 @@ def parse_operator(name: str) -> Operator | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorNames:
-    """Finds the parameter that a tensor of an operator is."""
+    """Finds the parameter that is stored as a tensor of an operator."""
 
     modules: Mapping[int, tuple[str, ...]]
     """Stage to the paths of its MoE layers, in order."""

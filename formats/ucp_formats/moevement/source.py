@@ -43,7 +43,7 @@ from ucp.io.folder import names_in, to_absolute
 from ucp.io.provenance import source_file
 from ucp_formats.moevement.atoms import WindowReader
 from ucp_formats.moevement.names import OperatorNames
-from ucp_formats.moevement.window import RankWindow, engine_steps, rank_of, read_window
+from ucp_formats.moevement.window import RankWindow, check_adjacent, engine_steps, rank_of, read_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class MoEvementFormat(Format):
         root = path.parent if rank_of(path.name) is not None and path.is_file() else path
         ranks = [name for name in names_in(root) if rank_of(name) is not None]
         return Evidence(root, (f"window_rank*.pt of {format_count(len(ranks), 'rank')}",)) if ranks else None
+
+    def owns(self, name: str) -> bool:
+        """Whether MoEvement gives this name to a rank's window."""
+        return rank_of(name) is not None
 
     def configured(self, options: SourceOptions) -> MoEvementFormat:
         """The same format, which reads the iteration in `options`."""
@@ -92,6 +96,8 @@ class MoEvementFormat(Format):
             )
         atoms = reader.read_first(first) if at is not None else reader.read_slots()
         _check_complete(dense, atoms, root)
+        for window in windows:
+            check_adjacent(window)
         return replace(
             dense,
             path=to_absolute(root),

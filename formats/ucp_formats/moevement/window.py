@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -149,7 +150,7 @@ def read_window(path: Path) -> RankWindow:
             raise MalformedError(f"expected a window of MoEvement in {path}; it begins with {head[:4]!r}, not MOEV")
         length = int.from_bytes(head[5:], "little")
         if not 1 <= head[4] <= _VERSION:
-            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it is of version {head[4]}")
+            raise UnsupportedError(f"expected a window of version 1 or 2 in {path}; it has version {head[4]}")
         base = _HEAD + length
         if length > _LONGEST or base > file.nbytes:
             raise MalformedError(f"expected {base} bytes or more in {path}; it has {file.nbytes}: it was cut short")
@@ -164,7 +165,7 @@ def read_window(path: Path) -> RankWindow:
 
 
 def _check(window: RankWindow, nbytes: int) -> None:
-    """Raise MalformedError if tensors do not have the expected lengths, or do not fill the file."""
+    """Raise MalformedError if tensors do not have the expected lengths, or do not end the file."""
     if window.document.byte_order != "little":
         raise UnsupportedError(f"expected little-endian numbers in {window.path}; they are big-endian")
     stop = 0
@@ -178,11 +179,26 @@ def _check(window: RankWindow, nbytes: int) -> None:
     if stop != nbytes:
         raise MalformedError(
             f"expected {window.base + stop} bytes in {window.path}, where its last tensor ends; it has "
-            f"{window.base + nbytes}: it was cut short, or is of another run"
+            f"{window.base + nbytes}: it was cut short, or is from another run"
         )
     steps = [stored.iteration for stored in window.document.iterations]
     if steps != list(range(steps[0], steps[0] + len(steps)) if steps else []):
         raise MalformedError(f"expected iterations one after another in {window.path}; got {steps}")
+
+
+def check_adjacent(window: RankWindow) -> None:
+    """Raise MalformedError if tensors overlap, or leave bytes between them: an offset is damaged."""
+    ranges = sorted(
+        (tensor.offset, tensor.offset + tensor.nbytes, f"{tensor.key} of {operator}")
+        for _, operator, _, tensor, _ in window.tensors()
+        if tensor.nbytes
+    )
+    for (_, stop, _), (start, _, what) in pairwise([(0, 0, ""), *ranges]):
+        if start != stop:
+            raise MalformedError(
+                f"expected {what} at byte {window.base + stop} of {window.path}, where the tensor before it ends; its "
+                f"header says {window.base + start}"
+            )
 
 
 def engine_steps(window: RankWindow) -> tuple[int | None, int | None]:

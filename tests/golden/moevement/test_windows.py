@@ -84,6 +84,10 @@ def test_of_no_other_iteration(at: int, data: str) -> None:
         ucp.inspect(window("boundary"), at=at)
 
 
+def test_its_own_files_are_read() -> None:
+    assert not any("window_rank" in note for note in ucp.inspect(window("boundary")).notes)
+
+
 def test_what_goes_where(tmp_path: Path) -> None:
     """Mixed iterations are marked, and go where a parameter has its own step; never into a group of one step."""
     report = ucp.convert(window("boundary"), tmp_path / "atoms", verify=True)
@@ -166,6 +170,23 @@ def freeze_master(header: dict[str, Any]) -> None:
     operators(header, 1)["stage0_layer_0_expert_0"]["is_active"] = False
 
 
+def shift(header: dict[str, Any]) -> None:
+    operators(header, 1)["stage0_layer_0_expert_0"]["tensors"][1]["offset"] += 4
+
+
+def lose_weight(header: dict[str, Any]) -> None:
+    operators(header, 1)["stage0_layer_0_expert_0"]["tensors"][0]["key"] = "params.weighs"
+
+
+def lose_shape(header: dict[str, Any]) -> None:
+    tensor = operators(header, 1)["stage0_layer_0_expert_0"]["tensors"][2]
+    del tensor["full_shape"], tensor["fragment_numel"]
+
+
+def rename_state(header: dict[str, Any]) -> None:
+    operators(header, 1)["stage0_layer_0_expert_0"]["tensors"][2]["key"] = "optimizer.weight.exp_avo"
+
+
 def write_big_endian(header: dict[str, Any]) -> None:
     header["byte_order"] = "big"
 
@@ -183,6 +204,10 @@ def empty_window(header: dict[str, Any]) -> None:
         (skip_iteration, MalformedError, r"\[1, 9, 3\]"),
         (grow_layers, MalformedError, "stage0_layer_9_gate"),
         (freeze_master, MalformedError, "stage0_layer_0_expert_0"),
+        (shift, MalformedError, "params.bias"),
+        (lose_weight, MalformedError, "weighs?"),
+        (lose_shape, MalformedError, "exp_avg"),
+        (rename_state, MalformedError, "exp_avo"),
         (write_big_endian, UnsupportedError, "big-endian"),
         (lambda header: header.pop("metadata"), MalformedError, "metadata"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,27 @@ def test_what_is_stale_is_said_and_refused(rotating: Path, tmp_path: Path) -> No
                 ucp.convert(source, tmp_path / "out", **options)
             with pytest.raises(StaleError):
                 ucp.plan(source, **options)
+            with pytest.raises(StaleError):
+                ucp.inspect(source, **options)
     assert ucp.convert(rotating, tmp_path / "out", exact=True, at=10).notes == ()
+
+
+def test_a_chain_is_not_a_link(rotating: Path) -> None:
+    with pytest.raises(UsageError, match="itself"):
+        ucp.add_to_chain(rotating / "10", [rotating / "10"])
+    assert ucp.open(rotating / "10").step == 10
+    (rotating / "chain.json").write_text('{"version": 1, "links": [{"path": ".", "iteration": 1}]}')
+    with pytest.raises(MalformedError, match="itself"):
+        ucp.open(rotating)
+
+
+def test_an_iteration_that_the_chain_lists_otherwise(rotating: Path, tmp_path: Path) -> None:
+    assert len(ucp.add_to_chain(rotating, [rotating / "20"], iteration=20)) == 3
+    with pytest.raises(UsageError, match="--iteration 20"):
+        ucp.add_to_chain(rotating, [rotating / "20"], iteration=21)
+    with pytest.raises(UsageError, match="one checkpoint"):
+        ucp.add_to_chain(tmp_path / "new", [rotating / "20", shutil.copytree(rotating / "20", tmp_path / "copy")])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_store_made_of_a_chain_is_equal_to_it(rotating: Path, tmp_path: Path) -> None:

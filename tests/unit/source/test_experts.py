@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import ucp
+from ucp.contract.model import sort_by_number
 from ucp.core.index import StateIndex
 from ucp.errors import MalformedError, MissingLibraryError, UsageError
 from ucp.moe.layers import Role, find_layers
@@ -193,6 +195,53 @@ def test_experts_that_stand_out(tmp_path: Path) -> None:
     first, second = ucp.experts(save(tmp_path / "source", tensors)).layers
     assert (first.dead, first.starved, first.hot) == ((0,), (1,), (3,))
     assert (second.dead, second.starved, second.hot) == ((), (), ())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_numbers_that_are_not_finite_are_marked(bad: float, tmp_path: Path) -> None:
+    """They neither stop the map nor count in the median by which the others are judged."""
+    tensors = make_model()
+    for number, state in ((1, "exp_avg_sq"), (2, "weight")):
+        for key in of_expert(tensors, 0, number):
+            if key[1] == state:
+                tensors[key][:] = bad
+    report = ucp.experts(save(tmp_path / "source", tensors))
+    assert ("!" in str(report)) == (bad != 3e38)
+    layer = report.layers[0]
+    assert (layer.dead, layer.starved, layer.hot) == ((), (), (1,) if bad == 3e38 else ())
+    if find_spec("matplotlib") is not None:
+        plot_experts(report, tmp_path / "experts.svg")
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i8", "u1", "?"])
+def test_integers_are_measured(dtype: str, tmp_path: Path) -> None:
+    tensors = {key: array for key, array in make_model().items() if key[1] == "weight"}
+    for key in of_expert(tensors, 0, 1) + of_expert(tensors, 0, 0):
+        tensors[key] = np.arange(tensors[key].size).reshape(tensors[key].shape).astype(dtype)
+    tensors["layers.0.moe.tokens_per_expert", "weight"] = np.array([5, 6, 7, 8], dtype="i8")
+    first = ucp.experts(save(tmp_path / "source", tensors)).layers[0]
+    array = np.arange(WIDTH * WIDTH).astype(dtype).astype("f8")
+    assert first.experts[1].weight_norm == pytest.approx(np.sqrt(2) * np.linalg.norm(array))
+    assert first.experts[1].numel == 2 * array.size
+    assert [expert.tokens for expert in first.experts] == [5, 6, 7, 8]
+
+
+def test_experts_without_elements(tmp_path: Path) -> None:
+    tensors = {key: array for key, array in make_model().items() if key[1] == "weight"}
+    for key in [*tensors]:
+        if ".experts." in key[0]:
+            tensors[key] = tensors[key][:0]
+    report = ucp.experts(save(tmp_path / "source", tensors))
+    assert [expert.numel for expert in report.layers[0].experts] == [0] * EXPERTS
+    assert not find_layers({"mlp.experts.w1": (10**12, 0, 4), "mlp.router.weight": (10**12, 0)})
+
+
+def test_numbers_of_any_length(tmp_path: Path) -> None:
+    """int() refuses more than 4,300 digits."""
+    name = f"model.{'9' * 5000}.mlp.experts.0.w1"
+    source = save(tmp_path / "source", {(name, "weight"): np.ones((2, 2), dtype="f4")})
+    assert ucp.experts(source).layers[0].number is None
+    assert sort_by_number([name, "model.10.w", "model.9.w"])[:2] == ["model.9.w", "model.10.w"]
 
 
 def test_a_model_made_of_a_dense_one(tmp_path: Path) -> None:

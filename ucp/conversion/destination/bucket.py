@@ -79,7 +79,7 @@ class BucketDestination:
     def check(self, src: Path, job: Job | None = None) -> int:
         """Most bytes that files take in the scratch folder at once.
 
-        Raises OverlapError where writing could change the source; DestinationError where keys are too long, or a file
+        Raises OverlapError if writing could change the source; DestinationError if keys are too long, or a file
         does not fit the scratch folder; UsageError for a part.
         """
         if job is None:
@@ -355,7 +355,7 @@ class _PendingFile:
         """Reports of the tasks that have written to it, merged into one."""
 
     def add(self, done: Done, sums: Iterable[Sum]) -> None:
-        """Add the report of a task. `sums`: its sums for this file, as a task may write to several."""
+        """Add the report of a task. `sums`: its checksums for this file; a task may write to several files."""
         self.missing.discard(done.task)
         self.done = Done(
             task=self.number,

@@ -70,7 +70,7 @@ class DiskDestination:
         self._is_locked = False
 
     def check(self, src: Path, job: Job | None = None) -> int:
-        """Raise OverlapError where writing could change the source, DestinationError where nothing can be written."""
+        """Raise OverlapError if writing could change the source, DestinationError if nothing can be written."""
         check_fits(self.root, () if job is None else (file.path for file in job.target.files))
         if job is None:
             check_destination(src, self._dst)

@@ -43,7 +43,7 @@ class ConversionId:
 
 
 def check_destination(src: Path, dst: Path) -> None:
-    """Raise OverlapError where writing `dst` could change the source `src`, DestinationError where it cannot exist."""
+    """Raise OverlapError if writing `dst` could change the source `src`, DestinationError if it cannot exist."""
     check_distinct(src, dst)
     resolved = dst.resolve()
     if os.path.ismount(resolved):
@@ -80,7 +80,7 @@ def check_distinct(src: Path, dst: Path) -> None:
 
 
 def check_apart(dst: Path, root: str, paths: Iterable[str]) -> None:
-    """Raise OverlapError where `dst` lies inside the checkpoint at `root`, or holds one of its files `paths`.
+    """Raise OverlapError if `dst` lies inside the checkpoint at `root`, or holds one of its files `paths`.
 
     `root`: what the source was resolved to (the tag folder that `latest` names, the folder of a manifest). Readers take
     everything inside it for a part of the checkpoint; `dst` may be beside it, in the folder that a run saves to.

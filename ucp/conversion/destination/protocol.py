@@ -63,7 +63,7 @@ class Destination(WorkFolder, Protocol):
     def check(self, src: Path, job: Job | None = None) -> int:
         """Bytes of scratch space that the conversion needs; 0 as long as no `job` is given.
 
-        Raises OverlapError where writing could change the source, DestinationError where nothing can be written.
+        Raises OverlapError if writing could change the source, DestinationError if nothing can be written.
         """
 
     def begin(self, prepared: Prepared, observer: Observer) -> ResumePoint | None:

@@ -83,7 +83,7 @@ def _size_facts(index: Index) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTally:
-    """Number of a model's tensors that are of one kind."""
+    """Number of a model's tensors of one kind."""
 
     kind: Kind
     """Trained, frozen or buffer."""

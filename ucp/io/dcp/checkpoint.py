@@ -174,7 +174,7 @@ def _read_local(folder: str) -> dict[str, DcpMetadata]:
 def _merge_ranks(folder: str, parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     """Merge the metadata of ranks: the chunks of all, and the first copy of each object.
 
-    Raises MalformedError where ranks describe a key differently.
+    Raises MalformedError if ranks describe a key differently.
     """
     tensors: dict[str, SavedTensor] = {}
     objects: dict[str, ItemPlace] = {}

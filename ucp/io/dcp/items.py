@@ -133,7 +133,7 @@ def read_items(folder: str, places: Sequence[ItemPlace], announced: Sequence[obj
                         ) from error
                     wrong.append(str(error))
                     failed.append(offset)
-            # bytes that are neither the head of an item nor zeros, which damage leaves
+            # neither the head of an item nor zeros, as damage leaves them
             are_inside = any(file.read(offset, 4) not in (b"PK\x03\x04", bytes(4)) for offset in failed)
             if are_inside and _is_whole(file.path):
                 foreign[name] = f"{len(failed)} of {format_count(len(numbers), 'item')} not where .metadata says"

@@ -43,7 +43,7 @@ class Window:
         if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
             raise MalformedError(
                 f"expected {nbytes} bytes of an archive at byte {start} of {file.path}; the file has {file.nbytes}. "
-                "It is truncated, or the index that points there is of another file"
+                "It is truncated, or the index that points there belongs to another file"
             )
         self.file, self.start, self.nbytes = file, start, nbytes
         self._head = file.read(start, min(nbytes, _END_NBYTES))

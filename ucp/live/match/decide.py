@@ -179,7 +179,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     if run.optimizer is not None:
         hyper = match_groups(matching.groups, _plain_groups(index), findings=findings)
         parts = {tensor.name: tensor.part for tensor in tensors}
-        params = [_globalize(param, parts, run) for param in run.optimizer.params(hyper)]
+        params = [globalize(param, parts, run) for param in run.optimizer.params(hyper)]
         states, without_states = match_states(
             params, parts, matched, index, optimized=used.optimized, findings=findings
         )
@@ -200,7 +200,7 @@ def decide(matching: Matching, used: Used, options: LoadOptions) -> Decision:
     )
 
 
-def _globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
+def globalize(param: LiveParam, parts: Mapping[str, LivePart], run: LiveRun) -> LiveParam:
     """`param` with parts of global tensors, if the optimizer steps local tensors, or ranges of them (ZeRO)."""
     if run.has_global_parts or param.name not in parts:
         return param

@@ -36,7 +36,7 @@ class LiveGroup:
 def match_groups(
     groups: Sequence[LiveGroup], saved: Sequence[ParamGroup], *, findings: Findings
 ) -> list[dict[str, object]]:
-    """For each live group the hyper-parameters to set; empty where the checkpoint has none.
+    """For each live group the hyper-parameters to set; empty if the checkpoint has none.
 
     All parameters of a live group must come from saved groups that agree.
     """

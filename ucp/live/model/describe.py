@@ -32,7 +32,7 @@ def describe_run(request: LiveRequest) -> LiveRun:
     import torch
     from torch import optim
 
-    modules = _list_modules(request.model)
+    modules = list_modules(request.model)
     units = [unit for module in modules for unit in find_flat_units(module)]
     dtype: torch.dtype | None = None if request.dtype is None else getattr(torch, request.dtype.value)
     model = describe_modules(modules, units, dtype=dtype)
@@ -117,7 +117,8 @@ def _allocate_model(
     return replace(model, handles=handles)
 
 
-def _list_modules(model: object) -> list[nn.Module]:
+def list_modules(model: object) -> list[nn.Module]:
+    """The modules that the user passed: one, or the chunks of a virtual pipeline. Raises UsageError."""
     from torch import nn
 
     values = [*model] if isinstance(model, list | tuple) else [model]

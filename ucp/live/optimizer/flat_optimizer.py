@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ucp.core.tensor import DType
 from ucp.errors import LoadError, format_list
-from ucp.live.adapters import LiveModel
+from ucp.live.adapters import LiveModel, State
 from ucp.live.match.groups import LiveGroup
 from ucp.live.model.dtensor import local_of
 from ucp.live.model.wrappers import FlatUnit
@@ -109,6 +109,18 @@ class FlatOptimizer:
     def put_hyper(self, hyper: Sequence[Mapping[str, object]]) -> None:
         """Set hyper-parameters of every group."""
         self.base.put_hyper(hyper)
+
+    def values(self, name: str) -> dict[str, State]:
+        """What it holds for a parameter now: its ranges of flat tensors, and the count of their steps."""
+        import torch
+
+        slot = self._find_slot(name)
+        return {
+            state: value
+            if not isinstance(value, torch.Tensor) or not value.ndim
+            else slot.range_of(state).narrow(local_of(value))
+            for state, value in self.base.values(slot.key).items()
+        }
 
     def _find_slot(self, name: str) -> Slot:
         if name in self.slots:

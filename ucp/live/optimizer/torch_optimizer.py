@@ -151,6 +151,11 @@ class TorchOptimizer:
         states: Mapping[str, State] = self.handle.state.get(self.live[name], {})
         return states
 
+    def values(self, name: str) -> dict[str, State]:
+        """What it holds for a parameter now, and its master weight if it has one (`ReadableOptimizer`)."""
+        master: dict[str, State] = {WEIGHT: self.live[name]} if name in self.weights else {}
+        return {**master, **self.current_states(name)}
+
     def _find_types(self, name: str) -> dict[str, DType | None] | None:
         """The states that are kept for a parameter, with their dtypes; None if they are not known."""
         import torch

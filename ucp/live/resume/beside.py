@@ -41,11 +41,11 @@ class ResumeOptions:
     """What the user wants restored beside the model."""
 
     scheduler: object = None
-    """A learning rate scheduler; None for none."""
+    """A learning rate scheduler, if the run has one."""
     scheduler_key: str | None = None
     """Key of the saved state for it; None to take the one that fits."""
     scaler: object = None
-    """A loss scaler; None for none."""
+    """A loss scaler, if the run has one."""
     policy: RankPolicy = RankPolicy.DROP
     """What to do with the state that each rank saved for itself."""
 

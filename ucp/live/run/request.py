@@ -169,21 +169,25 @@ def _find_checkpoint(
                 f"topology={str(topology)!r}, which is a path, and checkpoint={str(checkpoint)!r}"
             )
         topology, checkpoint = None, topology
-    if is_device_mesh(topology):
-        mesh = RunMesh.from_device_mesh(topology, rank=rank, count=ranks)
-    else:
-        layout = None if topology is None or isinstance(topology, PathLike) else parse_topology(topology)
-        if layout is not None and layout.ranks != ranks:
-            remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
-            raise UsageError(
-                f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; ep ranks "
-                f"are among these); got {layout}, which has {layout.ranks}. {remedy}, or leave it out"
-            )
-        mesh = RunMesh.from_topology(layout, rank=rank)
+    mesh = parse_mesh(None if isinstance(topology, PathLike) else topology, rank, ranks)
     path = checkpoint if checkpoint is not None else os.environ.get(ENVIRONMENT)
     if path is None or not str(path):
         raise UsageError(f"expected a checkpoint: pass checkpoint=PATH, or set {ENVIRONMENT}")
     return mesh, path_parser("checkpoint", parse_path)(path)
+
+
+def parse_mesh(topology: TopologyLike | DeviceMesh | None, rank: int, ranks: int) -> RunMesh:
+    """The mesh of a run of `ranks` ranks. Raises UsageError if the topology is of another number of ranks."""
+    if is_device_mesh(topology):
+        return RunMesh.from_device_mesh(topology, rank=rank, count=ranks)
+    layout = None if topology is None else parse_topology(topology)
+    if layout is not None and layout.ranks != ranks:
+        remedy = "Initialise torch.distributed first" if ranks == 1 else "Correct it"
+        raise UsageError(
+            f"expected a topology of {format_count(ranks, 'rank')}, as this run has (dp x tp x pp x cp; ep ranks "
+            f"are among these); got {layout}, which has {layout.ranks}. {remedy}, or leave it out"
+        )
+    return RunMesh.from_topology(layout, rank=rank)
 
 
 def _is_path(topology: object) -> TypeGuard[type_path]:

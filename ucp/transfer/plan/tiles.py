@@ -80,7 +80,7 @@ def needs_tiles(
 
 
 def _is_costly(tensor_slice: Slice, state: StateIndex, nbytes: int, times: float) -> bool:
-    """The answer of `needs_tiles`, from the cost of one block."""
+    """Whether reading one block costs more than `times` its bytes."""
     stop = min(tensor_slice.stop, tensor_slice.start + nbytes // tensor_slice.dtype.itemsize)
     source = Locator(state)
     return any(

@@ -142,7 +142,7 @@ class BufferedOptimizer(FlatOptimizer):
         ]
 
     def put(self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, frozenset[str]]) -> None:
-        """Store the states, so that DeepSpeed's `safe_get_full_optimizer_state` too sees them before the next step."""
+        """Store the states, so that DeepSpeed's `safe_get_full_optimizer_state` also sees them before the next step."""
         FlatOptimizer.put(self, states, counts)
         utils = importlib.import_module("deepspeed.utils")
         for buffer in self.buffers.values():

@@ -143,7 +143,7 @@ def read_side_by_side(read: Callable[[_T], _R], items: Sequence[_T], *, least: i
 
 
 def _workers() -> int:
-    """Number of processes to read with: one per core; 1 where forking is not safe."""
+    """Number of processes to read with: one per core; 1 if forking is not safe."""
     if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -165,7 +165,7 @@ def refuse_names(folder: TagFolder) -> None:
 
 
 def refuse_idle_options(options: SourceOptions, tp: int, where: str) -> None:
-    """Raise IdleOptionError where a model family is named and no tensor is split over tensor-parallel ranks."""
+    """Raise IdleOptionError if a model family is named and no tensor is split over tensor-parallel ranks."""
     if options != SourceOptions() and tp == 1:
         raise IdleOptionError(
             f"{where} has one tensor-parallel rank, so no tensor is split: drop --family and --patterns"

@@ -86,17 +86,17 @@ class ModelStates:
     shared: Mapping[str, str]
     """Tied name to stored name; only rank 0 records it."""
     buffers: tuple[str, ...] | None
-    """Names of buffers; None where that is not recorded."""
+    """Names of buffers; None if that is not recorded."""
     optimizer: UnshardedOptimizer | None
     """The optimizer of a run without ZeRO."""
     config: RunConfig
-    """Configuration of the run; empty where there is none."""
+    """Configuration of the run; empty if there is none."""
     degrees: tuple[int, int] | None
     """Tensor-parallel degree and pipeline stages, recorded since 2026."""
 
     @classmethod
     def of(cls, file: SavedFile) -> ModelStates:
-        """Parse the file. Raises SourceError where a value is not what DeepSpeed writes."""
+        """Parse the file. Raises SourceError if a value is not what DeepSpeed writes."""
         root = file.root
         recorded = shapes_by_group(root.get("param_shapes"))
         module, optimizer, buffers = root.get("module"), root.get("optimizer"), root.get("buffer_names")
@@ -137,7 +137,7 @@ class ModelStates:
 
     @property
     def groups(self) -> tuple[Mapping[str, Shape], ...]:
-        """`param_shapes`; empty where it is not recorded."""
+        """`param_shapes`; empty if it is not recorded."""
         return self.param_shapes or ()
 
     @property
@@ -156,7 +156,7 @@ class ModelStates:
         return self.count("dp_world_size") or None
 
     def count(self, key: str) -> int | None:
-        """The count under `key`, for example of steps or ranks; None where it is not recorded."""
+        """The count under `key`, for example of steps or ranks; None if it is not recorded."""
         value = self.file.root.get(key)
         return value if type(value) is int and value >= 0 else None
 

@@ -311,7 +311,7 @@ def _check_names(names: Sequence[FileName], layout: tuple[int, int, int], proble
     for name in names:
         other = seen.setdefault((name.role is Role.OPTIMIZER, name.dp), name.name)
         if other != name.name:
-            problems.wrong.append(f"extra: {name.name} and {other} hold the same part: one is of another run")
+            problems.wrong.append(f"extra: {name.name} and {other} hold the same part: one is from another run")
     model = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt" if stage == 3 else "mp_rank_{1:02d}_model_states.pt"
     optimizer = prefix + "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
     counts = {Role.OPTIMIZER: ranks if stage else 0, Role.SHARDED_MODEL if stage == 3 else Role.MODEL: 1}
@@ -342,7 +342,7 @@ def _check_same_run(models: Collection[ModelStates], optimizers: Collection[Opti
         known = [value for model in models if (value := model.file.root.get(key)) is not None]
         if any(other != known[0] for other in known[1:]):
             names = ", ".join(model.name.name for model in models)
-            problems.wrong.append(f"{names}: {key} differs between these files: some are of another run")
+            problems.wrong.append(f"{names}: {key} differs between these files: some are from another run")
 
 
 def _check_steps(models: Iterable[ModelStates], problems: Problems) -> None:
@@ -390,7 +390,7 @@ def _check_layers(
             absent.setdefault(name.name, []).append(match[0])
     problems.wrong += [
         f"{file}: expected {', '.join(params)}, which the pipeline stage records; the file does not hold them: it is "
-        "the file of another layer, or of another run"
+        "the file of another layer, or from another run"
         for file, params in absent.items()
     ]
     problems.wrong += [

@@ -146,7 +146,7 @@ class UniversalCheckpointInfo:
         if wrong:
             raise MalformedError(
                 f"universal_checkpoint_info of {self._where} does not fit {format_count(len(wrong), 'parameter')}:\n"
-                f"{format_list(wrong)}\nThe record is of another model, or it contradicts itself: correct the patterns "
+                f"{format_list(wrong)}\nThe record is from another model, or contradicts itself: correct the patterns "
                 "that universal_checkpoint_info() of the model returns, and save again"
             )
         return layouts

@@ -91,7 +91,7 @@ def _without_states(plan: TargetPlan, index: Index) -> TargetPlan:
 
 
 def _target_topology(index: Index, topology: Topology | None) -> Topology:
-    """The run that the files are for. Raises TopologyError where its ZeRO stage is not known."""
+    """The run that the files are for. Raises TopologyError if its ZeRO stage is not known."""
     wanted = topology or index.topology
     if wanted.zero is not None:
         return wanted

@@ -125,7 +125,7 @@ def _model_files(facts: RunFacts, groups: Sequence[Group]) -> Iterator[FinishedF
 
     DeepSpeed before 0.19.8 needs a file for each model-parallel rank of the run that loads them.
     """
-    uncut = set()  # tensors without dims, and embeddings whose rows tp does not divide: a run pads them anew
+    uncut = set()  # tensors without dims, and embeddings whose rows tp does not divide: a run pads them itself
     for name, atom in facts.index.atoms.items():
         shape = atom.global_shape
         padded = facts.rules is not None and facts.rules.padded_vocabulary(name, shape) is not None

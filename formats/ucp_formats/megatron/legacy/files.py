@@ -236,7 +236,7 @@ class LegacyRun:
 
     @property
     def version(self) -> float:
-        """Version of the checkpoint; 0 where none is recorded, as in Megatron."""
+        """Version of the checkpoint; 0 if none is recorded, as in Megatron."""
         version = self.root.get("checkpoint_version", 0)
         return float(version) if isinstance(version, int | float) else 0.0
 

@@ -211,7 +211,7 @@ class _Collector:
             if odd := sorted(map(str, of_rank.keys() ^ first.keys())):
                 raise MalformedError(
                     f"expected the same entries of {show_path(path)} on all ranks; only one of ranks {first_rank} and "
-                    f"{rank} has {', '.join(odd)}. The files are of different runs, or of different steps"
+                    f"{rank} has {', '.join(odd)}. The files are from different runs or steps"
                 )
 
     def _common_value(self, path: Path, values: RankValues) -> object:
@@ -222,8 +222,7 @@ class _Collector:
             if first:
                 raise MalformedError(
                     f"expected one value of {show_path(path)} on all ranks; rank {rank} has {describe_value(value)}, "
-                    f"rank {other} {describe_value(values[other])}. The files are of different runs, or of different "
-                    "steps"
+                    f"rank {other} {describe_value(values[other])}. The files are from different runs or steps"
                 )
         return value
 

@@ -131,7 +131,7 @@ def join_ranks(values: Mapping[int, object], name: str) -> GlobalTensor:
     if len(shards) != len(values):
         raise MalformedError(
             f"expected {name} sharded on all ranks, or whole on all; got shards on ranks {sorted(shards)} and whole "
-            f"tensors on ranks {sorted(values.keys() - shards.keys())}. The files are of different runs"
+            f"tensors on ranks {sorted(values.keys() - shards.keys())}. The files are from different runs"
         )
     return _join_shards(shards, name)
 
@@ -141,8 +141,8 @@ def _join_copies(refs: Mapping[int, TensorRef], name: str) -> GlobalTensor:
     if len(kinds) > 1:
         shown = "; ".join(f"rank {rank} has {dtype} {list(shape)}" for (dtype, shape), rank in kinds.items())
         raise MalformedError(
-            f"expected the same plain tensor {name} in the files of all ranks; got {shown}. The files are of "
-            "different runs, or saved in a way that is not known here"
+            f"expected the same plain tensor {name} in the files of all ranks; got {shown}. The files are from "
+            "different runs, or saved in a way that ucp does not know"
         )
     ((dtype, shape),) = kinds
     copies = AxisLayout(COPIES, len(refs), pattern("replicate"), "a plain tensor in the file of every rank")
@@ -161,7 +161,7 @@ def _join_shards(shards: Mapping[int, RankShard], name: str) -> GlobalTensor:
         if (shard.shape, shard.layout) != (first.shape, first.layout):
             raise MalformedError(
                 f"{name}: rank {rank} has a shard of {list(shard.shape)}, laid out as {_show(shard.layout)}, rank "
-                f"{first_rank} one of {list(first.shape)}, laid out as {_show(first.layout)}. The files are of "
+                f"{first_rank} one of {list(first.shape)}, laid out as {_show(first.layout)}. The files are from "
                 "different runs"
             )
     layout, coords = _with_copies(first.layout, shards, name)
@@ -195,7 +195,7 @@ def _with_copies(
     if len(copies) != expected or len(set(copies.values())) != 1:
         raise MalformedError(
             f"expected shards of {name} from every place in a mesh of {_show(layout)}; got {len(copies)} of {expected} "
-            f"places, from ranks {sorted(shards)}. Files of ranks are missing, or are of another run"
+            f"places, from ranks {sorted(shards)}. Files of ranks are missing, or are from another run"
         )
     degree = len(shards) // expected
     if degree == 1:
@@ -230,7 +230,7 @@ def _check_placed(shard: RankShard, layout: Layout, coords: Mapping[str, int], n
     if shape != expected and prod(shape) + prod(expected) > 0:
         raise MalformedError(
             f"{name} of {list(shard.shape)}, laid out as {_show(layout)}: expected {list(expected)} elements at "
-            f"{dict(coords)}; got {list(shape)}. The file is of another run, or sharded in a way that is not known here"
+            f"{dict(coords)}; got {list(shape)}. The file is from another run, or sharded in a way unknown to ucp"
         )
     if shard.ref is not None and shard.box is not None and boxes and boxes != [shard.box]:
         raise MalformedError(f"{name}: expected the shard {boxes[0]} at {dict(coords)}; got {shard.box}")

@@ -32,7 +32,7 @@ class RankShard:
     ref: TensorRef | None
     """The rank's elements; None if it has none."""
     layout: Layout
-    """How the tensor lies over the axes of the mesh."""
+    """How the tensor is laid out over the axes of the mesh."""
     coords: Mapping[str, int]
     """Place of the rank in the mesh."""
     root_coords: Mapping[str, int] = field(default_factory=dict)

@@ -269,7 +269,7 @@ class _Numbering:
         return dict(sorted(places.items()))
 
     def _count(self, find: _Find, path: str, global_path: str) -> int | None:
-        """How many numbers the checkpoint has under `path`, `global_path` in the whole model; None for none."""
+        """How many numbers the checkpoint has under `path` (`global_path` in the whole model); None if it has none."""
         match = find(self._rename(global_path + self._samples[path].removeprefix(path)))
         return len(self._stored[find].get(match[0], ())) or None if match else None
 

@@ -21,7 +21,7 @@ class RuleLayouts:
     layouts: tuple[Layout, ...]
     """Layouts that it allows, the likeliest first; none if the rule does not apply to this form of the tensor."""
     padded: int | None = None
-    """Dim that a run may pad beyond the vocabulary; None for none."""
+    """Dim that a run may pad beyond the vocabulary, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class SavedGroup:
     hyper: Mapping[str, object]
     """All other entries."""
     name: str
-    """Name that DeepSpeed gave it; empty where it has none."""
+    """Name that DeepSpeed gave it; empty if it has none."""
     has_experts: bool
     """Whether DeepSpeed marks it as a group of experts."""
 
@@ -169,7 +169,7 @@ class OptimizerFile:
 
     @classmethod
     def of(cls, file: SavedFile) -> OptimizerFile:
-        """The parsed file. Raises SourceError where a value is not what DeepSpeed writes."""
+        """The parsed file. Raises SourceError if a value is not what DeepSpeed writes."""
         saved = require_mapping(file.root.get("optimizer_state_dict"), "optimizer_state_dict")
         stage = stage_of(saved)
         if stage not in (None, 1, 2, 3):
@@ -204,7 +204,7 @@ class OptimizerFile:
 
     @property
     def config(self) -> RunConfig:
-        """Configuration of the run; empty where there is none."""
+        """Configuration of the run; empty if there is none."""
         saved = self.file.root.get("ds_config")
         return RunConfig(saved if isinstance(saved, dict) else {})
 

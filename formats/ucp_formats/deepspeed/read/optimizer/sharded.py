@@ -46,7 +46,7 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
     if wrong:
         raise MalformedError(
             f"expected {count} {what} in each optimizer file, as in param_shapes of {run.model.file.path}; "
-            f"got\n{format_list(wrong)}\nThe files are of different runs"
+            f"got\n{format_list(wrong)}\nThe files are from different runs"
         )
     if run.stage == 3:
         for number, shapes in enumerate(run.model.groups):
@@ -67,7 +67,7 @@ def read_sharded(run: SavedRun, checksums: Checksums) -> OptimizerPart:
 def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
     """The run with `param_shapes`, which is made from `param_slice_mappings` if it is not recorded.
 
-    `shapes`: shapes of the module's tensors. Raises MalformedError where they contradict the mappings.
+    `shapes`: shapes of the module's tensors. Raises MalformedError if they contradict the mappings.
     """
     if run.model.param_shapes is not None or not run.optimizers:
         return run
@@ -83,7 +83,7 @@ def with_shapes(run: SavedRun, shapes: Mapping[str, Shape]) -> SavedRun:
         raise MalformedError(
             f"expected param_slice_mappings in the optimizer files to name the parameters of the module, because "
             f"{run.model.file.path} has no param_shapes; got\n{format_list(wrong or ['none'])}\nFiles are missing, or "
-            "are of another run"
+            "are from another run"
         )
     orders = (
         round_robin([*names], ranks=run.ranks // degree) if run.is_round_robin else names
@@ -218,6 +218,6 @@ def sub_group_params(
     if sorted(number for slots in numbers for number in slots) != list(range(len(param_shapes))):
         raise MalformedError(
             f"expected {where} to list each of the {len(param_shapes)} sub-groups of param_shapes once; got "
-            f"{[list(slots) for slots in numbers]}. The files are of different runs"
+            f"{[list(slots) for slots in numbers]}. The files are from different runs"
         )
     return [tuple(name for number in slots for name in param_shapes[number]) for slots in numbers]

@@ -199,7 +199,7 @@ def _find_layouts(parts: Sequence[RankPart], tp: int, rules: Rules, where: str) 
             if known != shape:
                 raise MalformedError(
                     f"expected {name} to have one shape in all files of tensor-parallel rank {part.tp} of {where}; got "
-                    f"{list(known)} and {list(shape)}. The files are of different runs"
+                    f"{list(known)} and {list(shape)}. The files are from different runs"
                 )
     partial = [
         f"{name}: on rank {', '.join(map(str, ranks))} only"

@@ -146,7 +146,7 @@ def read_expert_ranks(grid: SavedGrid, model: ModelStates, checksums: Checksums)
     if len(counts) > 1:
         raise MalformedError(
             f"expected the same number of parameter groups in each expp_rank_* file of {grid.folder.path}; got "
-            f"{', '.join(map(str, sorted(counts)))}. The files are of different runs"
+            f"{', '.join(map(str, sorted(counts)))}. The files are from different runs"
         )
     trained = _trained(first, parts)
     parts[0].groups = [

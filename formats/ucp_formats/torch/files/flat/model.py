@@ -31,7 +31,7 @@ def split_flat_params(saved: SavedEntries, shapes: Shapes | None, where: str) ->
     """`saved`, with parameters in place of flat ones.
 
     `shapes`: of all parameters in the order of the model, if the user gave them. Raises UnsupportedError if shapes are
-    not known, UsageError if they are of another model, IdleOptionError if they are not needed.
+    not known, UsageError if they are from another model, IdleOptionError if they are not needed.
     """
     flat = {_prefix(entry): entry for entry in saved.model if str(entry.path[-1]).endswith(FLAT)}
     if not flat:
@@ -105,7 +105,7 @@ def _split_unit(
         raise MalformedError(
             f"{where} has {flat.shape[0]} elements; the parts that ranks saved of these parameters do not fill it: "
             f"{', '.join(shapes)}. It holds other parameters too (the optimizer does not list frozen ones), or the "
-            f"files are of different steps. {_PASS_SHAPES}"
+            f"files are from different steps. {_PASS_SHAPES}"
         )
     return params
 

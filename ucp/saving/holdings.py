@@ -1,0 +1,211 @@
+"""What a rank holds of the states of a run: facts that all ranks share, and the tensors behind them.
+
+The model and the optimizer are described as for a load (`ucp.live`); where a part lies in the global tensor is computed
+by `place` from its layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ucp.core.index import STEP, WEIGHT, Kind, ParamGroup
+from ucp.core.layout import Layout, PlacedBox, locate_shard, place
+from ucp.core.tensor import DType, InlineTensor
+from ucp.core.union import state_from_number
+from ucp.errors import UnsupportedError
+from ucp.live.adapters import LiveRun, ReadableOptimizer
+from ucp.live.match.decide import globalize
+from ucp.live.model.dtensor import dtensor_part, is_dtensor, local_of
+from ucp.live.model.module import dtype_of
+from ucp.live.parts import LiveParam, LivePart, LiveTensor
+from ucp.saving.plan import SaveItem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFacts:
+    """What a rank says of a state, besides its elements."""
+
+    shape: tuple[int, ...]
+    """Elements per dim of the global tensor."""
+    dtype: DType
+    """Dtype."""
+    layout: Layout = field(default_factory=Layout)
+    """Its layout over the ranks."""
+    value: InlineTensor | None = None
+    """Its value, if that is a count or has no elements: the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomFacts:
+    """What a rank says of a parameter or buffer."""
+
+    kind: Kind
+    """Trained, frozen or a buffer."""
+    shape: tuple[int, ...]
+    """Elements per dim of the global tensor."""
+    aliases: tuple[str, ...] = ()
+    """Names that are tied to it."""
+    model_dtype: DType | None = None
+    """Dtype of the model's weight, if the optimizer steps a master."""
+    states: Mapping[str, StateFacts]
+    """State name to its facts; only states that this rank keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What a rank says of its part of the run."""
+
+    atoms: Mapping[str, AtomFacts]
+    """By the name in the whole model."""
+    groups: tuple[ParamGroup, ...]
+    """Parameter groups of its optimizer, with the parameters that it steps."""
+    items: tuple[SaveItem, ...]
+    """What it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A state, and the part of it in the memory of this rank."""
+
+    facts: StateFacts
+    """The state."""
+    tensor: torch.Tensor | None = None
+    """The rank's elements, in row-major order: a local tensor, or a flat range of one; None for none."""
+    boxes: tuple[PlacedBox, ...] = ()
+    """Where they lie in the global tensor."""
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What this rank holds."""
+
+    atoms: dict[str, AtomFacts] = field(default_factory=dict)
+    """Facts by the name in the whole model."""
+    tensors: dict[SaveItem, Holding] = field(default_factory=dict)
+    """What is written, to its memory."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Parameter groups of the optimizer."""
+
+    def facts(self) -> RankFacts:
+        """What the other ranks must know."""
+        return RankFacts(atoms=self.atoms, groups=self.groups, items=tuple(self.tensors))
+
+
+def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
+    """What this rank holds of the run. Raises UnsupportedError for what cannot be saved, with all names."""
+    optimizer = run.optimizer
+    if optimizer is not None and not isinstance(optimizer, ReadableOptimizer):
+        raise UnsupportedError(
+            f"expected an optimizer whose states can be read (`values`); got {type(optimizer).__name__}. Save with the "
+            "framework's own function, and convert with `ucp convert`"
+        )
+    holdings = Holdings()
+    tensors = {tensor.name: tensor for tensor in run.model.tensors}
+    kinds = _find_kinds(run, modules)
+    problems: list[str] = []
+    groups = [] if optimizer is None else optimizer.groups()
+    stepped = [] if optimizer is None else optimizer.params([group.hyper for group in groups])
+    parts = {tensor.name: tensor.part for tensor in run.model.tensors}
+    params = {param.name: globalize(param, parts, run) for param in stepped}
+    for tensor in tensors.values():
+        values: Mapping[str, object] = {}
+        if optimizer is not None and tensor.name in params:
+            values = optimizer.values(tensor.name)
+        states: dict[str, object] = {} if WEIGHT in values else {WEIGHT: run.model.handles[tensor.name]}
+        states |= {state: value for state, value in values.items() if value is not None}
+        try:
+            _add_atom(holdings, tensor, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
+        except UnsupportedError as error:
+            problems.append(str(error))
+    if problems:
+        raise UnsupportedError("\n".join(problems))
+    names = {tensor.name: tensor.global_names[0] for tensor in tensors.values()}
+    holdings.groups = tuple(
+        ParamGroup(params=tuple(names[name] for name in group.params if name in names), hyper=dict(group.hyper))
+        for group in groups
+    )
+    return holdings
+
+
+def _find_kinds(run: LiveRun, modules: Sequence[nn.Module]) -> dict[str, Kind]:
+    """Name of each tensor whose module says so to its kind."""
+    owners = run.model.owners
+    params = [param for module in modules for param in module.parameters() if id(param) in owners]
+    kinds = {owners[id(param)]: Kind.PARAMETER if param.requires_grad else Kind.FROZEN for param in params}
+    buffers = [buffer for module in modules for buffer in module.buffers() if id(buffer) in owners]
+    return {**{owners[id(buffer)]: Kind.BUFFER for buffer in buffers}, **kinds}
+
+
+def _add_atom(
+    holdings: Holdings,
+    tensor: LiveTensor,
+    values: Mapping[str, object],
+    kind: Kind,
+    param: LiveParam | None,
+) -> None:
+    """Add the states of a parameter or buffer. `values`: state to its value; `param`: how the optimizer steps it."""
+    name, *aliases = tensor.global_names
+    shape = tensor.part.global_shape
+    assert shape is not None  # as a save has no checkpoint to take it from
+    facts: dict[str, StateFacts] = {}
+    for state, value in values.items():
+        part = tensor.part
+        if param is not None:
+            part = param.apart.get(state) or param.part or part
+        holding = _describe_state(f"{name}/{state}", value, part, shape)
+        facts[state] = holding.facts
+        if holding.tensor is not None:
+            boxes = tuple(placed.box for placed in holding.boxes)
+            nbytes = holding.tensor.numel() * holding.facts.dtype.itemsize
+            holdings.tensors[SaveItem(param=name, state=state, boxes=boxes, nbytes=nbytes)] = holding
+    master = facts[WEIGHT].dtype if WEIGHT in facts else tensor.dtype
+    holdings.atoms[name] = AtomFacts(
+        kind=kind,
+        shape=shape,
+        aliases=tuple(aliases),
+        model_dtype=None if master is tensor.dtype else tensor.dtype,
+        states=facts,
+    )
+
+
+def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int, ...]) -> Holding:
+    """The facts of a state, and what this rank holds of it.
+
+    `label`: <parameter>/<state>. `part`: of the parameter, whose shape is `shape`.
+    """
+    import torch
+
+    if isinstance(value, bool | int | float):
+        number = state_from_number(value).fragments[0].ref
+        assert isinstance(number, InlineTensor)
+        return Holding(facts=StateFacts(shape=(), dtype=number.dtype, value=number))
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError(f"{label}: expected a tensor or a number; got a {type(value).__name__}")
+    if is_dtensor(value):
+        part, shape = dtensor_part(value, label), tuple(value.shape)
+    local, dtype = local_of(value).detach(), dtype_of(value)
+    is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or tuple(local.shape) != part.local_shape)
+    if is_count or 0 in shape:
+        data = local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        inline = InlineTensor(data=data, dtype=dtype, shape=() if is_count else shape)
+        return Holding(facts=StateFacts(shape=inline.shape, dtype=dtype, value=inline))
+    if part.is_full:  # factored moments have other shapes than their parameter
+        part, shape = LivePart.full(tuple(local.shape)), tuple(local.shape)
+    shard = locate_shard(part.layout, shape, coords=part.coords)
+    if shard.numel != local.numel() or not (
+        part.layout.flat or shard.local_shape == tuple(local.shape) or not shard.numel
+    ):
+        cut = ", ".join(f"{axis.axis}={axis.parts} {axis.pattern.name}" for axis in part.layout.all_axes)
+        raise UnsupportedError(
+            f"{label}: expected the {shard.numel} elements that {cut} gives this rank of {list(shape)}; got a tensor "
+            f"of shape {list(local.shape)}, and it is not known which elements these are"
+        )
+    facts = StateFacts(shape=shape, dtype=dtype, layout=part.layout)
+    boxes = tuple(placed for placed in place(part.layout, shape, coords=part.coords) if placed.box.numel)
+    return Holding(facts=facts, tensor=local, boxes=boxes) if boxes else Holding(facts=facts)

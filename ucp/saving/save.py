@@ -1,0 +1,299 @@
+"""Save the model and the optimizer of a running program: the mirror of `load_into`.
+
+    import ucp
+
+    report = ucp.save(model, optimizer, "dp=4", "ckpt/step1000", scheduler=scheduler)
+    print(report)
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ucp.chain.document import Link
+from ucp.contract.registry import live_adapters
+from ucp.contract.run_extras import LR_SCHEDULER
+from ucp.conversion.option import TopologyLike, path_parser, type_path
+from ucp.core.index import Extra
+from ucp.core.topology import Topology
+from ucp.errors import UnsupportedError, UsageError, format_list
+from ucp.io.folder import is_url, parse_path
+from ucp.live.adapters import LiveRequest, LiveRun
+from ucp.live.model.describe import describe_run, list_modules
+from ucp.live.model.meta import find_device
+from ucp.live.model.parallel.experts import ExpertMap
+from ucp.live.model.parallel.numbering import name_globally, survey_numbers
+from ucp.live.optimizer.torch_optimizer import unwrap_optimizer
+from ucp.live.resume.scheduler import Stateful
+from ucp.live.run.mesh import RunMesh
+from ucp.live.run.ranks import Ranks, find_ranks, run_together
+from ucp.live.run.request import parse_mesh
+from ucp.saving.chain import add_link, check_first_link, check_next, read_links
+from ucp.saving.commit import SavedRun, begin, commit, growing_folder, merge_facts
+from ucp.saving.holdings import Holding, Holdings, collect_holdings
+from ucp.saving.part import write_part
+from ucp.saving.plan import Full, PartialExperts, SaveItem, plan_save
+from ucp.saving.report import SaveReport
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+_RNG = "rng_state"
+"""Extra of each rank with the states of its random generators."""
+
+
+def save(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    topology: TopologyLike | DeviceMesh | None,
+    path: type_path,
+    *,
+    plan: Full | PartialExperts = Full(),  # noqa: B008  # a value without state
+    step: int | None = None,
+    scheduler: object = None,
+    scaler: object = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
+    extras: Mapping[str, object] | None = None,
+    chain: bool = False,
+    process_group: ProcessGroup | Ranks | None = None,
+) -> SaveReport:
+    """Save weights, buffers, optimizer states, hyper-parameters and RNG states as an atom store.
+
+    With torch.distributed initialised every rank of `process_group` must call this, with one folder that all ranks see.
+    Each rank writes a share of the bytes: of tensors that several ranks hold, one of them writes each. The store is
+    there once it is whole; if a rank fails or is killed, there is none.
+
+    Parameters
+    ----------
+    model
+        Module: the complete model, or this rank's part of it. Wrappers (DistributedDataParallel, FSDP, torch.compile)
+        may be around it. A list of modules is the chunks of a virtual pipeline.
+    optimizer
+        Optimizer over parameters of `model`; None saves no optimizer states.
+    topology
+        Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
+    path
+        Folder of the store, where nothing may be.
+    plan
+        What is saved: `Full()`, or `PartialExperts(k)`: all tensors but those of experts, and k experts of every layer.
+        The latter only into a chain whose first link is full.
+    step
+        Training step; by default the number of steps that the optimizer counts.
+    scheduler, scaler
+        Learning rate scheduler and loss scaler, with `state_dict`: saved as the extras `lr_scheduler` and `scaler`.
+    masters
+        {name of a parameter: its master weight}, as for `load_into`.
+    extras
+        What else to save: {name: value}, the value of rank 0.
+    chain
+        Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
+        made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
+        was killed just before) is replaced.
+    process_group
+        Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
+        `ucp.live.run.ranks.Ranks`.
+
+    Raises
+    ------
+    UsageError
+        The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
+        not after that of the newest link.
+    UnsupportedError
+        It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
+    ReplicaError
+        Ranks contradict one another: shapes, steps or hyper-parameters of one parameter differ.
+    DestinationError
+        There is something at `path`, or it cannot be written.
+
+    All ranks raise the same error.
+    """
+    began = time.perf_counter()
+    ranks = find_ranks(process_group, _find_device(model))
+    folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
+    live = LiveRequest(
+        model=model, optimizer=unwrap_optimizer(optimizer) or False, mesh=mesh, ranks=ranks, masters=masters
+    )
+    run = _describe(live)
+    holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
+    facts = ranks.share(holdings.facts())
+    whole = run_together(
+        ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
+    )
+    links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    unsaved = run_together(ranks, lambda: _find_unsaved(plan, whole, links, mesh))
+    whole = whole.without(unsaved)
+    shares = plan_save([[item for item in of_rank.items if item.param not in unsaved] for of_rank in facts])
+    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
+    run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
+    job = SaveJob(
+        folder=folder,
+        run=whole,
+        share=shares[ranks.rank],
+        tensors=holdings.tensors,
+        extras=rank_extras,
+        links=links,
+    )
+    job.write(ranks)
+    planned = tuple(sum(item.nbytes for item in share) for share in shares)
+    return SaveReport(
+        path=str(folder),
+        step=whole.step,
+        tensors=len(whole.atoms),
+        nbytes_written=planned[ranks.rank],
+        nbytes_planned=planned,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """What this rank does for a save."""
+
+    folder: Path
+    """The store."""
+    run: SavedRun
+    """The run, as all ranks describe it."""
+    share: Sequence[SaveItem]
+    """What this rank writes."""
+    tensors: Mapping[SaveItem, Holding]
+    """Each of `share` to its memory."""
+    extras: Sequence[Extra]
+    """Extras that this rank writes."""
+    links: tuple[Link, ...] | None
+    """Links of the chain that the store becomes the newest of; None for none."""
+
+    def write(self, ranks: Ranks) -> None:
+        """Write the share of this rank; rank 0 then makes the store whole. Collective."""
+        root = growing_folder(self.folder)
+        run_together(ranks, lambda: write_part(root, ranks.rank, self.share, self.tensors, self.extras))
+        run_together(ranks, lambda: self._commit(ranks.count) if ranks.rank == 0 else None)
+
+    def _commit(self, ranks: int) -> None:
+        commit(self.folder, self.run, ranks)
+        if self.links is not None:
+            add_link(self.folder, self.links, self.run.step)
+
+
+def _find_unsaved(
+    plan: Full | PartialExperts, run: SavedRun, links: tuple[Link, ...] | None, mesh: RunMesh
+) -> frozenset[str]:
+    """Parameters that the plan leaves out. Raises UsageError, UnsupportedError."""
+    if isinstance(plan, Full):
+        return frozenset()
+    if links is None:
+        raise UsageError("expected chain=True with PartialExperts: other links of the chain hold the other experts")
+    check_first_link(links, run.atoms)
+    shapes = {name: atom.shape for name, atom in run.atoms.items()}
+    return plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep"))
+
+
+def _begin(folder: Path, links: tuple[Link, ...] | None, step: int | None) -> None:
+    if links is not None:
+        check_next(folder, links, step)
+    begin(folder, replaced=links is not None and str(folder) not in [link.path for link in links])
+
+
+def _parse_folder(path: type_path) -> Path:
+    folder = path_parser("path", parse_path)(path)
+    if is_url(str(folder)):
+        raise UsageError(f"expected a folder on a disk that all ranks see; got {folder}. Save there, and convert to it")
+    return Path(os.path.abspath(folder))
+
+
+def _describe(live: LiveRequest) -> LiveRun:
+    """This rank's part of the run, by names and parts of the whole model. Collective. Raises UnsupportedError."""
+    ranks, mesh = live.ranks, live.mesh
+
+    def describe() -> LiveRun:
+        for adapter in live_adapters():
+            if adapter.claims(live):
+                raise UnsupportedError(
+                    f"expected a model and an optimizer of torch; these are of {adapter.name}, which saves by itself. "
+                    "Use its function, and `ucp convert` for another layout or framework"
+                )
+        run = describe_run(live)
+        return run if run.has_global_parts else _check_full(run, mesh)
+
+    run = run_together(ranks, describe)
+    surveys = ranks.share(survey_numbers(run.model))
+
+    def name() -> LiveRun:
+        if run.has_global_names:
+            return run
+        experts = ExpertMap.parse(None, ep=mesh.degree("ep"))
+        named = name_globally(run.model, surveys, mesh=mesh, rank=ranks.rank, experts=experts, stored=(), rename=None)
+        return replace(run, model=named)
+
+    return run_together(ranks, name)
+
+
+def _check_full(run: LiveRun, mesh: RunMesh) -> LiveRun:
+    """The run, whose plain tensors must be complete. Raises UnsupportedError if ranks may hold parts of them."""
+    cutting = {axis: mesh.degree(axis) for axis in ("tp", "etp") if mesh.degree(axis) > 1}
+    if cutting:
+        axes = ", ".join(f"{axis}={degree}" for axis, degree in cutting.items())
+        raise UnsupportedError(
+            f"expected DTensors, which say how they are cut, or complete tensors; got plain tensors and {axes}. Make "
+            "them DTensors (parallelize_module)"
+        )
+    return run
+
+
+def _find_topology(holdings: Holdings, count: int) -> Topology:
+    """The layout of the run, as far as the axes of DTensors tell: the ranks that do not cut tensors are `dp`."""
+    layouts = [state.layout for atom in holdings.atoms.values() for state in atom.states.values()]
+    degrees = {axis.axis: axis.parts for layout in layouts for axis in layout.all_axes}
+    tp = degrees.get("tp", 1)
+    return Topology(dp=count // tp, tp=tp) if count % tp == 0 else Topology(dp=count)
+
+
+def _collect_extras(
+    scheduler: object, scaler: object, extras: Mapping[str, object] | None, rank: int
+) -> Iterator[Extra]:
+    """What this rank saves beside tensors. Raises UsageError."""
+    named: dict[str, object] = {}
+    for name, value in ((LR_SCHEDULER, scheduler), ("scaler", scaler)):
+        if value is not None:
+            if not isinstance(value, Stateful):
+                raise UsageError(f"expected a {name} with state_dict and load_state_dict; got a {type(value).__name__}")
+            named[name] = value.state_dict()
+    twice = [name for name in extras or () if name in (*named, _RNG)]
+    if twice:
+        raise UsageError(f"expected other names for extras, as these are taken:\n{format_list(twice)}")
+    if rank == 0:
+        yield from (Extra(name=name, value=value) for name, value in {**named, **(extras or {})}.items())
+    yield Extra(name=_RNG, value=dict(_read_generators()), rank=rank)
+
+
+def _read_generators() -> Iterator[tuple[str, object]]:
+    """States of the random generators of this process, as `find_generators` reads them."""
+    import torch
+
+    yield "python", random.getstate()
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        yield "numpy", np.random.get_state()
+    yield "torch", torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        yield "cuda", torch.cuda.get_rng_state_all()
+
+
+def _find_device(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    from torch import nn
+
+    modules = model if isinstance(model, list | tuple) else [model]
+    return find_device([module for module in modules if isinstance(module, nn.Module)])
