@@ -18,7 +18,7 @@ from ucp.contract.protocols import Observer
 from ucp.core.index import StateIndex
 from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import full_slice
-from ucp.transfer.gather import Gatherer, Reader
+from ucp.transfer.gather import Gatherer, ThreadedReader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,7 @@ class Comparison:
         """Compare all tensors. Raises SourceError, CorruptError, OSError."""
         self.observer.begin(title="delta", nbytes=sum(pair.b.nbytes for pair in pairs))
         try:
-            with Reader(threads) as reader:
+            with ThreadedReader(threads) as reader:
                 reader.run_all(pairs, self._compare)
         finally:
             self.observer.end()
