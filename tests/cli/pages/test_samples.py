@@ -22,7 +22,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 REMARK = re.compile(r"\s+# ([\[({'\"\d].*|True|False|None)$")
 """A value behind an expression. Example: `report.atoms  # 16`."""
 
-HERE = {"dp=8": "dp=1"}
+HERE = {"dp=8": "dp=1", "dp=2,tp=2": "dp=1"}
 """What a page says of its reader's run, and this one is."""
 PREFIXED = 'rename=lambda name: "model." + name'
 """In a sample that is for a checkpoint of other names."""
@@ -72,7 +72,11 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     made = partial(TinyModel, frozenset({"scalar"}))
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    yield {"MyModel": made, "model": model, "optimizer": optimizer, **llama()}
+    for trained in (own for own in model.parameters() if own.requires_grad):
+        trained.grad = torch.ones_like(trained)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    yield {"MyModel": made, "model": model, "optimizer": optimizer, "scheduler": scheduler, **llama()}
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
