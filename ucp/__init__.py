@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.job import SaveHandle
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
@@ -54,6 +55,7 @@ else:
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -84,6 +86,7 @@ __all__ = [
     "LoadReport",
     "PartialExperts",
     "PlanReport",
+    "SaveHandle",
     "SaveReport",
     "Topology",
     "UcpError",

@@ -58,12 +58,14 @@ def save(job: dict[str, Any], out: Path) -> dict[str, Any]:
         run.step(at)
     generator = torch.get_rng_state()
     path = out / job["name"]
-    report = ucp.save(run.model, run.optimizer, job.get("topology"), path, scheduler=run.scheduler, extras={"seen": 3})
+    options = {"scheduler": run.scheduler, "extras": {"seen": 3}, "asynchronous": job.get("asynchronous", False)}
+    saved = ucp.save(run.model, run.optimizer, job.get("topology"), path, **options)
     assert torch.equal(torch.get_rng_state(), generator)
     tensors, _ = run._gathered() if run.case.wrap == "fsdp1" else run.truth(path)
     if dist.get_rank() == 0:
         save_file(tensors, out / f"{job['name']}.safetensors")
     losses = [run.step(at) for at in range(3, 3 + STEPS_AFTER)]
+    report = saved.wait() if job.get("asynchronous") else saved  # which trained on while it was written
     return {"losses": losses, "step": report.step, "written": report.nbytes_written, "planned": report.nbytes_planned}
 
 
