@@ -21,6 +21,7 @@ from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     add_to_chain,
     convert,
+    delta,
     diff,
     experts,
     inspect,
@@ -33,6 +34,7 @@ from ucp.core.topology import Topology
 from ucp.errors import UcpError
 
 if TYPE_CHECKING:
+    from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Atom, Checkpoint
@@ -50,6 +52,7 @@ else:
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
+        "DeltaReport": "ucp.chain.delta.write",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
         "Full": "ucp.saving.plan",
@@ -80,6 +83,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "ConvertReport",
+    "DeltaReport",
     "DiffReport",
     "ExpertsReport",
     "Full",
@@ -93,6 +97,7 @@ __all__ = [
     "VerifyReport",
     "add_to_chain",
     "convert",
+    "delta",
     "diff",
     "experts",
     "inspect",
