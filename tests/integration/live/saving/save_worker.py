@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from sharded_worker import differing, fsdp1
 
 import ucp
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "fixtures" / "make" / "torch"))
+sys.path[:0] = [str(Path(__file__).parents[4] / "fixtures" / "make" / "torch"), str(Path(__file__).parents[1])]
 
-import torch_train
-from torch_cases import CASES, Case
+import torch_train  # noqa: E402
+from sharded_worker import differing, fsdp1  # noqa: E402
+from torch_cases import CASES, Case  # noqa: E402
 
 STEPS_AFTER = 3
 
