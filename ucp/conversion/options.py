@@ -185,10 +185,7 @@ class ConvertOptions:
         identity="order of the optimizer",
     )
     at: int | None = option(
-        "Iteration of a chain, or version of a delta, to read.  [default: newest]",
-        metavar="ITER",
-        parse=parse_iteration,
-        identity="at",
+        "Iteration of a chain, or a version.  [default: newest]", metavar="ITER", parse=parse_iteration, identity="at"
     )
     exact: bool = option(
         "Refuse a source in which some parameters are older than others, as in a chain.", default=False
