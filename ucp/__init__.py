@@ -21,6 +21,7 @@ from ucp.api import (  # ucp.open is the name users look for
     PlanReport,
     add_to_chain,
     convert,
+    delta,
     diff,
     experts,
     inspect,
@@ -33,12 +34,14 @@ from ucp.core.topology import Topology
 from ucp.errors import UcpError
 
 if TYPE_CHECKING:
+    from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.live.checkpoint import Atom, Checkpoint
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
 
@@ -48,9 +51,12 @@ else:
         "Atom": "ucp.live.checkpoint",
         "Checkpoint": "ucp.live.checkpoint",
         "ConvertReport": "ucp.conversion.convert",
+        "DeltaReport": "ucp.chain.delta.write",
         "DiffReport": "ucp.checks.verify",
         "ExpertsReport": "ucp.moe.report",
+        "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
+        "PartialExperts": "ucp.saving.plan",
         "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -75,9 +81,12 @@ __all__ = [
     "Box",
     "Checkpoint",
     "ConvertReport",
+    "DeltaReport",
     "DiffReport",
     "ExpertsReport",
+    "Full",
     "LoadReport",
+    "PartialExperts",
     "PlanReport",
     "SaveReport",
     "Topology",
@@ -85,6 +94,7 @@ __all__ = [
     "VerifyReport",
     "add_to_chain",
     "convert",
+    "delta",
     "diff",
     "experts",
     "inspect",

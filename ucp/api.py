@@ -39,6 +39,7 @@ __all__ = [
     "Survey",
     "add_to_chain",
     "convert",
+    "delta",
     "diff",
     "experts",
     "inspect",
@@ -109,6 +110,36 @@ def add_to_chain(
     several = (links,) if isinstance(links, str | os.PathLike) else links
     listed = add_links(parse_path(chain), [parse_path(link) for link in several], iteration=iteration)
     return tuple((link.iteration, link.path) for link in listed)
+
+
+@takes_options(ExpertArguments)
+def delta(
+    a: type_path,
+    b: type_path,
+    out: type_path,
+    *,
+    encoding: str = "xor",
+    observer: Observer | None = None,
+    **options: Unpack[ExpertArguments],
+) -> ucp.DeltaReport:
+    """Write the checkpoint `b` as patches of `a`, two of one model in any formats, to the folder `out`.
+
+    slime and SGLang read it, and so does `ucp`: as `b`, as long as `a` is where it is. `out`: a name such as
+    "weight_v000007" says the version; otherwise it is the one after that of `a`. `encoding`: "xor", or "overwrite"
+    (positions and bytes). Raises SourceError, MisfitError for tensors that only one of them has, DestinationError.
+
+    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all of them, beyond the
+    interpreter's own. `family`, `patterns`, `shapes_from`, `param_order`: see `convert`; for both checkpoints.
+    """
+    from ucp.chain.delta.write import write_delta
+    from ucp.source.read import read_with_options
+
+    checked = make_options(**options)
+    first, second = (read_with_options(parse_path(path), source=checked.source) for path in (a, b))
+    threads = _threads(checked, (a, b))
+    return write_delta(
+        first, second, parse_path(out), encoding=encoding, threads=threads, observer=observer or SilentObserver()
+    )
 
 
 @takes_options(PlanArguments)

@@ -17,6 +17,7 @@ SUMMARIES = {
     "verify": "Prove that a checkpoint is complete and undamaged.",
     "diff": "Compare two checkpoints of any formats.",
     "chain": "List checkpoints of one run, so that they are read as one.",
+    "delta": "Write a checkpoint as patches of another one.",
     "bench": "Measure how fast this machine reads, writes and copies.",
     "patterns": "Show model families, and what their rules say about a checkpoint.",
 }

@@ -46,7 +46,7 @@ class TestProcessEngine(EngineContract):
             raise error
 
         monkeypatch.setattr(Worker, "carry_out", carry_out)
-        with pytest.raises(WorkerDiedError, match=r"(?s)not foreseen.*carry_out.*" + type(error).__name__):
+        with pytest.raises(WorkerDiedError, match=r"(?s)unexpectedly.*carry_out.*" + type(error).__name__):
             self._run(job, tmp_path / "out", workers=1, threads=2)
 
     def test_giving_up_leaves_no_process(self, job, tmp_path):

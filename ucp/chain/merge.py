@@ -44,7 +44,11 @@ def choose_links(iterations: Sequence[int], at: int | None) -> int:
 def merge(links: Sequence[LinkIndex], *, path: str, evidence: tuple[str, ...]) -> Index:
     """The checkpoint that `links`, oldest first, form together. Raises MalformedError, MissingStateError."""
     newest = links[-1]
-    chosen = {name: _choose(name, links) for name in _list_names(links)}
+    holders: dict[str, list[LinkIndex]] = {name: [] for name in _list_names(links)}
+    for link in links:
+        for name in link.index.atoms:
+            holders[name].append(link)
+    chosen = {name: _choose(name, links_of_param) for name, links_of_param in holders.items()}
     atoms = {
         name: replace(link.index.atoms[name], iteration=link.iteration if link is not newest else None)
         for name, link in chosen.items()
@@ -81,9 +85,11 @@ def _list_names(links: Sequence[LinkIndex]) -> list[str]:
     return list(dict.fromkeys(name for link in order for name in link.index.atoms))
 
 
-def _choose(name: str, links: Sequence[LinkIndex]) -> LinkIndex:
-    """The newest link with all states of a parameter. Raises MissingStateError, MalformedError."""
-    holders = [link for link in links if name in link.index.atoms]
+def _choose(name: str, holders: Sequence[LinkIndex]) -> LinkIndex:
+    """The newest of the links that have a parameter which has all of its states. Raises MissingStateError.
+
+    Raises MalformedError where they have it in different shapes.
+    """
     shapes = {link.index.atoms[name].global_shape: link for link in holders}
     if len(shapes) > 1:
         raise MalformedError(

@@ -22,7 +22,7 @@ from ucp.io.writing import is_memory
 from ucp.source.read import pause_gc
 from ucp.transfer.checksums import compute_file_crc, find_gaps, find_mismatches
 from ucp.transfer.compare import describe_owners
-from ucp.transfer.gather import Reader, Span
+from ucp.transfer.gather import Span, ThreadedReader
 from ucp.transfer.plan.task_list import count_bytes
 from ucp.transfer.worker import Done, Step, Sum
 
@@ -121,7 +121,7 @@ def _check_source(index: Index, written: Written) -> None:
     that was touched can be checked.
     """
     if not written.drift:
-        with Reader(1) as reader:
+        with ThreadedReader(1) as reader:
             written.spans.extend(reader.scan(find_gaps(index.records, written.spans)))
     check_read(index, written)
 

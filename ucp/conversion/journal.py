@@ -11,7 +11,7 @@ from ucp.contract.protocols import Observer
 from ucp.core.text.typed import convert
 from ucp.errors import CorruptError
 from ucp.io.elements import codec_name, decode_block
-from ucp.transfer.gather import Gatherer, Reader
+from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import Task
 from ucp.transfer.worker import Done
@@ -53,7 +53,7 @@ def check_noted(
     if observer is not None:
         observer.begin(title="check", nbytes=sum(tasks[number].nbytes for number in reports))
     try:
-        with Reader(threads) as reader:
+        with ThreadedReader(threads) as reader:
             reader.run_all(reports, look)
         return {number: confirmed[number] for number in reports if number in confirmed}
     finally:

@@ -23,6 +23,9 @@ MARK = "ucp-conversion.json"
 PARTIAL = ".ucp-partial"
 """Suffix of the folder in which a destination grows; in a bucket, name of the folder of its journal."""
 
+JOURNAL = "journal.jsonl"
+"""File in that folder that lists the finished tasks of a conversion."""
+
 BUCKET_JOURNAL = "conversion.json"
 """File in that folder of a bucket while the conversion is not finished."""
 
@@ -141,7 +144,7 @@ def refuse_partial(path: Path) -> None:
                 )
         return
     for folder in (path, *path.parents):
-        if folder.name.endswith(PARTIAL) and (folder / "journal.jsonl").exists():
+        if folder.name.endswith(PARTIAL) and (folder / JOURNAL).exists():
             dst = folder.with_name(folder.name.removesuffix(PARTIAL))
             raise IncompleteError(
                 f"{folder} is an unfinished conversion to {dst}; finish it with `ucp convert ... {dst} --resume`"

@@ -146,13 +146,13 @@ def layout_safetensors(
     )
 
 
-class _Entry(msgspec.Struct, gc=False):
+class _HeaderEntry(msgspec.Struct, gc=False):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
-_DECODER = msgspec.json.Decoder(dict[str, _Entry])
+_DECODER = msgspec.json.Decoder(dict[str, _HeaderEntry])
 _METADATA = re.compile(rb'\s*\{\s*"__metadata__"\s*:\s*(\{(?:\s*"[^"]*"\s*:\s*"[^"]*"\s*,?)*\s*\})\s*,')
 """The metadata, if they come first, as the reference implementation writes them."""
 
@@ -184,7 +184,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _tensor(path: str, name: str, entry: object, start: int) -> TensorRef:
     try:
-        fields = entry if isinstance(entry, _Entry) else convert(entry, _Entry)
+        fields = entry if isinstance(entry, _HeaderEntry) else convert(entry, _HeaderEntry)
         (first, stop), shape, code = fields.data_offsets, fields.shape, fields.dtype
         is_valid = min(first, stop, *shape) >= 0 and max(first, stop, *shape) < 1 << 63 and len(shape) <= _MOST_DIMS
     except msgspec.ValidationError:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import structs
@@ -24,7 +24,7 @@ from ucp.core.tensor import InlineTensor, Record, TensorRef
 from ucp.core.topology import Topology
 from ucp.errors import DestinationError, MissingFileError, ReplicaError, format_list
 from ucp.io.elements import viewed
-from ucp.io.folder import PARTIAL
+from ucp.io.folder import JOURNAL, PARTIAL
 from ucp.io.writing import replace_file, sync
 from ucp.saving.holdings import AtomFacts, RankFacts, StateFacts
 from ucp.saving.part import PARTS, PartManifest, read_part
@@ -49,6 +49,14 @@ class SavedRun:
     """Layout of the run."""
     step: int | None
     """Training step."""
+
+    def without(self, unsaved: Collection[str]) -> SavedRun:
+        """The run without some parameters."""
+        groups = (
+            replace(group, params=tuple(name for name in group.params if name not in unsaved)) for group in self.groups
+        )
+        atoms = {name: atom for name, atom in self.atoms.items() if name not in unsaved}
+        return replace(self, atoms=atoms, groups=tuple(groups))
 
 
 def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None) -> SavedRun:
@@ -115,20 +123,38 @@ def _find_step(atoms: dict[str, AtomFacts]) -> int | None:
     return int(counts.pop()) if len(counts) == 1 else None
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path, *, replaced: bool = False) -> Path:
     """Make the folder in which a save to `path` grows, without what an unfinished save left there. On one rank.
 
-    Raises DestinationError if there is something at `path`.
+    `replaced`: a store at `path` is replaced. Raises DestinationError if there is something else.
     """
-    check_free(path)
     folder = growing_folder(path)
-    if os.path.lexists(folder):
-        if not (folder / PARTS).is_dir():
-            raise DestinationError(f"expected nothing at {folder}, or an unfinished save; remove it, or save elsewhere")
-        shutil.rmtree(folder)
-    for name in ("", "packs", EXTRAS, PARTS):
+    if replaced and (path / MANIFEST).is_file():
+        _remove_unfinished(folder)
+        (path / PARTS).mkdir(exist_ok=True)
+        path.rename(folder)
+    check_free(path)
+    _remove_unfinished(folder)
+    for name in ("", PARTS, "packs", EXTRAS):
         (folder / name).mkdir(parents=not name)
     return folder
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what an unfinished save left, if it did. Raises DestinationError for anything else.
+
+    A folder is one if it has `PARTS`, which is removed last, or a manifest, or nothing.
+    """
+    if not os.path.lexists(folder):
+        return
+    names = set(os.listdir(folder))
+    if (names and not names & {PARTS, MANIFEST}) or JOURNAL in names:
+        raise DestinationError(f"expected nothing at {folder}, or an unfinished save; remove it, or save elsewhere")
+    (folder / PARTS).mkdir(exist_ok=True)
+    for name in names - {PARTS}:
+        entry = folder / name
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    shutil.rmtree(folder)
 
 
 def check_free(path: Path) -> None:
@@ -163,10 +189,10 @@ def commit(path: Path, run: SavedRun, ranks: int) -> int:
     check_cover(index)
     extras = [extra for part in complete for extra in part.extras]
     text = dump(_make_manifest(index, extras, complete))
-    shutil.rmtree(folder / PARTS)
     if not extras:
         (folder / EXTRAS).rmdir()
     replace_file(folder / MANIFEST, text)
+    shutil.rmtree(folder / PARTS)
     check_free(path)
     folder.rename(path)
     sync(path.parent)

@@ -30,7 +30,7 @@ from ucp.store.target import encode_extra, extra_stem
 if TYPE_CHECKING:
     import torch
 
-PARTS = "parts"
+PARTS = "ranks"
 """Folder of the part manifests, which is there until the commit."""
 _MOST_WRITTEN = 16 << 20
 """Bytes of one write, at most."""

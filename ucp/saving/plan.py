@@ -1,4 +1,4 @@
-"""Which rank writes which part of which state. Pure: names, boxes and bytes go in, shares come out.
+"""What a save holds, and which rank writes which part of it. Pure: names, boxes and bytes go in, shares come out.
 
 Ranks that hold the same boxes of a state hold the same bytes (data-parallel replicas, tied stages): one of them writes.
 
@@ -11,10 +11,90 @@ Ranks that hold the same boxes of a state hold the same bytes (data-parallel rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from ucp.core.region import Box
+from ucp.errors import UnsupportedError, UsageError, format_list
+from ucp.moe.layers import ExpertLayer, ExpertTensor, find_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Save everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialExperts:
+    """Save all tensors but those of experts, and of every layer `k` experts, others each time (MoC-System)."""
+
+    k: int
+    """Experts of a layer in one save."""
+    select: Literal["sequential", "load"] = "sequential"
+    """Which: by turns, so that each is saved once in ceil(experts / k) saves; or those with most tokens."""
+    tokens: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """For "load": path of a layer's module to the tokens that each expert got since its last save, of all ranks."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise UsageError(f"expected PartialExperts(k) with k of 1 or more; got {self.k!r}")
+        if self.select not in ("sequential", "load") or bool(self.tokens) != (self.select == "load"):
+            raise UsageError(
+                f'expected select="sequential", or select="load" and tokens=; got select={self.select!r} and tokens of '
+                f"{len(self.tokens)} layers"
+            )
+
+    def find_unsaved(self, shapes: Mapping[str, tuple[int, ...]], *, turn: int, ep: int) -> frozenset[str]:
+        """Parameters that this save leaves out. `shapes`: of all parameters; `turn`: number of the save, from 0.
+
+        Raises UsageError for a model without experts, for tokens of other layers, and if `ep` does not divide the
+        experts; UnsupportedError for experts that are rows of one tensor, as a link holds whole tensors.
+        """
+        layers = find_layers(shapes)
+        stacked = [layer.module for layer in layers if any(map(_is_stacked, layer.experts.values()))]
+        if stacked:
+            raise UnsupportedError(
+                "expected experts with tensors of their own; those of these layers are rows of one tensor:\n"
+                f"{format_list(stacked)}\nSave them with plan=Full()"
+            )
+        if not layers or (self.tokens and self.tokens.keys() != {layer.module for layer in layers}):
+            known = ", ".join(layer.module for layer in layers) or "none"
+            raise UsageError(f"expected layers with experts, and tokens of each; the model has {known}")
+        unsaved: set[str] = set()
+        for number, layer in enumerate(layers):
+            chosen = self._choose(layer, number, turn=turn, ep=ep)
+            others = (tensors for expert, tensors in layer.experts.items() if expert not in chosen)
+            unsaved.update(tensor.param for tensors in others for tensor in tensors.values())
+        return frozenset(unsaved)
+
+    def _choose(self, layer: ExpertLayer, number: int, *, turn: int, ep: int) -> Sequence[int]:
+        count = layer.num_experts
+        if self.select == "sequential":
+            return choose_by_turns(min(self.k, count), turn=turn, layer=number, experts=count, ep=ep)
+        tokens = self.tokens[layer.module]
+        if len(tokens) != count:
+            raise UsageError(f"expected tokens of {count} experts of {layer.module}; got {len(tokens)}")
+        return sorted(range(count), key=lambda expert: (-tokens[expert], expert))[: self.k]
+
+
+def _is_stacked(tensors: Mapping[str, ExpertTensor]) -> bool:
+    return any(tensor.row is not None for tensor in tensors.values())
+
+
+def choose_by_turns(k: int, *, turn: int, layer: int, experts: int, ep: int) -> tuple[int, ...]:
+    """The experts of a layer that save number `turn` holds: successive ones are on successive ranks (MoC-System).
+
+    `layer`: number among the layers with experts, by which layers take different turns, so that the ranks write equally
+    many experts if k times the layers is a multiple of `ep`. Raises UsageError if `ep` does not divide `experts`.
+
+    >>> [choose_by_turns(1, turn=0, layer=layer, experts=3, ep=3) for layer in range(4)]
+    [(0,), (1,), (2,), (0,)]
+    """
+    if experts % ep:
+        raise UsageError(f"expected ep to divide the {experts} experts of a layer; got {ep}")
+    positions = [((turn + layer) * k + j) % experts for j in range(k)]
+    return tuple((position % ep) * (experts // ep) + position // ep for position in positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

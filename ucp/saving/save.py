@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucp.chain.document import Link
 from ucp.contract.registry import live_adapters
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
@@ -36,10 +37,11 @@ from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
+from ucp.saving.chain import add_link, check_first_link, check_next, read_links
 from ucp.saving.commit import SavedRun, begin, commit, growing_folder, merge_facts
 from ucp.saving.holdings import Holding, Holdings, collect_holdings
 from ucp.saving.part import write_part
-from ucp.saving.plan import SaveItem, plan_save
+from ucp.saving.plan import Full, PartialExperts, SaveItem, plan_save
 from ucp.saving.report import SaveReport
 
 if TYPE_CHECKING:
@@ -59,11 +61,13 @@ def save(
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
+    plan: Full | PartialExperts = Full(),  # noqa: B008  # a value without state
     step: int | None = None,
     scheduler: object = None,
     scaler: object = None,
     masters: Mapping[str, torch.Tensor] | None = None,
     extras: Mapping[str, object] | None = None,
+    chain: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
 ) -> SaveReport:
     """Save weights, buffers, optimizer states, hyper-parameters and RNG states as an atom store.
@@ -83,6 +87,9 @@ def save(
         Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
     path
         Folder of the store, where nothing may be.
+    plan
+        What is saved: `Full()`, or `PartialExperts(k)`: all tensors but those of experts, and k experts of every layer.
+        The latter only into a chain whose first link is full.
     step
         Training step; by default the number of steps that the optimizer counts.
     scheduler, scaler
@@ -91,6 +98,10 @@ def save(
         {name of a parameter: its master weight}, as for `load_into`.
     extras
         What else to save: {name: value}, the value of rank 0.
+    chain
+        Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
+        made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
+        was killed just before) is replaced.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
         `ucp.live.run.ranks.Ranks`.
@@ -98,7 +109,8 @@ def save(
     Raises
     ------
     UsageError
-        The topology has not as many ranks as the process group, or `scheduler` or `scaler` has no state.
+        The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
+        not after that of the newest link.
     UnsupportedError
         It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
     ReplicaError
@@ -120,11 +132,21 @@ def save(
     whole = run_together(
         ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
     )
-    shares = plan_save([of_rank.items for of_rank in facts])
+    links = run_together(ranks, lambda: read_links(folder) if chain else None)
+    unsaved = run_together(ranks, lambda: _find_unsaved(plan, whole, links, mesh))
+    whole = whole.without(unsaved)
+    shares = plan_save([[item for item in of_rank.items if item.param not in unsaved] for of_rank in facts])
     rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
-    run_together(ranks, lambda: begin(folder) if ranks.rank == 0 else None)
-    share = shares[ranks.rank]
-    SaveJob(folder=folder, run=whole, share=share, tensors=holdings.tensors, extras=rank_extras).write(ranks)
+    run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
+    job = SaveJob(
+        folder=folder,
+        run=whole,
+        share=shares[ranks.rank],
+        tensors=holdings.tensors,
+        extras=rank_extras,
+        links=links,
+    )
+    job.write(ranks)
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
     return SaveReport(
         path=str(folder),
@@ -150,12 +172,38 @@ class SaveJob:
     """Each of `share` to its memory."""
     extras: Sequence[Extra]
     """Extras that this rank writes."""
+    links: tuple[Link, ...] | None
+    """Links of the chain that the store becomes the newest of; None for none."""
 
     def write(self, ranks: Ranks) -> None:
         """Write the share of this rank; rank 0 then makes the store whole. Collective."""
         root = growing_folder(self.folder)
         run_together(ranks, lambda: write_part(root, ranks.rank, self.share, self.tensors, self.extras))
-        run_together(ranks, lambda: commit(self.folder, self.run, ranks.count) if ranks.rank == 0 else None)
+        run_together(ranks, lambda: self._commit(ranks.count) if ranks.rank == 0 else None)
+
+    def _commit(self, ranks: int) -> None:
+        commit(self.folder, self.run, ranks)
+        if self.links is not None:
+            add_link(self.folder, self.links, self.run.step)
+
+
+def _find_unsaved(
+    plan: Full | PartialExperts, run: SavedRun, links: tuple[Link, ...] | None, mesh: RunMesh
+) -> frozenset[str]:
+    """Parameters that the plan leaves out. Raises UsageError, UnsupportedError."""
+    if isinstance(plan, Full):
+        return frozenset()
+    if links is None:
+        raise UsageError("expected chain=True with PartialExperts: other links of the chain hold the other experts")
+    check_first_link(links, run.atoms)
+    shapes = {name: atom.shape for name, atom in run.atoms.items()}
+    return plan.find_unsaved(shapes, turn=len(links) - 1, ep=mesh.degree("ep"))
+
+
+def _begin(folder: Path, links: tuple[Link, ...] | None, step: int | None) -> None:
+    if links is not None:
+        check_next(folder, links, step)
+    begin(folder, replaced=links is not None and str(folder) not in [link.path for link in links])
 
 
 def _parse_folder(path: type_path) -> Path:

@@ -18,6 +18,7 @@ from zlib_ng import zlib_ng
 
 from ucp.contract.protocols import Observer
 from ucp.core.index import Index, StateIndex
+from ucp.core.layout import Overlap
 from ucp.core.slices import Locator, block_ranges, resolve
 from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import GAP, DType, Record, TensorRef
@@ -26,7 +27,7 @@ from ucp.io.elements import differing, viewed, widened, without_payloads
 from ucp.io.files import join_ranges
 from ucp.transfer.checksums import find_mismatches
 from ucp.transfer.drift import find_drifts
-from ucp.transfer.gather import Gatherer, Reader, Span
+from ucp.transfer.gather import Gatherer, Span, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle, fit_workers
 from ucp.transfer.plan.tiles import needs_tiles, split_blocks
 
@@ -73,7 +74,9 @@ def compare_states(
     """States that differ: for each part that differs, the number of differing elements and the largest difference.
 
     Keys are (parameter, state, elements of the state). `cast`: whether to cast the first to the dtype of the second.
+    Two versions of a chain of deltas that have the same patches of a state are not read.
     """
+    shared = [p for p in shared if p.a.overlap is not Overlap.PATCHED or p.a.fragments != p.b.fragments]
     nbytes = sum(p.a.numel * max(_choose_dtype(p.a, p.b, cast=cast).itemsize, p.b.dtype.itemsize) for p in shared)
     differing_parts: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
 
@@ -354,7 +357,7 @@ def _run_stage(
     """Call `work(job, gatherer)` for every job, on `threads` threads, as a separate stage for the observer."""
     observer.begin(title=title, nbytes=nbytes)
     try:
-        with Reader(threads) as reader:
+        with ThreadedReader(threads) as reader:
             reader.run_all(jobs, work)
     finally:
         observer.end()

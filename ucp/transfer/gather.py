@@ -58,7 +58,7 @@ class Span(NamedTuple):
     """CRC-32 of the bytes."""
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Consecutive bytes of a source file that are copied unchanged."""
 
     path: str
@@ -70,10 +70,10 @@ class Run(NamedTuple):
     continues: bool = False
     """Whether it continues the run before it."""
 
-    def cut(self, nbytes: int) -> Iterator[Run]:
+    def cut(self, nbytes: int) -> Iterator[ByteRun]:
         """The run in parts of at most `nbytes` bytes."""
         for low in range(0, self.nbytes, nbytes):
-            yield Run(self.path, self.offset + low, min(nbytes, self.nbytes - low), continues=low > 0)
+            yield ByteRun(self.path, self.offset + low, min(nbytes, self.nbytes - low), continues=low > 0)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Gatherer:
         for start, stop in ranges:
             self.spans.append(Span(path, start, stop - start, zlib_ng.crc32(data[start - low : stop - low])))
 
-    def copy_runs(self, runs: Iterable[Run], into: memoryview) -> Iterator[tuple[int, int]]:
+    def copy_runs(self, runs: Iterable[ByteRun], into: memoryview) -> Iterator[tuple[int, int]]:
         """Read runs one after another into a buffer; yield CRC-32 and bytes of each."""
         position = 0
         for run in runs:
@@ -258,7 +258,7 @@ class Gatherer:
         return raw
 
 
-class Reader:
+class ThreadedReader:
     """Threads that read; each opens the files that it needs."""
 
     def __init__(self, threads: int, *, tracked: frozenset[str] = frozenset()) -> None:
@@ -331,12 +331,12 @@ class Reader:
         return gatherer
 
 
-def to_run(piece: Piece, dtype: DType) -> Run | None:
+def to_run(piece: Piece, dtype: DType) -> ByteRun | None:
     """The bytes of a piece in its file, if they can be copied to the slice as one unchanged run; else None."""
     ref = piece.ref
     if isinstance(ref, InlineTensor) or not _is_direct(piece, dtype):
         return None
-    return Run(ref.path, ref.offset + piece.src_offset, piece.sizes[0] * dtype.itemsize)
+    return ByteRun(ref.path, ref.offset + piece.src_offset, piece.sizes[0] * dtype.itemsize)
 
 
 def to_extent(piece: Piece) -> Extent | None:

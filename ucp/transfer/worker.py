@@ -31,7 +31,7 @@ from ucp.io.files import Sources
 from ucp.io.provenance import is_remote
 from ucp.io.writing import TEMPORARY, read_back, start_writeback, write_at
 from ucp.transfer.drift import describe_drift, find_drifts
-from ucp.transfer.gather import Gatherer, Run, Span, to_extent, to_run, view_piece
+from ucp.transfer.gather import ByteRun, Gatherer, Span, to_extent, to_run, view_piece
 from ucp.transfer.patches import Patcher
 from ucp.transfer.plan.job import Job, locate_raw
 from ucp.transfer.plan.tasks import BLOCK, Fill, Section, Task, bundle
@@ -221,7 +221,7 @@ class Worker:
             if self._job.fsync:
                 start_writeback(descriptor, fill.offset, fill.nbytes)
 
-    def _find_runs(self, section: Section) -> list[Run] | None:
+    def _find_runs(self, section: Section) -> list[ByteRun] | None:
         """The ranges of the source that a section is copied from, cut into windows; None if it is not a plain copy."""
         tensor_slice, locator = self._find_slice(section)
         if section.placement in self._job.checking and locator.replicas:
@@ -230,7 +230,7 @@ class Worker:
         runs = [to_run(piece, tensor_slice.dtype) for piece in sorted(pieces, key=lambda piece: piece.dst_offset)]
         return None if None in runs else [part for run in runs if run for part in run.cut(WINDOW)]
 
-    def _copy_section(self, section: Section, runs: Iterable[Run], descriptor: int, gatherer: Gatherer) -> Sum:
+    def _copy_section(self, section: Section, runs: Iterable[ByteRun], descriptor: int, gatherer: Gatherer) -> Sum:
         """Copy a section; the CRC-32 of each window is computed once, for the source and for the destination."""
         digest, crc, offset = xxhash.xxh3_64(), 0, section.offset
         for window in bundle(runs, limit=WINDOW):

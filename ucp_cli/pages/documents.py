@@ -16,6 +16,7 @@ from ucp.core.text.overview import count_kinds, count_patterns, count_states
 from ucp_cli.pages.values import describe_extra, json_value
 
 if TYPE_CHECKING:
+    from ucp.chain.delta.write import DeltaReport
     from ucp.checks.verify import DiffReport, VerifyReport
     from ucp.conversion.convert import ConvertReport
     from ucp.conversion.plan_report import PlanReport
@@ -106,6 +107,11 @@ def convert_document(report: ConvertReport) -> dict[str, object]:
 def verify_document(report: VerifyReport) -> dict[str, object]:
     """What `ucp verify` found."""
     return {"schema": "ucp.verify/1", "ok": report.ok, **asdict(report), "changes": _changes(report.changes)}
+
+
+def delta_document(report: DeltaReport) -> dict[str, object]:
+    """What `ucp delta` wrote."""
+    return {"schema": "ucp.delta/1", **asdict(report)}
 
 
 def diff_document(report: DiffReport) -> dict[str, object]:

@@ -41,7 +41,7 @@ def test_tensors_end_to_end(ref: TensorRef) -> None:
 
 
 def test_ranges_outside_are_refused(ref: TensorRef) -> None:
-    with Prober() as prober, pytest.raises(ValueError, match=r"20:25 .* 24"):
+    with Prober() as prober, pytest.raises(ValueError, match=r"24.*20:25"):
         prober.window(ref, 20, 25)
 
 

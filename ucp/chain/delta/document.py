@@ -62,6 +62,10 @@ class TensorList(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Training step."""
     tensors: tuple[TensorEntry, ...]
     """Every tensor of the version."""
+    frames: dict[str, Natural]
+    """Label of a tensor to the CRC-32 of its frame."""
+    base: dict[str, Natural]
+    """Label of a tensor to the CRC-32 of its bytes in the base."""
 
 
 def digest_tensors(tensors: Iterable[TensorEntry]) -> str:

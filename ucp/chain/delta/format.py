@@ -33,7 +33,7 @@ from ucp.contract.registry import recognise
 from ucp.core.index import WEIGHT, Fragment, Index, SourceFile, StateIndex
 from ucp.core.layout import Overlap
 from ucp.core.region import Box
-from ucp.core.tensor import TensorRef, contiguous_strides
+from ucp.core.tensor import Record, TensorRef, contiguous_strides
 from ucp.errors import MalformedError, MissingFileError, UnsupportedError, UsageError, format_count, format_list
 from ucp.io.folder import names_in, path_of, resolve_from, to_absolute
 from ucp.io.provenance import source_file
@@ -86,10 +86,9 @@ def _list_versions(root: Path) -> list[Path]:
 
 
 def _choose_version(root: Path, at: str | None) -> Path:
+    """The folder of the wanted version, or of the newest, which may lead to it."""
     folders = {version_of_folder(folder.name): folder for folder in _list_versions(root)}
-    if at not in (None, *folders):
-        raise UsageError(f"expected --at to be one of the versions {', '.join(map(str, folders))}; got {at}")
-    return [*folders.values()][-1] if at is None else folders[at]
+    return folders.get(at, [*folders.values()][-1])
 
 
 def read_links(folder: Path) -> tuple[list[Delta], Path]:
@@ -115,13 +114,12 @@ def read_links(folder: Path) -> tuple[list[Delta], Path]:
 def _find_base(delta: Delta) -> Path:
     """The folder that a delta is a patch of. Raises MissingFileError."""
     folder = delta.folder.parent / name_folder(delta.base_version)
-    if folder.exists():
-        return folder
-    stated = resolve_from(delta.folder, delta.base) if delta.base else None
-    if stated is not None and stated.exists():
-        return stated
+    stated = path_of(to_absolute(resolve_from(delta.folder, delta.base))) if delta.base else folder
+    for place in (stated, folder):
+        if place.exists():
+            return place
     raise MissingFileError(
-        f"expected version {delta.base_version}, which {delta.folder} is a patch of, at {stated or folder}; nothing is "
+        f"expected version {delta.base_version}, which {delta.folder} is a patch of, at {stated}; nothing is "
         f"there. Copy it, or link the full version of that number (a run begins at 0 with its first model) to {folder}"
     )
 
@@ -179,6 +177,7 @@ def patch_index(base: Index, deltas: Sequence[Delta]) -> Index:
         atoms=atoms,
         extras=kept,
         files=(*base.files, *_list_files(deltas)),
+        records=(*base.records, *_list_records(base, deltas, states)),
         notes=(*base.notes, *unchecked, *(["hyper-parameters are those of the full version"] if base.groups else [])),
         dropped=(*base.dropped, *([f"{left} other entries of the full version: a delta has none"] if left else [])),
         unchecked=(*base.unchecked, *unchecked),
@@ -268,6 +267,33 @@ def _list_unchecked(states: Mapping[tuple[str, str], StateIndex]) -> Iterator[st
     blake3 = sum(state.checksum.startswith("blake3:") for state in states.values())
     if blake3 and find_spec("blake3") is None:
         yield f"checksums of {format_count(blake3, 'tensor')} are blake3: install the library blake3 to check them"
+
+
+def _list_records(
+    base: Index, deltas: Sequence[Delta], states: Mapping[tuple[str, str], StateIndex]
+) -> Iterator[Record]:
+    """The checksums that `ucp delta` recorded of frames, and of tensors of the full version that are stored whole."""
+    for delta in deltas:
+        crcs = {} if delta.listed is None else delta.listed.frames
+        for label, patch in delta.patches.items():
+            if label in crcs:
+                yield _record(label, patch.frame, crcs[label])
+    crcs = {} if deltas[0].listed is None else deltas[0].listed.base
+    summed = {record.path for record in base.records}
+    for label, crc in crcs.items():
+        key = _find_state(label, base, states)
+        taken = [piece.ref for piece in states[key].fragments if not piece.replica] if key else []
+        for ref in taken if len(taken) == 1 else ():
+            if isinstance(ref, TensorRef) and _is_plain(ref) and ref.path not in summed:
+                yield _record(f"{label} of the version that {deltas[0].folder.name} was made from", ref, crc)
+
+
+def _is_plain(ref: TensorRef) -> bool:
+    return bool(ref.nbytes) and ref.is_contiguous and not ref.codec
+
+
+def _record(name: str, ref: TensorRef, crc: int) -> Record:
+    return Record(path=ref.path, name=name, offset=ref.offset, nbytes=ref.nbytes, crc32=crc)
 
 
 def _list_files(deltas: Sequence[Delta]) -> Iterator[SourceFile]:

@@ -25,7 +25,7 @@ import xxhash
 from ucp.conversion.destination.existing import ConversionId, check_replaceable, other_conversion
 from ucp.conversion.journal import Line
 from ucp.errors import BusyError, DestinationError, format_list
-from ucp.io.folder import PARTIAL
+from ucp.io.folder import JOURNAL, PARTIAL
 from ucp.io.writing import TEMPORARY, describe_process, sync, this_process, write_at
 
 _PATIENCE = 10.0
@@ -46,7 +46,7 @@ class Staging:
         self.folder = dst.parent / (dst.name + PARTIAL)
         self.data = self.folder / "data"
         self.parts = self.folder / "parts"
-        self._journal = self.folder / "journal.jsonl"
+        self._journal = self.folder / JOURNAL
         self._lock: int | None = None
         self._has_progress = False
 

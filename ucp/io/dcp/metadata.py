@@ -109,7 +109,7 @@ def read_metadata(path: str) -> DcpMetadata:
             f"{path}: expected the metadata of torch.distributed.checkpoint; got {describe_value(root)}. "
             "Check that the folder was written by torch.distributed.checkpoint"
         )
-    reader = _Reader(path, _read_storage(attributes.get("storage_data"), path), saved)
+    reader = _MetadataReader(path, _read_storage(attributes.get("storage_data"), path), saved)
     for key in tuple(saved):  # each is dropped when it is read
         reader.take(key, saved.pop(key))
     paths = reader.read_paths(attributes)
@@ -150,7 +150,7 @@ _OWN_FIELDS = ("state_dict_metadata", "storage_data", "planner_data", "all_local
 _Places = dict[tuple[str, tuple[int, ...] | None], ItemPlace]
 
 
-class _Reader:
+class _MetadataReader:
     """Joins entries of `state_dict_metadata` with the places of their items, and collects all problems."""
 
     def __init__(self, path: str, storage: _Places, saved: Collection[object]) -> None:

@@ -208,12 +208,12 @@ class _Copy:
                 copy.entries = [(self._shallow(key), self._shallow(item)) for key, item in value.entries]
 
 
-class Step(NamedTuple):
+class TreeStep(NamedTuple):
     """A step on the path to a nested value."""
 
     name: object
     """Number of an item, key of an entry, or (`is_field`) name of an attribute."""
-    within: Step | None
+    within: TreeStep | None
     """The steps before."""
     is_field: bool = False
     """Whether `name` is an attribute."""
@@ -235,7 +235,9 @@ _MOST_IN_KEY = 32
 """Objects in a key, from which it is compared by identity."""
 
 
-def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterator[tuple[Step | None, object, object]]:
+def diff(
+    a: object, b: object, same: Callable[[object, object], bool]
+) -> Iterator[tuple[TreeStep | None, object, object]]:
     """Yield differences of two values, in the order of `a`: last step of the path, value of `a`, value of `b`.
 
     `ABSENT` stands for a missing value. `same`: whether two leaves of one type are equal. The order of dicts and sets
@@ -253,7 +255,7 @@ def diff(a: object, b: object, same: Callable[[object, object], bool]) -> Iterat
             above[key] = key = above.get(higher, higher)
         return key
 
-    todo: list[tuple[object, object, Step | None]] = [(a, b, None)]
+    todo: list[tuple[object, object, TreeStep | None]] = [(a, b, None)]
     while todo:
         one, other, step = todo.pop()
         if type(one) is type(other) and isinstance(one, HOLDERS) and _head(one) == _head(other):
@@ -275,28 +277,28 @@ def _head(value: object) -> object:
     return (value.made_by, value.new) if isinstance(value, Stub) else None
 
 
-def _pair_members(a: object, b: object, step: Step | None) -> Sequence[tuple[object, object, Step | None]]:
+def _pair_members(a: object, b: object, step: TreeStep | None) -> Sequence[tuple[object, object, TreeStep | None]]:
     """Pairs of members of two containers of one type."""
     match a, b:
         case Stub(), Stub():
             fields = ("args", "kwargs", "state", "has_state", "items", "entries")
-            return [(getattr(a, name), getattr(b, name), Step(name, step, is_field=True)) for name in fields]
+            return [(getattr(a, name), getattr(b, name), TreeStep(name, step, is_field=True)) for name in fields]
         case dict(), dict():
             sides = [{_comparable(key): (key, value) for key, value in side.items()} for side in (a, b)]
             extra, other = (getattr(side, "__dict__", {}) for side in (a, b))  # an OrderedDict may carry attributes
             fields = tuple(dict.fromkeys((*extra, *other)))
-            more = [(extra.get(n, ABSENT), other.get(n, ABSENT), Step(n, step, is_field=True)) for n in fields]
+            more = [(extra.get(n, ABSENT), other.get(n, ABSENT), TreeStep(n, step, is_field=True)) for n in fields]
         case ((set() | frozenset()), (set() | frozenset())):
             sides, more = [{_comparable(item): (item, item) for item in side} for side in (a, b)], []
         case ((list() | tuple()), (list() | tuple())):
             both = enumerate(zip_longest(a, b, fillvalue=ABSENT))
-            return [(one, other, Step(at, step)) for at, (one, other) in both]
+            return [(one, other, TreeStep(at, step)) for at, (one, other) in both]
         case _:
             raise TypeError(f"two values of {type(a)} and {type(b)}")
     pairs = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
         (name, one), (_, other) = (side.get(key, (None, ABSENT)) for side in sides)
-        pairs.append((one, other, Step(sides[1][key][0] if key in sides[1] else name, step)))
+        pairs.append((one, other, TreeStep(sides[1][key][0] if key in sides[1] else name, step)))
     return pairs + more
 
 
@@ -362,7 +364,7 @@ def find_differing_values(a: object, b: object) -> Iterator[Apart | TensorPair]:
         yield Apart(place=_format_place(step), a=_format_brief(one), b=_format_brief(other))
 
 
-def _format_place(step: Step | None) -> str:
+def _format_place(step: TreeStep | None) -> str:
     steps: list[str] = []
     while step is not None and len(steps) < _STEPS:
         is_name = step.is_field or (isinstance(step.name, str) and len(step.name) <= _SHOWN)

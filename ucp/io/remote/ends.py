@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ucp.io.remote.connections import connect
-from ucp.io.remote.listing import Entry, known_objects_near
+from ucp.io.remote.listing import ListedObject, known_objects_near
 
 BLOCK = 256 << 10
 """Bytes that are fetched for a small read; the last bytes of a file are one block."""
@@ -43,7 +43,7 @@ def end_ranges(nbytes: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ObjectRun:
     """Files with the same suffix that are read one after another."""
 
     urls: Sequence[str] = ()
@@ -63,7 +63,7 @@ class _Block:
     """A block of a file."""
 
     data: Future[bytes]
-    run: _Run | None
+    run: _ObjectRun | None
     """Run that it was prefetched for; None once it is used."""
 
 
@@ -77,9 +77,9 @@ class _Ends:
         """Start empty; in a child of a fork, requests of the parent never complete."""
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[str, str, int], _Block] = OrderedDict()
-        self._runs: dict[tuple[str, str], _Run] = {}
+        self._runs: dict[tuple[str, str], _ObjectRun] = {}
 
-    def get(self, url: str, entry: Entry, low: int, high: int) -> bytes:
+    def get(self, url: str, entry: ListedObject, low: int, high: int) -> bytes:
         """One block of an object; starts to fetch the blocks that are likely to be read next."""
         with self._lock:
             block = self._start(url, entry, low, high, None)
@@ -92,7 +92,7 @@ class _Ends:
             self._blocks.clear()
             self._runs.clear()
 
-    def _start(self, url: str, entry: Entry, low: int, high: int, run: _Run | None) -> _Block:
+    def _start(self, url: str, entry: ListedObject, low: int, high: int, run: _ObjectRun | None) -> _Block:
         key = (url, entry.version or str(entry.mtime_ns), low)
         block = self._blocks.get(key)
         if block is None or (block.data.done() and block.data.exception() is not None):
@@ -111,7 +111,7 @@ class _Ends:
         run = self._runs.get((root, kind))
         if run is None or url not in run.positions:
             urls = sorted((file for file in files if file.endswith(kind)), key=_natural_key)
-            run = self._runs[root, kind] = _Run(urls, {file: position for position, file in enumerate(urls)})
+            run = self._runs[root, kind] = _ObjectRun(urls, {file: position for position, file in enumerate(urls)})
             run.fetched_to = run.positions.get(url, 0) + 1
             return
         position = run.positions[url]

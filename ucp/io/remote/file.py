@@ -16,7 +16,7 @@ from ucp.io.files import SourceFile, join_ranges, truncated_error
 from ucp.io.remote.connections import connect
 from ucp.io.remote.ends import BLOCK, read_end
 from ucp.io.remote.failures import changed_error
-from ucp.io.remote.listing import Entry, entry_of
+from ucp.io.remote.listing import ListedObject, entry_of
 from ucp.io.remote.prefetch import GAP, REQUEST, Extent, Prefetcher
 
 _SMALL = 64 << 10
@@ -38,7 +38,7 @@ class RemoteFile(SourceFile):
         self.path = path
         self.nbytes = 0
         self._starts: list[int] = []
-        self._parts: list[tuple[str, Entry]] = []
+        self._parts: list[tuple[str, ListedObject]] = []
         self._block = lru_cache(_MAX_BLOCKS)(self._read_block)
         self._prefetcher = prefetcher
         self._owns_prefetcher = prefetcher is None

@@ -32,7 +32,7 @@ _RECURSE_AFTER = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ListedObject:
     """An object, or a folder."""
 
     is_folder: bool
@@ -45,7 +45,7 @@ class Entry:
     """ETag or generation, which changes with the bytes; empty if the store has none."""
 
 
-_Folder = dict[str, Entry]
+_Folder = dict[str, ListedObject]
 
 
 @dataclass(slots=True)
@@ -56,11 +56,11 @@ class _Listings:
     """URLs that users named."""
     folders: dict[str, _Folder | None] = field(default_factory=dict)
     """URL of a folder to its entries; None if there is no such folder."""
-    single: dict[str, Entry | None] = field(default_factory=dict)
+    single: dict[str, ListedObject | None] = field(default_factory=dict)
     """Single objects that were asked for."""
     listed: dict[str, int] = field(default_factory=dict)
     """URL of a folder to how many of its subfolders were listed."""
-    objects_below: dict[str, tuple[int, dict[str, Entry]]] = field(default_factory=dict)
+    objects_below: dict[str, tuple[int, dict[str, ListedObject]]] = field(default_factory=dict)
     """URL of a folder to the known objects below it, and the number of folders that were known then."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -94,7 +94,7 @@ def forget(url: str) -> None:
         _listings.objects_below.clear()
 
 
-def entry_of(url: str) -> Entry | None:
+def entry_of(url: str) -> ListedObject | None:
     """The object or folder at a URL; None if there is none. Raises SourceError."""
     with _listings.lock:
         parent, name = _parent(url), url.rpartition("/")[2]
@@ -102,27 +102,27 @@ def entry_of(url: str) -> Entry | None:
         if known is not None:
             return known.get(name)
         if url in _listings.folders:
-            return None if _listings.folders[url] is None else Entry(is_folder=True)
+            return None if _listings.folders[url] is None else ListedObject(is_folder=True)
         if url in _listings.roots or _is_above_root(parent):
             return _look_up(url)
         inside = _list_folder(parent)
         return None if inside is None else inside.get(name)
 
 
-def folder_of(url: str) -> Mapping[str, Entry] | None:
+def folder_of(url: str) -> Mapping[str, ListedObject] | None:
     """Entries of a folder, sorted by name; None if there is no such folder. Raises SourceError."""
     with _listings.lock:
         return _list_folder(url)
 
 
-def known_objects_near(url: str) -> tuple[str, dict[str, Entry]]:
+def known_objects_near(url: str) -> tuple[str, dict[str, ListedObject]]:
     """A folder around an object, and all cached objects in it; makes no request.
 
     The folder is the one that contains the object, or the one above that if several of its subfolders were listed.
     """
     with _listings.lock:
 
-        def objects_in(folder: str) -> dict[str, Entry]:
+        def objects_in(folder: str) -> dict[str, ListedObject]:
             inside = _listings.folders.get(folder) or {}
             return {f"{folder}/{name}": entry for name, entry in inside.items() if not entry.is_folder}
 
@@ -148,7 +148,7 @@ def why_absent(url: str) -> str:
     return "nothing is there. Check the URL: capitals matter in keys"
 
 
-def _look_up(url: str) -> Entry | None:
+def _look_up(url: str) -> ListedObject | None:
     if url not in _listings.single:
         try:
             details = connect(url).info(url)
@@ -202,7 +202,7 @@ def _list_below(url: str) -> None:
         *parts, name = relative.split("/")
         folder = url
         for part in parts:
-            folders[folder].setdefault(part, Entry(is_folder=True))
+            folders[folder].setdefault(part, ListedObject(is_folder=True))
             folder = f"{folder}/{part}"
             folders.setdefault(folder, {})
         if name:
@@ -211,11 +211,11 @@ def _list_below(url: str) -> None:
         _listings.folders[folder] = dict(sorted(inside.items()))
 
 
-def _to_entry(details: Mapping[str, Any]) -> Entry:
+def _to_entry(details: Mapping[str, Any]) -> ListedObject:
     if details["type"] == "directory":
-        return Entry(is_folder=True)
+        return ListedObject(is_folder=True)
     version = version_of(details)
-    return Entry(
+    return ListedObject(
         is_folder=False, nbytes=int(details["size"] or 0), mtime_ns=time_of(details, exact=not version), version=version
     )
 

@@ -18,7 +18,7 @@ from pathlib import PosixPath, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from ucp.io.remote.listing import Entry
+    from ucp.io.remote.listing import ListedObject
 
 
 class RemotePath(PosixPath):
@@ -102,12 +102,12 @@ class RemotePath(PosixPath):
         """The object as text. Raises SourceError, FileNotFoundError."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
-    def _entry(self) -> Entry | None:
+    def _entry(self) -> ListedObject | None:
         from ucp.io.remote.listing import entry_of  # imports asyncio, which is slow
 
         return entry_of(str(self))
 
-    def _require_entry(self) -> Entry:
+    def _require_entry(self) -> ListedObject:
         entry = self._entry()
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))

@@ -26,7 +26,7 @@ from ucp.live.exchange.reads import THREAD_NBYTES, LandingTensors, PendingRead, 
 from ucp.live.exchange.stages import STATUS, Exchange, Stage, WindowSize, plan_stages
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, run_together
-from ucp.transfer.gather import Reader
+from ucp.transfer.gather import ThreadedReader
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def carry(items: Sequence[LoadItem], into: Sequence[torch.Tensor], ranks: Ranks,
     threads = max(1, min(_THREADS, options.memory // 4 // THREAD_NBYTES))
     memory = max(options.memory - threads * THREAD_NBYTES, options.memory // 2)
     stages = plan_stages(items, ranks, exchange=options.exchange, memory=memory)
-    with Reader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
+    with ThreadedReader(threads, tracked=frozenset(record.path for record in options.records)) as reader:
         transfer = run_together(
             ranks, lambda: _Transfer(stages, tensors, reader=reader, ranks=ranks, options=options, memory=memory)
         )
@@ -131,7 +131,7 @@ class _Transfer:
         stages: Sequence[Stage],
         tensors: Sequence[torch.Tensor],
         *,
-        reader: Reader,
+        reader: ThreadedReader,
         ranks: Ranks,
         options: CarryOptions,
         memory: int,

@@ -19,7 +19,7 @@ from ucp.live.exchange.reads import LandingTensors, ReadItem, plan_solo_read, st
 from ucp.live.parts import LoadItem
 from ucp.live.run.ranks import Ranks, run_together
 from ucp.transfer.checksums import find_gaps, find_mismatches
-from ucp.transfer.gather import Reader, Span
+from ucp.transfer.gather import Span, ThreadedReader
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ _FIELDS = 4
 """Numbers that describe a span: its record, its first byte in it, its bytes, its checksum."""
 
 
-def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> frozenset[str]:
+def check_records(records: Sequence[Record], reader: ThreadedReader, ranks: Ranks) -> frozenset[str]:
     """Files with records that have all been checked. Collective.
 
     `records`: the same on all ranks. Raises CorruptError, on all ranks.
@@ -57,7 +57,7 @@ def check_records(records: Sequence[Record], reader: Reader, ranks: Ranks) -> fr
     return frozenset(record.path for record in records).difference(*(paths for _, paths in results))
 
 
-def _collect_spans(ordered: Sequence[Record], reader: Reader, ranks: Ranks) -> list[Span]:
+def _collect_spans(ordered: Sequence[Record], reader: ThreadedReader, ranks: Ranks) -> list[Span]:
     """The ranges that all ranks read of the records that this rank checks."""
     import numpy as np
 
@@ -84,7 +84,7 @@ def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ra
     reads = [plan_solo_read(number, item) for number, item in enumerate(items) if item.slice.nbytes]
 
     def compare() -> None:
-        with Reader(1) as reader:
+        with ThreadedReader(1) as reader:
             differing = list(dict.fromkeys(_find_differing(reads, LandingTensors(tensors), reader, memory // 2)))
         if differing:
             names = (f"{items[number].name}/{items[number].state}" for number in differing)
@@ -99,7 +99,7 @@ def verify(items: Sequence[LoadItem], tensors: Sequence[torch.Tensor], ranks: Ra
 
 
 def _find_differing(
-    reads: Sequence[ReadItem], tensors: LandingTensors, reader: Reader, part_nbytes: int
+    reads: Sequence[ReadItem], tensors: LandingTensors, reader: ThreadedReader, part_nbytes: int
 ) -> Iterator[int]:
     """Numbers of the items that differ."""
     import torch

@@ -22,7 +22,7 @@ from ucp.core.target import Slice, full_slice
 from ucp.core.tensor import TensorRef
 from ucp.live.exchange.read_shares import Segment
 from ucp.live.parts import LoadItem
-from ucp.transfer.gather import MAX_READ, Gatherer, Reader
+from ucp.transfer.gather import MAX_READ, Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK
 from ucp.transfer.plan.tiles import find_source_order, needs_tiles
 
@@ -182,7 +182,7 @@ _Batch: TypeAlias = list[tuple[Segment, memoryview]]
 
 
 def start_reading(
-    reader: Reader, items: Sequence[ReadItem], segments: Sequence[Segment], views: Sequence[memoryview]
+    reader: ThreadedReader, items: Sequence[ReadItem], segments: Sequence[Segment], views: Sequence[memoryview]
 ) -> PendingRead:
     """Begin to fill the views, one per segment of `items`."""
     sources = (items[segment.slice_number].source for segment in segments)

@@ -83,7 +83,7 @@ def _pad(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class _Step(NamedTuple):
+class _LayoutStep(NamedTuple):
     """One step of a walk: a parameter is placed at a position."""
 
     position: BufferPosition | None
@@ -113,7 +113,7 @@ class _WalkInputs:
     slack: int
     zeros: Container[int]
 
-    def next_steps(self, step: _Step, *, last: bool) -> Iterator[_Step]:
+    def next_steps(self, step: _LayoutStep, *, last: bool) -> Iterator[_LayoutStep]:
         """Possible next steps. The parameter registered right before is tried first; with `last`, it is tried last.
 
         Elements at the end of a segment that match a parameter count as padding only if no other choice gives a
@@ -122,7 +122,7 @@ class _WalkInputs:
         starts = list(self._next_starts(step))
         for is_next_segment in (False, True):
             steps = [
-                _Step(position, number, position.segment, position.start + self.numels[number], begin)
+                _LayoutStep(position, number, position.segment, position.start + self.numels[number], begin)
                 for position, begin in starts
                 if (position.segment != step.segment) == is_next_segment and position.segment < len(self.segments)
                 for number in sorted((n for n in self.find_params(position) if n < step.number), reverse=True)
@@ -132,7 +132,7 @@ class _WalkInputs:
         if step.segment >= len(self.segments) - 1 and sum(self.segments[step.segment :]) - step.end <= self.slack:
             yield step._replace(position=None)
 
-    def _next_starts(self, step: _Step) -> Iterator[tuple[BufferPosition, int]]:
+    def _next_starts(self, step: _LayoutStep) -> Iterator[tuple[BufferPosition, int]]:
         """Where the next parameter may start, and where its bucket begins.
 
         Padding is zeros. So there is none if a parameter that is not all zeros matches directly after the last one.
@@ -175,7 +175,7 @@ def walk(
         Return the last layout in the order of choices, not the first. If the two differ, several layouts fit.
     """
     inputs = _WalkInputs(numels=numels, segments=segments, find_params=find_params, slack=slack, zeros=zeros)
-    path = [_Step(None, len(numels), 0, 0, 0)]
+    path = [_LayoutStep(None, len(numels), 0, 0, 0)]
     branches = [inputs.next_steps(path[0], last=last)]
     dead_ends: set[tuple[int, int, int, int]] = set()
     while branches:  # depth first: two matches are rare, and a wrong one soon leads to a dead end

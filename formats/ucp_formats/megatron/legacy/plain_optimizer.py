@@ -29,7 +29,7 @@ _HALF = (DType.BFLOAT16, DType.FLOAT16)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _OptimizerEntry:
     """One parameter of the optimizer, without a name."""
 
     states: Mapping[object, object]
@@ -50,7 +50,7 @@ class _Group:
 
     saved: SavedGroup
     """Its hyper-parameters."""
-    entries: list[_Entry]
+    entries: list[_OptimizerEntry]
     """Its parameters, in order."""
     masters: list[TensorRef] | None
     """Masters of the entries that have one, in order; None for an optimizer without masters."""
@@ -74,7 +74,7 @@ def add_plain_optimizer(optimizer: RankOptimizer, states: LegacyStates, prober: 
 
     Raises MalformedError naming all entries that match no parameter, or several.
     """
-    naming = _Naming(optimizer, prober)
+    naming = _GroupNames(optimizer, prober)
     if not naming.name_by_rule() and not naming.name_by_contents():
         states.notes.append(f"{optimizer.where}: parameters are not in the usual order; found by their contents")
     elif all(group.masters is None for group in naming.groups):
@@ -106,7 +106,7 @@ def _read_groups(optimizer: RankOptimizer) -> list[_Group]:
     groups = []
     for number, (group, params) in enumerate(optimizer.groups()):
         numbers = [require_integer(param, f"a parameter of {where}") for param in params]
-        entries = [_Entry(states=require_mapping(by_number.get(number, {}), where)) for number in numbers]
+        entries = [_OptimizerEntry(states=require_mapping(by_number.get(number, {}), where)) for number in numbers]
         masters = None
         if masters_by_group is not None:
             values = require_sequence(masters_by_group[number], where) if number < len(masters_by_group) else ()
@@ -115,7 +115,7 @@ def _read_groups(optimizer: RankOptimizer) -> list[_Group]:
     return groups
 
 
-class _Naming:
+class _GroupNames:
     """Finds the parameter of each entry of an optimizer."""
 
     def __init__(self, optimizer: RankOptimizer, prober: Prober) -> None:
@@ -145,7 +145,7 @@ class _Naming:
             group.params = [param for _, param in pairs]
         return True
 
-    def _pair_in_order(self) -> list[list[tuple[_Entry, RankParam]]] | None:
+    def _pair_in_order(self) -> list[list[tuple[_OptimizerEntry, RankParam]]] | None:
         """Entries, with their masters, and parameters in the order of the model; None if their numbers differ."""
         by_name = {param.name: param for param in self._params}
         rule_groups, ungrouped = self._groups_by_rule
@@ -158,13 +158,13 @@ class _Naming:
             pairs.append(list(zip(group.entries, params, strict=True)))
         return None if ungrouped else pairs
 
-    def _fits(self, entry: _Entry, param: RankParam) -> bool:
+    def _fits(self, entry: _OptimizerEntry, param: RankParam) -> bool:
         """Whether an entry can be the parameter: by shape, and by contents if it has a master."""
         if entry.shape not in (None, param.ref.shape) or entry.master is None:
             return entry.shape in (None, param.ref.shape)
         return self._fingerprints.is_stored_at(StateBuffer.from_tensor(entry.master, ""), 0, to_candidate("", param))
 
-    def _find_fitting(self, entry: _Entry, *, has_masters: bool) -> list[int]:
+    def _find_fitting(self, entry: _OptimizerEntry, *, has_masters: bool) -> list[int]:
         """Numbers of the parameters that an entry can be. `has_masters`: whether its optimizer has masters."""
         allowed = [
             number

@@ -71,7 +71,7 @@ class UnnamedError(UnsupportedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class NumberedNames:
     """Parameter names for the numbers in an optimizer's state dict."""
 
     names: Names
@@ -87,7 +87,7 @@ def name_params(
     *,
     shapes: Mapping[str, Sequence[int]],
     in_order: bool = True,
-) -> Naming:
+) -> NumberedNames:
     """Names for the numbers in `groups`.
 
     `states`: number to the form of its states, if it has any; `model`: name to form, in the order of the model if
@@ -98,8 +98,8 @@ def name_params(
         names = _skip_unlisted(groups, forms, model)
         names = names or _take_all(groups, forms, model, shapes)
         if names:
-            return Naming(names, _model_order(names, states, model))
-    return Naming(_by_form(groups, forms, model, _REMEDY if in_order else _SORTED), _PROVED)
+            return NumberedNames(names, _model_order(names, states, model))
+    return NumberedNames(_by_form(groups, forms, model, _REMEDY if in_order else _SORTED), _PROVED)
 
 
 def _model_order(names: Names, states: Forms, model: Forms) -> str:
@@ -127,7 +127,7 @@ def order_params(
     order: Order,
     *,
     shapes: Mapping[str, Sequence[int]],
-) -> Naming:
+) -> NumberedNames:
     """Names that the user gives for `groups`: a list for each, or one for all. Raises UsageError if they do not fit.
 
     `shapes`: those of parameters by name, and of states by number.
@@ -153,7 +153,7 @@ def order_params(
             )
     if problems:
         raise UsageError(f"--param-order does not fit this checkpoint:\n{format_list(problems)}")
-    return Naming(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
+    return NumberedNames(dict(zip(numbers, names, strict=True)), "the order that --param-order gives")
 
 
 def _skip_unlisted(

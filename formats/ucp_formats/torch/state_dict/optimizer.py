@@ -12,7 +12,7 @@ from ucp.core.index import STEP, LostStates, ParamGroup
 from ucp.errors import MalformedError, UnsupportedError, format_count, format_list
 from ucp_formats.torch.state_dict.entries import GROUPS, STATE, StateDict, StateEntry, nest, show_path, unnamed_states
 from ucp_formats.torch.state_dict.model_dict import OptimizedParams, Path, fused_parts, longest_name, name_in
-from ucp_formats.torch.state_dict.numbered import Naming, Number, Order, UnnamedError, name_params, order_params
+from ucp_formats.torch.state_dict.numbered import Number, NumberedNames, Order, UnnamedError, name_params, order_params
 
 _PARAMS, _NAMES = "params", "param_names"
 _FUSED_WHY = (
@@ -120,7 +120,7 @@ class OptimizerEntries:
         *,
         in_order: bool,
         order: Order | None,
-    ) -> Naming:
+    ) -> NumberedNames:
         """Names for the numbers of its groups. Raises UnnamedError, UsageError for an `order` that does not fit."""
         by_dims = sorted(self._states, key=lambda item: len(item[1].shape or ()))  # the parameter's shape comes last
         states = {str(path[0]): entry.form for path, entry in by_dims if entry.shape is not None and path[-1] != STEP}

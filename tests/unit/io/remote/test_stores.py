@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ucp.errors import ChangedError
-from ucp.io.remote.listing import Entry
+from ucp.io.remote.listing import ListedObject
 from ucp.io.remote.stores import store_class
 
 
@@ -19,7 +19,7 @@ def store(scheme, fs):
     return made
 
 
-SEEN = Entry(is_folder=False, nbytes=9, version="17")
+SEEN = ListedObject(is_folder=False, nbytes=9, version="17")
 
 
 class Google:

@@ -134,7 +134,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with pytest.raises(DestinationError):
         ucp.save(nn.Linear(2, 2), None, None, tmp_path / "run")
-    (tmp_path / "other.ucp-partial").mkdir()  # which no save has begun
+    (tmp_path / "other.ucp-partial" / "mine").mkdir(parents=True)  # which no save has begun
     with pytest.raises(DestinationError):
         ucp.save(nn.Linear(2, 2), None, None, tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.ucp-partial", "run"]

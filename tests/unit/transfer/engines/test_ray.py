@@ -17,7 +17,7 @@ from ucp.errors import DestinationError, MissingFileError, UsageError, WorkerDie
 from ucp.transfer.engines.ray import cluster, probe, worker
 from ucp.transfer.engines.ray.engine import RayEngine, _batches
 from ucp.transfer.engines.ray.nodes import Needs, _some_files
-from ucp.transfer.engines.ray.worker import Run, carry_out
+from ucp.transfer.engines.ray.worker import RayRun, carry_out
 from ucp.transfer.engines.serial import SerialEngine
 from ucp.transfer.output_files import create_file
 from ucp.transfer.worker import Step, Worker
@@ -36,7 +36,7 @@ def run(job, tmp_path, monkeypatch):
     token = tmp_path / "temporary-1"
     token.write_text(token.name)
     monkeypatch.setitem(worker._cached_jobs, token, job)
-    return Run(job=None, root=tmp_path / "out", token=token, threads=3, program=probe.program())
+    return RayRun(job=None, root=tmp_path / "out", token=token, threads=3, program=probe.program())
 
 
 class TestSettings:
@@ -105,7 +105,7 @@ class TestWorker:
         token = tmp_path / "temporary-1"
         token.write_text(token.name)
         monkeypatch.setitem(worker._cached_jobs, token, job)
-        run = Run(job=None, root=tmp_path / "out", token=token, threads=3, program="")
+        run = RayRun(job=None, root=tmp_path / "out", token=token, threads=3, program="")
         *steps, done = carry_out(run, job.tasks[:1])
         assert len(steps) > 2
         assert sum(step.nbytes for step in steps) == job.tasks[0].nbytes

@@ -27,7 +27,7 @@ from ucp.io.writing import TEMPORARY
 from ucp.transfer.engines.ray.cluster import check_address, check_installed, connected
 from ucp.transfer.engines.ray.nodes import Needs, check_nodes
 from ucp.transfer.engines.ray.probe import program
-from ucp.transfer.engines.ray.worker import Run, carry_out
+from ucp.transfer.engines.ray.worker import RayRun, carry_out
 from ucp.transfer.plan.job import Job
 from ucp.transfer.plan.tasks import TASK, Task, bundle, interleave
 from ucp.transfer.worker import Done, Step
@@ -122,7 +122,7 @@ class RayEngine(Engine):
 
 
 @contextmanager
-def _publish(job: Job, root: Path, threads: int) -> Iterator[Run]:
+def _publish(job: Job, root: Path, threads: int) -> Iterator[RayRun]:
     """Yield what workers need to know about a run. After the `with` block, no worker begins to write any more."""
     import ray
 
@@ -132,7 +132,7 @@ def _publish(job: Job, root: Path, threads: int) -> Iterator[Run]:
         # leave out what workers do not need: literal bytes of files, extras, and the tasks, which batches bring
         index = replace(job.index, extras=(), groups=(), files=())
         slim = replace(job, index=index, target=replace(job.target, files=()), tasks=())
-        yield Run(job=ray.put(slim), root=root, token=token, threads=threads, program=program())
+        yield RayRun(job=ray.put(slim), root=root, token=token, threads=threads, program=program())
     finally:
         token.unlink(missing_ok=True)
 
@@ -143,7 +143,7 @@ def _batches(tasks: Sequence[Task], workers: int) -> list[list[Task]]:
     return interleave(list(bundle(tasks, limit=limit)), key=lambda batch: batch[0].fills[0].path)
 
 
-def _submitter(run: Run, needs: Needs, retries: int) -> Any:
+def _submitter(run: RayRun, needs: Needs, retries: int) -> Any:
     """A function that submits a batch to Ray and returns the stream of its reports."""
     import ray
 
@@ -158,7 +158,7 @@ def _submitter(run: Run, needs: Needs, retries: int) -> Any:
     return lambda batch: remote.remote(run, batch)
 
 
-def _reports(run: Run, submit: Any, waiting: deque[list[Task]], workers: int) -> Generator[Done | Step, None, None]:
+def _reports(run: RayRun, submit: Any, waiting: deque[list[Task]], workers: int) -> Generator[Done | Step, None, None]:
     """Submit batches, and yield what the workers report; closing the generator ends the workers."""
     import ray
 

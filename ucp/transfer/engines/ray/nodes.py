@@ -11,7 +11,7 @@ from ucp.core.index import Index
 from ucp.errors import DestinationError, EngineError, MissingFileError, UcpError, format_list
 from ucp.io.folder import url_scheme
 from ucp.transfer.engines.ray import probe
-from ucp.transfer.engines.ray.worker import Run
+from ucp.transfer.engines.ray.worker import RayRun
 
 _ANSWER = 120.0
 """Seconds to wait for the nodes' answers: each must start a process."""
@@ -52,7 +52,7 @@ class Needs:
         return bool(node["Alive"]) and all(node["Resources"].get(name, 0) >= amount for name, amount in wanted.items())
 
 
-def check_nodes(run: Run, index: Index, needs: Needs) -> None:
+def check_nodes(run: RayRun, index: Index, needs: Needs) -> None:
     """Ask every node that can get work what it sees. Raises EngineError, DestinationError, MissingFileError."""
     answers = list(_collect_answers(_fit_nodes(needs), run, _some_files(index)))
     _refuse(
@@ -115,7 +115,7 @@ def _some_files(index: Index) -> list[_File]:
     return files[:: -(-len(files) // _LOOKED_AT) or 1]
 
 
-def _collect_answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
+def _collect_answers(nodes: Sequence[_Node], run: RayRun, files: list[_File]) -> Iterator[tuple[str, _Answer]]:
     """The answer of each node, with the node's name; nodes that are lost meanwhile are skipped. Raises EngineError."""
     import ray
 
@@ -132,7 +132,7 @@ def _collect_answers(nodes: Sequence[_Node], run: Run, files: list[_File]) -> It
     _refuse(EngineError, "expected every node of the Ray cluster to answer; got", lines, "Remove it, or try again")
 
 
-def _start_probes(nodes: Sequence[_Node], run: Run, files: list[_File]) -> dict[Any, _Node]:
+def _start_probes(nodes: Sequence[_Node], run: RayRun, files: list[_File]) -> dict[Any, _Node]:
     """Start a task on each node, even a busy one, that calls `probe.look` there."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -28,7 +28,7 @@ Report: TypeAlias = Step | tuple[Done, ...] | Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RayRun:
     """What every batch of a run needs to know."""
 
     job: Any
@@ -47,7 +47,7 @@ _cached_jobs: dict[Path, Job] = {}
 """The job of the last run that this process worked for, by the run's token, so that it is unpacked only once."""
 
 
-def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
+def carry_out(run: RayRun, tasks: Sequence[Task]) -> Iterator[Report]:
     """Carry out `tasks`; the last report says that all are done, or what went wrong."""
     try:
         yield from _reports(run, _get_job(run), tasks)
@@ -58,7 +58,7 @@ def carry_out(run: Run, tasks: Sequence[Task]) -> Iterator[Report]:
         yield WorkerDiedError(f"a worker on {host()} failed unexpectedly:\n{traceback.format_exc()}")
 
 
-def _get_job(run: Run) -> Job:
+def _get_job(run: RayRun) -> Job:
     """The job of `run`; before it is fetched, checks that this process runs the driver's version of ucp."""
     if run.token not in _cached_jobs:
         import ray
@@ -73,7 +73,7 @@ def _get_job(run: Run) -> Job:
     return _cached_jobs[run.token]
 
 
-def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
+def _reports(run: RayRun, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
     done: list[Done] = []
     for report in _run_tasks(run, job, tasks):
         if isinstance(report, Done):
@@ -86,7 +86,7 @@ def _reports(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Report]:
     yield tuple(done)
 
 
-def _run_tasks(run: Run, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
+def _run_tasks(run: RayRun, job: Job, tasks: Sequence[Task]) -> Iterator[Step | Done]:
     """Reports of tasks: all reports of a single one; of several, which run in parallel, only the last of each."""
     local = threading.local()
     with ExitStack() as stack:

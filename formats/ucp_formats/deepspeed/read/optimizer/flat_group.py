@@ -103,7 +103,7 @@ class FlatGroupStates:
 
 def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:
     """Add the states of every parameter of `group`; what cannot be read goes to `problems`."""
-    reader = _Reader(part, group, checksums, problems)
+    reader = _GroupReader(part, group, checksums, problems)
     weights = {shard.rank: shard.weight for shard in group.shards}
     layout = reader.find_layout(group.layouts, weights)
     if layout is None:
@@ -116,7 +116,7 @@ def add_flat_group(part: OptimizerPart, group: FlatGroupStates, checksums: Check
         part.lose(reader.states, reader.unplaced)
 
 
-class _Reader:
+class _GroupReader:
     """Reads the states of one group."""
 
     def __init__(self, part: OptimizerPart, group: FlatGroupStates, checksums: Checksums, problems: Problems) -> None:

@@ -1,0 +1,165 @@
+"""Saves into a chain: its links, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ucp
+from tests.unit.live.threads import ThreadRanks
+from tests.unit.live.threads import run as run_threads
+from ucp.errors import DestinationError, UsageError
+
+
+def make_model(value: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def save(chain: Path, step: int) -> ucp.SaveReport:
+    return ucp.save(make_model(step), None, None, chain / f"step{step}", step=step, chain=True)
+
+
+def test_every_save_is_a_link(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path / "chain", step)
+    links = json.loads((tmp_path / "chain" / "chain.json").read_text())["links"]
+    assert links == [{"path": "step10", "iteration": 10}, {"path": "step20", "iteration": 20}]
+    assert ucp.open(tmp_path / "chain").read("weight")[0, 0].item() == 20
+    assert ucp.open(tmp_path / "chain", at=15).read("weight")[0, 0].item() == 10
+
+
+def test_a_link_is_newer_than_the_last_and_has_a_step(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    for step in (None, 9, 10):
+        with pytest.raises(UsageError):
+            ucp.save(make_model(0), None, None, tmp_path / "other", step=step, chain=True)
+    with pytest.raises(DestinationError):  # a link stays
+        ucp.save(make_model(0), None, None, tmp_path / "step10", step=30, chain=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.json", "step10"]
+
+
+class KilledError(BaseException):
+    """What stands for the end of the process."""
+
+
+def kill_at(number: int, patched: pytest.MonkeyPatch) -> Callable[[], int]:
+    """End the process at that change of the disk; returns how many there were."""
+    count = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > number:
+                raise KilledError
+            return function(*arguments, **options)
+
+        return change
+
+    for name in ("pwrite", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync"):
+        patched.setattr(os, name, counted(getattr(os, name)))
+    return lambda: count
+
+
+def test_a_kill_at_any_change_leaves_the_chain_at_a_link(tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    save(chain, 10)
+    shutil.copytree(chain, tmp_path / "start")
+    for number in range(200):
+        shutil.rmtree(chain)
+        shutil.copytree(tmp_path / "start", chain)
+        with pytest.MonkeyPatch.context() as patched:
+            changes = kill_at(number, patched)
+            with suppress(KilledError):
+                save(chain, 20)
+            total = changes()
+        value = 10 if total > number else 20
+        checkpoint = ucp.open(chain)
+        assert checkpoint.step in (value, 20)
+        assert torch.all(checkpoint.read("weight") == checkpoint.step)
+        assert ucp.verify(chain).ok
+        if checkpoint.step == 10:
+            save(chain, 20)  # whatever is left
+            assert ucp.open(chain).step == 20
+        if total <= number:
+            break
+    assert 15 < total < 200
+
+
+EXPERTS = 4
+
+
+def make_moe(value: float, experts: int = EXPERTS) -> nn.Module:
+    layer = nn.ModuleDict({"router": nn.Linear(2, EXPERTS, bias=False)})
+    layer["experts"] = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(experts))
+    model = nn.ModuleDict({"moe": layer})
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+def test_a_chain_of_some_experts_is_read_as_the_newest_of_each(tmp_path: Path) -> None:
+    model = make_moe(0)
+    optimizer = torch.optim.AdamW(
+        [{"params": model["moe"]["router"].parameters()}, {"params": model["moe"]["experts"].parameters()}]
+    )
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for step in range(4):
+        for param in model.parameters():
+            nn.init.constant_(param, step)
+        plan = ucp.PartialExperts(1) if step else ucp.Full()
+        ucp.save(model, optimizer, None, tmp_path / f"step{step}", step=step, plan=plan, chain=True)
+    checkpoint = ucp.open(tmp_path)
+    names = ["moe.router.weight", *(f"moe.experts.{expert}.weight" for expert in range(EXPERTS))]
+    assert [checkpoint.read(name)[0, 0].item() for name in names] == [3, 1, 2, 3, 0]
+    again = make_moe(9)
+    groups = [{"params": again["moe"]["router"].parameters()}, {"params": again["moe"]["experts"].parameters()}]
+    ucp.load_into(again, None, tmp_path, optimizer=torch.optim.AdamW(groups))
+    assert again["moe"]["experts"][1].weight[0, 0].item() == 2
+
+
+def test_some_experts_need_a_full_first_link(tmp_path: Path) -> None:
+    plan = ucp.PartialExperts(1)
+    for chain in (False, True):
+        with pytest.raises(UsageError):
+            ucp.save(make_moe(0), None, None, tmp_path / "step1", step=1, plan=plan, chain=chain)
+    save(tmp_path, 1)  # of another model
+    with pytest.raises(UsageError):
+        ucp.save(make_moe(0), None, None, tmp_path / "step2", step=2, plan=plan, chain=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.json", "step1"]
+
+
+def test_expert_parallel_ranks_save_experts_in_turn(tmp_path: Path) -> None:
+    def save_all(ranks: ThreadRanks) -> list[int]:
+        written = []
+        for step in range(3):
+            model = make_moe(step, EXPERTS // 2)  # each rank numbers its experts from 0
+            nn.init.constant_(model["moe"]["router"].weight, 100 + step)
+            nn.init.constant_(model["moe"]["experts"][0].weight, 10 * ranks.rank + step)
+            plan = ucp.PartialExperts(2) if step else ucp.Full()
+            path = tmp_path / f"step{step}"
+            report = ucp.save(model, None, "dp=2,ep=2", path, step=step, plan=plan, chain=True, process_group=ranks)
+            written.append(report.nbytes_written)
+        return written
+
+    first, second = run_threads(2, save_all)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert first[1] + second[1] == 4 * (EXPERTS * 2 + 2 * 4)  # the router, and two experts of four
+    assert abs(first[1] - second[1]) == 4 * EXPERTS * 2  # an expert each, and the router
+    checkpoint = ucp.open(tmp_path)
+    assert checkpoint.read("moe.router.weight")[0, 0].item() == 102
+    assert [checkpoint.read(f"moe.experts.{n}.weight")[0, 0].item() for n in range(EXPERTS)] == [1, 2, 11, 2]
