@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.saving.job import SaveHandle
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
@@ -57,6 +58,7 @@ else:
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
@@ -88,6 +90,7 @@ __all__ = [
     "LoadReport",
     "PartialExperts",
     "PlanReport",
+    "SaveHandle",
     "SaveReport",
     "Topology",
     "UcpError",

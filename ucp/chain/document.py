@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +52,7 @@ def read_chain(folder: Path) -> tuple[Link, ...]:
         document = decode(text, ChainDocument)
     except NotJson as error:
         raise MalformedError(
-            f"expected the links of a chain in {path}; {error}. Make it again (ucp chain add)"
+            f"expected the links of a chain in {path}; {error}. Delete it and list the links again (ucp chain add)"
         ) from error
     wrong = [
         f"{later.path} of iteration {later.iteration} after {earlier.path} of {earlier.iteration}"
@@ -60,15 +61,15 @@ def read_chain(folder: Path) -> tuple[Link, ...]:
     ]
     if wrong or not document.links:
         what = f"got\n{format_list(wrong)}\n" if wrong else "there are none. "
-        raise MalformedError(f"expected links of increasing iterations in {path}; {what}Make it again (ucp chain add)")
+        raise MalformedError(
+            f"expected links of increasing iterations in {path}; {what}Delete it and list the links again "
+            "(ucp chain add)"
+        )
     return tuple(Link(path=str(resolve_from(folder, link.path)), iteration=link.iteration) for link in document.links)
 
 
-def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
-    """Write `chain.json` atomically, with `links` (absolute paths) in increasing iteration.
-
-    Paths below `folder` are written as relative ones. Raises UsageError if two links have the same iteration.
-    """
+def sort_links(links: Iterable[Link]) -> tuple[Link, ...]:
+    """Links in increasing iteration. Raises UsageError for two links of one iteration."""
     links = tuple(sorted(links, key=lambda link: link.iteration))
     twice = [f"{a.path} and {b.path}: {a.iteration}" for a, b in pairwise(links) if a.iteration == b.iteration]
     if twice:
@@ -76,10 +77,17 @@ def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
             f"expected one checkpoint for each iteration of a chain; got two:\n{format_list(twice)}\nLeave one out, or "
             "say of which iteration it is (--iteration)"
         )
+    return links
+
+
+def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
+    """Write `chain.json` atomically, with `links` (absolute paths) in increasing iteration.
+
+    Paths below `folder` are written as relative ones. Raises UsageError if two links have the same iteration.
+    """
     root = str(folder.absolute())
-    documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in links]
+    documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in sort_links(links)]
     text = json.dumps({"version": 1, "links": documents}, indent=1, ensure_ascii=False)
-    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ucp.chain.document import CHAIN, Link, read_chain, write_chain
+from ucp.chain.document import CHAIN, Link, read_chain, sort_links, write_chain
 from ucp.chain.merge import LinkIndex, choose_links, merge
-from ucp.contract.locating import Evidence
+from ucp.contract.locating import Evidence, Strength
 from ucp.contract.protocols import Format, SourceOptions
 from ucp.contract.registry import recognise
 from ucp.core.index import Index
-from ucp.errors import MalformedError, UsageError
+from ucp.errors import MalformedError, SourceError, UnknownFormatError, UsageError
 from ucp.io.folder import is_url, path_of, to_absolute
 
 
@@ -57,7 +59,9 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         raise UsageError(
             f"expected a local folder for a chain; got {folder}. Create it locally, then upload chain.json"
         )
-    links = {link.path: link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
+    if not (folder / CHAIN).exists():
+        _check_free(folder)
+    links = _list(folder)
     for path in paths:
         fmt, evidence = recognise(path)
         if fmt.takes_time:
@@ -76,19 +80,57 @@ def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> 
         if step is not None and iteration not in (None, step):
             raise UsageError(f"expected --iteration {step}, which {path} records; got {iteration}")
         links[place] = Link(path=place, iteration=step if step is not None else iteration or 0)
-    write_chain(folder, tuple(links.values()))
-    return read_chain(folder)
+    sort_links(links.values())  # refuses two of one iteration before the folder is created
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder):
+        write_chain(folder, tuple({**links, **_list(folder)}.values()))
+        return read_chain(folder)
+
+
+def _list(folder: Path) -> dict[str, Link]:
+    """Links of the chain in `folder` by path; none if there is no chain."""
+    return {link.path: link for link in (read_chain(folder) if (folder / CHAIN).is_file() else ())}
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Wait for other processes that add links. Without effect on file systems that cannot lock a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_free(folder: Path) -> None:
+    """Raise UsageError for a folder that is read as a checkpoint (DeepSpeed's, with `latest`): it would be as two."""
+    try:
+        fmt, evidence = recognise(folder)
+    except SourceError:
+        return
+    if evidence.strength > Strength.SUFFIX and not isinstance(fmt, ChainFormat):  # written in the meantime
+        raise UsageError(
+            f"expected a chain in a folder of its own; {folder} is read as {fmt.name} ({evidence.reasons[0]})"
+        )
 
 
 def _read_link(link: Link, options: SourceOptions) -> Index:
     """Index of a link. Raises SourceError; MalformedError if its iteration is not the one that the chain lists."""
-    fmt, _ = recognise(path_of(link.path), options=options)
+    try:
+        fmt, _ = recognise(path_of(link.path), options=options)
+    except UnknownFormatError as error:
+        raise UnknownFormatError(
+            f"expected all links of the chain: {error}\nIf it was moved or deleted, delete chain.json and list the "
+            "links again (ucp chain add)"
+        ) from error
     if isinstance(fmt, ChainFormat):
         raise MalformedError(f"expected checkpoints in a chain; {link.path} is a chain itself: list its links instead")
     index = fmt.read(path_of(link.path))
     if index.step is not None and index.step != link.iteration:
         raise MalformedError(
             f"expected {link.path} to be of iteration {link.iteration}, as the chain lists it; it is of {index.step}. "
-            "It was saved again since: make the chain again (ucp chain add)"
+            "It was saved again since: delete chain.json and list the links again (ucp chain add)"
         )
     return index

@@ -185,7 +185,7 @@ class ConvertOptions:
         identity="order of the optimizer",
     )
     at: int | None = option(
-        "Iteration at which a chain is read.  [default: newest]", metavar="ITER", parse=parse_iteration, identity="at"
+        "Iteration of a chain, or a version.  [default: newest]", metavar="ITER", parse=parse_iteration, identity="at"
     )
     exact: bool = option(
         "Refuse a source in which some parameters are older than others, as in a chain.", default=False

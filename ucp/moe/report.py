@@ -114,7 +114,7 @@ class ExpertsReport(Report):
 
     def page(self) -> Page:
         """The map of experts, those that stand out, and what is wrong."""
-        counts = dict.fromkeys(str(layer.num_experts) for layer in self.layers)
+        counts = dict.fromkeys(f"{layer.num_experts:,}" for layer in self.layers)
         signal = "mean squared gradient (exp_avg_sq)" if self.has_moments else "norm of the weights"
         step = "" if self.step is None else f", step {self.step}"
         yield f"{self.path}{step}"

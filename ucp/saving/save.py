@@ -15,9 +15,9 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from ucp.chain.document import Link
 from ucp.contract.registry import live_adapters
@@ -37,11 +37,11 @@ from ucp.live.resume.scheduler import Stateful
 from ucp.live.run.mesh import RunMesh
 from ucp.live.run.ranks import Ranks, find_ranks, run_together
 from ucp.live.run.request import parse_mesh
-from ucp.saving.chain import add_link, check_first_link, check_next, read_links
-from ucp.saving.commit import SavedRun, begin, commit, growing_folder, merge_facts
-from ucp.saving.holdings import Holding, Holdings, collect_holdings
-from ucp.saving.part import write_part
-from ucp.saving.plan import Full, PartialExperts, SaveItem, plan_save
+from ucp.saving.chain import check_first_link, check_next, read_links
+from ucp.saving.commit import SavedRun, begin, merge_facts
+from ucp.saving.holdings import Holdings, collect_holdings
+from ucp.saving.job import SaveHandle, SaveJob, start, wait_for_pending
+from ucp.saving.plan import Full, PartialExperts, plan_save
 from ucp.saving.report import SaveReport
 
 if TYPE_CHECKING:
@@ -53,6 +53,44 @@ if TYPE_CHECKING:
 
 _RNG = "rng_state"
 """Extra of each rank with the states of its random generators."""
+
+
+@overload
+def save(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    topology: TopologyLike | DeviceMesh | None,
+    path: type_path,
+    *,
+    plan: Full | PartialExperts = ...,
+    step: int | None = ...,
+    scheduler: object = ...,
+    scaler: object = ...,
+    masters: Mapping[str, torch.Tensor] | None = ...,
+    extras: Mapping[str, object] | None = ...,
+    chain: bool = ...,
+    asynchronous: Literal[False] = ...,
+    process_group: ProcessGroup | Ranks | None = ...,
+) -> SaveReport: ...
+
+
+@overload
+def save(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    topology: TopologyLike | DeviceMesh | None,
+    path: type_path,
+    *,
+    plan: Full | PartialExperts = ...,
+    step: int | None = ...,
+    scheduler: object = ...,
+    scaler: object = ...,
+    masters: Mapping[str, torch.Tensor] | None = ...,
+    extras: Mapping[str, object] | None = ...,
+    chain: bool = ...,
+    asynchronous: Literal[True],
+    process_group: ProcessGroup | Ranks | None = ...,
+) -> SaveHandle: ...
 
 
 def save(
@@ -68,8 +106,9 @@ def save(
     masters: Mapping[str, torch.Tensor] | None = None,
     extras: Mapping[str, object] | None = None,
     chain: bool = False,
+    asynchronous: bool = False,
     process_group: ProcessGroup | Ranks | None = None,
-) -> SaveReport:
+) -> SaveReport | SaveHandle:
     """Save weights, buffers, optimizer states, hyper-parameters and RNG states as an atom store.
 
     With torch.distributed initialised every rank of `process_group` must call this, with one folder that all ranks see.
@@ -102,6 +141,10 @@ def save(
         Whether the store becomes the newest link of the chain in the folder above `path`: its `chain.json`, which is
         made if there is none, lists the store once it is whole. A store at `path` that it does not list (of a save that
         was killed just before) is replaced.
+    asynchronous
+        Whether to return once this rank's share is copied to host memory: a thread writes it. The result is then a
+        `SaveHandle`, whose `wait` returns the report. One save is written at a time: the next call waits for it, and
+        raises what made it fail.
     process_group
         Ranks of the run; by default all. A process group of torch.distributed, or an object with the methods of
         `ucp.live.run.ranks.Ranks`.
@@ -121,6 +164,7 @@ def save(
     All ranks raise the same error.
     """
     began = time.perf_counter()
+    wait_for_pending()
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
     live = LiveRequest(
@@ -141,50 +185,27 @@ def save(
     job = SaveJob(
         folder=folder,
         run=whole,
+        rank=ranks.rank,
+        ranks=ranks.count,
         share=shares[ranks.rank],
         tensors=holdings.tensors,
         extras=rank_extras,
         links=links,
     )
-    job.write(ranks)
     planned = tuple(sum(item.nbytes for item in share) for share in shares)
-    return SaveReport(
+    report = SaveReport(
         path=str(folder),
         step=whole.step,
         tensors=len(whole.atoms),
         nbytes_written=planned[ranks.rank],
         nbytes_planned=planned,
-        seconds=time.perf_counter() - began,
+        seconds=0.0,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
-    """What this rank does for a save."""
-
-    folder: Path
-    """The store."""
-    run: SavedRun
-    """The run, as all ranks describe it."""
-    share: Sequence[SaveItem]
-    """What this rank writes."""
-    tensors: Mapping[SaveItem, Holding]
-    """Each of `share` to its memory."""
-    extras: Sequence[Extra]
-    """Extras that this rank writes."""
-    links: tuple[Link, ...] | None
-    """Links of the chain that the store becomes the newest of; None for none."""
-
-    def write(self, ranks: Ranks) -> None:
-        """Write the share of this rank; rank 0 then makes the store whole. Collective."""
-        root = growing_folder(self.folder)
-        run_together(ranks, lambda: write_part(root, ranks.rank, self.share, self.tensors, self.extras))
-        run_together(ranks, lambda: self._commit(ranks.count) if ranks.rank == 0 else None)
-
-    def _commit(self, ranks: int) -> None:
-        commit(self.folder, self.run, ranks)
-        if self.links is not None:
-            add_link(self.folder, self.links, self.run.step)
+    if asynchronous:
+        return start(job, ranks, report)
+    run_together(ranks, job.write)
+    run_together(ranks, lambda: job.finish() if ranks.rank == 0 else None)
+    return replace(report, seconds=time.perf_counter() - began)
 
 
 def _find_unsaved(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,12 +114,21 @@ def test_what_is_stale_is_said_and_refused(rotating: Path, tmp_path: Path) -> No
 
 
 def test_a_chain_is_not_a_link(rotating: Path) -> None:
-    with pytest.raises(UsageError, match="itself"):
-        ucp.add_to_chain(rotating / "10", [rotating / "10"])
+    for link in ("10", "20"):
+        with pytest.raises(UsageError, match="own"):
+            ucp.add_to_chain(rotating / "10", [rotating / link])
     assert ucp.open(rotating / "10").step == 10
     (rotating / "chain.json").write_text('{"version": 1, "links": [{"path": ".", "iteration": 1}]}')
     with pytest.raises(MalformedError, match="itself"):
         ucp.open(rotating)
+
+
+def test_links_that_are_added_at_once(tmp_path: Path) -> None:
+    """Jobs that each list what they saved: none of the links is lost."""
+    links = [save(tmp_path / str(step), make_tensors([ROUTER], step), step) for step in range(1, 9)]
+    with ThreadPoolExecutor(len(links)) as pool:
+        list(pool.map(lambda link: ucp.add_to_chain(tmp_path / "chain", [link]), links))
+    assert len(ucp.add_to_chain(tmp_path / "chain", [])) == len(links)
 
 
 def test_an_iteration_that_the_chain_lists_otherwise(rotating: Path, tmp_path: Path) -> None:

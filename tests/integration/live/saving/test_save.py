@@ -21,7 +21,7 @@ SAVED = [
     {"name": "fsdp2", "case": "fsdp2-dp4"},
     {"name": "hsdp", "case": "hsdp-dp2x2", "topology": "dp_replicate=2,dp_shard=2"},
     {"name": "tp", "case": "fsdp2-dp2-tp2", "topology": "dp=2,tp=2"},
-    {"name": "ddp", "fields": {"wrap": "ddp", "dp": 4}, "topology": "dp=4"},
+    {"name": "ddp", "fields": {"wrap": "ddp", "dp": 4}, "topology": "dp=4", "asynchronous": True},
     {"name": "pp", "case": "fsdp2-pp2-dp2", "topology": "dp=2,pp=2"},
     {
         "name": "fsdp1",
@@ -95,3 +95,10 @@ def test_what_was_saved_converts_like_any_checkpoint(saved, tmp_path):
     out, _ = saved
     ucp.convert(out / "tp", tmp_path / "deepspeed", to="deepspeed", topology="dp=2,zero=1")
     assert ucp.diff(out / "tp", tmp_path / "deepspeed").equal
+
+
+def test_kills_at_random_times_leave_the_chain_at_its_last_link(tmp_path):
+    command = [sys.executable, str(HERE / "kill_worker.py"), str(tmp_path / "chain"), "50"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    assert int(finished.stdout) > 10

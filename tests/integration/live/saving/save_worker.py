@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from sharded_worker import differing, fsdp1
 
 import ucp
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "fixtures" / "make" / "torch"))
+sys.path[:0] = [str(Path(__file__).parents[4] / "fixtures" / "make" / "torch"), str(Path(__file__).parents[1])]
 
-import torch_train
-from torch_cases import CASES, Case
+import torch_train  # noqa: E402
+from sharded_worker import differing, fsdp1  # noqa: E402
+from torch_cases import CASES, Case  # noqa: E402
 
 STEPS_AFTER = 3
 
@@ -58,12 +58,14 @@ def save(job: dict[str, Any], out: Path) -> dict[str, Any]:
         run.step(at)
     generator = torch.get_rng_state()
     path = out / job["name"]
-    report = ucp.save(run.model, run.optimizer, job.get("topology"), path, scheduler=run.scheduler, extras={"seen": 3})
+    options = {"scheduler": run.scheduler, "extras": {"seen": 3}, "asynchronous": job.get("asynchronous", False)}
+    saved = ucp.save(run.model, run.optimizer, job.get("topology"), path, **options)
     assert torch.equal(torch.get_rng_state(), generator)
     tensors, _ = run._gathered() if run.case.wrap == "fsdp1" else run.truth(path)
     if dist.get_rank() == 0:
         save_file(tensors, out / f"{job['name']}.safetensors")
     losses = [run.step(at) for at in range(3, 3 + STEPS_AFTER)]
+    report = saved.wait() if job.get("asynchronous") else saved  # which trained on while it was written
     return {"losses": losses, "step": report.step, "written": report.nbytes_written, "planned": report.nbytes_planned}
 
 

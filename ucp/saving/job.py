@@ -1,0 +1,170 @@
+"""What a rank does for a save, and a save that goes on in the background.
+
+A background save copies its share to host memory; a thread writes it while the program trains on. The threads of the
+ranks meet in the folder of the save: rank 0 waits there for the part manifests of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ucp.chain.document import Link
+from ucp.core.index import Extra
+from ucp.errors import DestinationError, UcpError
+from ucp.live.run.ranks import Ranks, run_together
+from ucp.saving.chain import add_link
+from ucp.saving.commit import SavedRun, commit, growing_folder
+from ucp.saving.holdings import Holding
+from ucp.saving.part import PARTS, read_part, write_part
+from ucp.saving.plan import SaveItem
+from ucp.saving.report import SaveReport
+
+_POLL_SECONDS = 0.05
+"""Time between two looks for parts of other ranks."""
+_MOST_SECONDS = 1800.0
+"""Time that rank 0 waits for the parts of the others; that of collectives of torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """What this rank does for a save."""
+
+    folder: Path
+    """The store."""
+    run: SavedRun
+    """The run, as all ranks describe it."""
+    rank: int
+    """This rank."""
+    ranks: int
+    """Number of ranks."""
+    share: Sequence[SaveItem]
+    """What this rank writes."""
+    tensors: Mapping[SaveItem, Holding]
+    """Each of `share` to its memory."""
+    extras: Sequence[Extra]
+    """Extras that this rank writes."""
+    links: tuple[Link, ...] | None
+    """Links of the chain that the store becomes the newest of; None for none."""
+
+    def snapshot(self) -> SaveJob:
+        """The job with copies of everything that the program may change, in host memory."""
+        tensors = {}
+        for item in self.share:
+            holding = self.tensors[item]
+            assert holding.tensor is not None
+            tensors[item] = replace(holding, tensor=holding.tensor.detach().to("cpu", copy=True))
+        extras = [replace(extra, value=copy.deepcopy(extra.value)) for extra in self.extras]
+        return replace(self, tensors=tensors, extras=extras)
+
+    def write(self) -> None:
+        """Write the share of this rank."""
+        write_part(growing_folder(self.folder), self.rank, self.share, self.tensors, self.extras)
+
+    def finish(self) -> None:
+        """Make the store whole, once all shares are written. On rank 0."""
+        commit(self.folder, self.run, self.ranks)
+        if self.links is not None:
+            add_link(self.folder, self.links, self.run.step)
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave the error of this rank for rank 0."""
+        text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        with suppress(OSError):  # rank 0 then waits in vain
+            self._failure_of(self.rank).write_bytes(text)
+
+    def wait_for_parts(self) -> None:
+        """Wait until all ranks have written their shares. Raises DestinationError if one failed, or is late."""
+        root, missing = growing_folder(self.folder), set(range(self.ranks))
+        end = time.monotonic() + _MOST_SECONDS
+        while missing:
+            for rank in sorted(missing):
+                if self._failure_of(rank).is_file():
+                    text = self._failure_of(rank).read_text(errors="replace")
+                    raise DestinationError(
+                        f"rank {rank} of {self.ranks} could not write its part of {self.folder}: {text}"
+                    )
+            missing -= {rank for rank in missing if read_part(root, rank) is not None}
+            if missing and time.monotonic() > end:
+                raise DestinationError(
+                    f"expected the parts of all ranks in {root / PARTS} within {_MOST_SECONDS:.0f} s; those of ranks "
+                    f"{sorted(missing)} are not there. All ranks must write to one folder that they share"
+                )
+            if missing:
+                time.sleep(_POLL_SECONDS)
+
+    def _failure_of(self, rank: int) -> Path:
+        return growing_folder(self.folder) / PARTS / f"{rank:05d}.failed"
+
+
+class SaveHandle:
+    """A save that goes on in the background."""
+
+    def __init__(self, job: SaveJob, ranks: Ranks, report: SaveReport) -> None:
+        self._job, self._ranks, self._report = job, ranks, report
+        self._failure: Exception | None = None
+        self._error: UcpError | OSError | None = None
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._persist, name=f"ucp.save {job.folder}")
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the thread of this rank has ended; on rank 0, the store is then whole, unless it failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """Wait until the store is whole. Collective: all ranks must call it, or `ucp.save` again, which does.
+
+        Raises what made the save fail, on all ranks; there is then no store.
+        """
+        if not self._has_ended:
+            self._thread.join()
+            self._has_ended = True
+            try:
+                run_together(self._ranks, self._raise_failure)
+            except (UcpError, OSError) as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._report
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _persist(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._job.write()
+            if self._job.rank == 0:
+                self._job.wait_for_parts()
+                self._job.finish()
+        except Exception as error:  # noqa: BLE001  # `wait` raises it, on the thread of the program
+            self._failure = error
+            self._job.tell_failure(error)
+        self._report = replace(self._report, seconds=time.perf_counter() - began)
+
+
+_PENDING = threading.local()
+"""`handle`: the last background save of a thread of the program."""
+
+
+def start(job: SaveJob, ranks: Ranks, report: SaveReport) -> SaveHandle:
+    """Copy everything that the program may change, and write it in the background."""
+    handle = SaveHandle(run_together(ranks, job.snapshot), ranks, report)
+    _PENDING.handle = handle
+    return handle
+
+
+def wait_for_pending() -> None:
+    """Wait for the last background save of this thread, as one is written at a time. Raises what made it fail."""
+    handle: SaveHandle | None = getattr(_PENDING, "handle", None)
+    _PENDING.handle = None
+    if handle is not None:
+        handle.wait()
