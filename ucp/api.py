@@ -91,11 +91,13 @@ def experts(
     `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all of them, beyond the
     interpreter's own. `family`, `patterns`, `shapes_from`, `param_order`: see `convert`.
     """
+    from ucp.chain.staleness import describe_staleness, measure_staleness
     from ucp.moe.report import report_experts
 
     checked = make_options(**options)
     index = index_of(parse_path(path), source=checked.source)
-    return report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+    report = report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+    return replace(report, notes=(*describe_staleness(measure_staleness(index)), *report.notes))
 
 
 def add_to_chain(

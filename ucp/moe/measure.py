@@ -26,9 +26,6 @@ from ucp.transfer.gather import Gatherer, ThreadedReader
 from ucp.transfer.plan.tasks import BLOCK, bundle
 from ucp.transfer.plan.tiles import split_blocks
 
-_SAMPLED = 4096
-"""Elements at the start of each block from which the kurtosis is computed."""
-
 
 @dataclass(slots=True)
 class Measure:
@@ -44,8 +41,6 @@ class Measure:
     """Whether every element is a finite number."""
     is_zero: bool = True
     """Whether every element is zero."""
-    sample: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """For a sample of every block: number of elements, sum of their squares, sum of their fourth powers."""
     digests: dict[tuple[object, ...], int] = field(default_factory=dict)
     """xxh3-64 of each block, by tensor and position of the block in it."""
 
@@ -59,17 +54,6 @@ class Measure:
         """Euclidean norm."""
         return sqrt(self.squares)
 
-    @property
-    def spread(self) -> float:
-        """Root of the mean square."""
-        return sqrt(self.squares / self.numel) if self.numel else 0.0
-
-    @property
-    def kurtosis(self) -> float:
-        """Mean fourth power over the squared mean square: 3 for normal elements, 1.8 for uniform ones, 0 for zeros."""
-        count, squares, fourths = self.sample
-        return fourths * count / squares**2 if squares else 0.0
-
     def add(self, other: Measure) -> None:
         """Add the sums of `other` to these."""
         self.numel += other.numel
@@ -77,7 +61,6 @@ class Measure:
         self.squares += other.squares
         self.is_finite &= other.is_finite
         self.is_zero &= other.is_zero
-        self.sample = [sum(pair) for pair in zip(self.sample, other.sample, strict=True)]
         self.digests |= other.digests
 
 
@@ -155,7 +138,6 @@ def _measure_block(part: _Part, block: memoryview) -> Measure:
         is_finite = bool(np.isfinite(squares)) or bool(np.isfinite(values).all())
         if is_finite and not np.isfinite(squares):  # the squares are too large for float32
             squares, total = float(np.square(values, dtype=np.float64).sum()), float(values.sum(dtype=np.float64))
-        sampled = np.square(values[:_SAMPLED], dtype=np.float64)
         return replace(
             block_measure,
             numel=values.size,
@@ -163,7 +145,6 @@ def _measure_block(part: _Part, block: memoryview) -> Measure:
             squares=squares,
             is_finite=is_finite,
             is_zero=squares == 0 and not values.any(),
-            sample=[float(sampled.size), float(sampled.sum()), float(np.dot(sampled, sampled))],
         )
 
 
