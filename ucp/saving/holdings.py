@@ -7,7 +7,7 @@ by `place` from its layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ucp.core.index import STEP, WEIGHT, Kind, ParamGroup
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_SAMPLE = 8
+"""Elements by which replicas are compared."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFacts:
@@ -39,6 +42,8 @@ class StateFacts:
     """Its layout over the ranks."""
     value: InlineTensor | None = None
     """Its value, if that is a count or has no elements: the same on all ranks."""
+    sample: bytes = b""
+    """First elements, if the rank holds all of a parameter's state: replicas that differ are noticed by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +166,9 @@ def _add_atom(
         holding = _describe_state(f"{name}/{state}", value, part, shape)
         facts[state] = holding.facts
         if holding.tensor is not None:
+            if part.is_full and kind is not Kind.BUFFER:  # buffers of replicas may differ, e.g. running means
+                head = holding.tensor.reshape(-1)[:_SAMPLE]
+                facts[state] = replace(holding.facts, sample=to_bytes(head).tobytes())
             boxes = tuple(placed.box for placed in holding.boxes)
             nbytes = holding.tensor.numel() * holding.facts.dtype.itemsize
             holdings.tensors[SaveItem(param=name, state=state, boxes=boxes, nbytes=nbytes)] = holding
@@ -190,10 +198,11 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
     if is_dtensor(value):
         part, shape = dtensor_part(value, label), tuple(value.shape)
     local, dtype = local_of(value).detach(), dtype_of(value)
+    if local.is_meta:
+        raise UnsupportedError(f"{label}: expected a tensor with memory; got one on the meta device")
     is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or tuple(local.shape) != part.local_shape)
     if is_count or 0 in shape:
-        data = local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        inline = InlineTensor(data=data, dtype=dtype, shape=() if is_count else shape)
+        inline = InlineTensor(data=to_bytes(local).tobytes(), dtype=dtype, shape=() if is_count else shape)
         return Holding(facts=StateFacts(shape=inline.shape, dtype=dtype, value=inline))
     if part.is_full:  # factored moments have other shapes than their parameter
         part, shape = LivePart.full(tuple(local.shape)), tuple(local.shape)
@@ -209,3 +218,11 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
     facts = StateFacts(shape=shape, dtype=dtype, layout=part.layout)
     boxes = tuple(placed for placed in place(part.layout, shape, coords=part.coords) if placed.box.numel)
     return Holding(facts=facts, tensor=local, boxes=boxes) if boxes else Holding(facts=facts)
+
+
+def to_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in row-major order, in host memory."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -22,13 +21,10 @@ from ucp.errors import MalformedError
 from ucp.io.json_text import Natural, NotJson, decode, has_wrong_digest, with_digest
 from ucp.io.safetensors import layout_safetensors
 from ucp.io.writing import replace_file, sync, write_at
-from ucp.saving.holdings import Holding
+from ucp.saving.holdings import Holding, to_bytes
 from ucp.saving.plan import SaveItem
 from ucp.store.manifest import Crc32, Piece, StoredExtra, StoredFile
 from ucp.store.target import encode_extra, extra_stem
-
-if TYPE_CHECKING:
-    import torch
 
 PARTS = "ranks"
 """Folder of the part manifests, which is there until the commit."""
@@ -120,7 +116,7 @@ def _write_pack(
         for item, (label, dtype, _) in zip(ordered, entries, strict=True):
             holding, offset = holdings[item], layout.offsets[label]
             assert holding.tensor is not None
-            data = _to_bytes(holding.tensor)
+            data = to_bytes(holding.tensor)
             for start in range(0, data.nbytes, _MOST_WRITTEN):
                 write_at(descriptor, data[start : start + _MOST_WRITTEN], offset + start)
             pieces = tuple(
@@ -147,14 +143,6 @@ def _write_pack(
         os.close(descriptor)
     sync(root / "packs")
     return StoredFile(path=name, header=(len(layout.header), zlib_ng.crc32(layout.header))), shards
-
-
-def _to_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor in row-major order, in host memory."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
 
 
 def _write_extra(root: Path, extra: Extra) -> StoredExtra:

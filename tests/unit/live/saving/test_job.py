@@ -20,6 +20,7 @@ from ucp.saving.part import write_part
 def make_model(value: float) -> nn.Module:
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, value)
+    nn.init.zeros_(model.bias)
     return model
 
 

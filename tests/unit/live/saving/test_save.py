@@ -172,6 +172,24 @@ def test_ranks_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
+    """As those of stages whose topology was not passed."""
+
+    def save(ranks: ThreadRanks) -> ucp.SaveReport:
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, ranks.rank)
+        nn.init.zeros_(model.bias)
+        return ucp.save(model, None, None, tmp_path / "run", process_group=ranks)
+
+    for error in run_threads(2, save):
+        assert isinstance(error, ReplicaError)
+        assert "weight" in str(error)
+        assert "bias" not in str(error)
+    with pytest.raises(UnsupportedError):
+        ucp.save(nn.Linear(2, 2, device="meta"), None, None, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     def save(ranks: ThreadRanks) -> ucp.SaveReport:
         return ucp.save(nn.Linear(2, 2), None, "tp=2", tmp_path / "run", process_group=ranks)
