@@ -46,7 +46,9 @@ def command(
     as_json: bool,
     **options: Unpack[ExpertArguments],
 ) -> None:
-    """Write the checkpoint B as patches of A, two checkpoints of one model in any formats.
+    """Write a checkpoint as patches of another one.
+
+    B is written as patches of A: two checkpoints of one model, in any formats.
 
     The folder is in the layout of slime and SGLang. ucp reads it as B, as long as A is where it is.
     """

@@ -196,7 +196,7 @@ def test_the_config_of_a_model_without_the_tensors_that_it_sizes(tmp_path: Path)
     ("options", "match"),
     [
         ({}, "--set config=DIR"),
-        ({"settings": {"config": "nowhere"}}, "nowhere.* no folder"),
+        ({"settings": {"config": "nowhere"}}, "nowhere"),
         ({"settings": {**ALONE, "max_shard_size": "5GiB"}}, "max_shard_size"),
         ({"settings": {**ALONE, "max_shard_size": "0GB"}}, "above 0"),
         ({"settings": {**ALONE, "max_shard_size": "-1"}}, "above 0"),
