@@ -65,17 +65,20 @@ def _find_unlike(atoms: Mapping[str, AtomIndex], layer: ExpertLayer, name: str) 
     """A line for each expert whose tensor differs from that of most experts, in shape or in the dtype of a state."""
     looks = {
         expert: tuple(
-            f"{state} {stored.dtype} {shape_text(stored.global_shape)}"
-            for state, stored in sorted(atoms[tensors[name].param].states.items())
+            (state, stored.dtype, stored.global_shape) for state, stored in atoms[tensors[name].param].states.items()
         )
         for expert, tensors in layer.experts.items()
         if name in tensors
     }
     ((usual, _),) = Counter(looks.values()).most_common(1)
     for expert, look in looks.items():
-        unlike = sorted(set(look) - set(usual))
+        unlike = set(look) - set(usual)
         if unlike:
-            yield f"{layer.module}: expert {expert} has {name} as {', '.join(unlike)}; most have {', '.join(usual)}"
+            got, most = (
+                ", ".join(f"{state} {dtype} {shape_text(shape)}" for state, dtype, shape in sorted(states))
+                for states in (unlike, usual)
+            )
+            yield f"{layer.module}: expert {expert} has {name} as {got}; most have {most}"
 
 
 def describe_unequal_counts(layers: Sequence[ExpertLayer]) -> str | None:
