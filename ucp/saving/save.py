@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from ucp.chain.document import Link
-from ucp.contract.registry import live_adapters
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import Extra
@@ -58,7 +57,7 @@ _RNG = "rng_state"
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -77,7 +76,7 @@ def save(
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -95,7 +94,7 @@ def save(
 
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -121,7 +120,8 @@ def save(
         Module: the complete model, or this rank's part of it. Wrappers (DistributedDataParallel, FSDP, torch.compile)
         may be around it. A list of modules is the chunks of a virtual pipeline.
     optimizer
-        Optimizer over parameters of `model`; None saves no optimizer states.
+        Optimizer over parameters of `model`. None saves no optimizer states, except those of the optimizer that a
+        DeepSpeed engine has. False saves none there either.
     topology
         Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
     path
@@ -130,7 +130,7 @@ def save(
         What is saved: `Full()`, or `PartialExperts(k)`: all tensors but those of experts, and k experts of every layer.
         The latter only into a chain whose first link is full.
     step
-        Training step; by default the number of steps that the optimizer counts.
+        Training step; by default the number of steps that the engine or the optimizer counts.
     scheduler, scaler
         Learning rate scheduler and loss scaler, with `state_dict`: saved as the extras `lr_scheduler` and `scaler`.
     masters
@@ -155,7 +155,7 @@ def save(
         The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
         not after that of the newest link.
     UnsupportedError
-        It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
+        It is not known how tensors are cut, or which states the optimizer has (Megatron's).
     ReplicaError
         Ranks contradict one another: shapes, steps or hyper-parameters of one parameter differ.
     DestinationError
@@ -167,20 +167,19 @@ def save(
     wait_for_pending()
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
-    live = LiveRequest(
-        model=model, optimizer=unwrap_optimizer(optimizer) or False, mesh=mesh, ranks=ranks, masters=masters
-    )
+    live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
     run = _describe(live)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model)))
     facts = ranks.share(holdings.facts())
-    whole = run_together(
-        ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
-    )
+    layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
+    step = run.state.step if step is None else step
+    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
     links = run_together(ranks, lambda: read_links(folder) if chain else None)
     unsaved = run_together(ranks, lambda: _find_unsaved(plan, whole, links, mesh))
     whole = whole.without(unsaved)
     shares = plan_save([[item for item in of_rank.items if item.param not in unsaved] for of_rank in facts])
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
+    framework = run.state.extras
+    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
     run_together(ranks, lambda: _begin(folder, links, whole.step) if ranks.rank == 0 else None)
     job = SaveJob(
         folder=folder,
@@ -239,12 +238,6 @@ def _describe(live: LiveRequest) -> LiveRun:
     ranks, mesh = live.ranks, live.mesh
 
     def describe() -> LiveRun:
-        for adapter in live_adapters():
-            if adapter.claims(live):
-                raise UnsupportedError(
-                    f"expected a model and an optimizer of torch; these are of {adapter.name}, which saves by itself. "
-                    "Use its function, and `ucp convert` for another layout or framework"
-                )
         run = describe_run(live)
         return run if run.has_global_parts else _check_full(run, mesh)
 
@@ -282,10 +275,14 @@ def _find_topology(holdings: Holdings, count: int) -> Topology:
 
 
 def _collect_extras(
-    scheduler: object, scaler: object, extras: Mapping[str, object] | None, rank: int
+    scheduler: object,
+    scaler: object,
+    extras: Mapping[str, object] | None,
+    framework: Mapping[str, object],
+    rank: int,
 ) -> Iterator[Extra]:
-    """What this rank saves beside tensors. Raises UsageError."""
-    named: dict[str, object] = {}
+    """What this rank saves beside tensors; `framework`: extras of the framework. Raises UsageError."""
+    named = dict(framework)
     for name, value in ((LR_SCHEDULER, scheduler), ("scaler", scaler)):
         if value is not None:
             if not isinstance(value, Stateful):
