@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
     from ucp.saving.save import save
+    from ucp.saving.window import SparseWindow
 
     __version__: str
 else:
@@ -60,6 +61,7 @@ else:
         "PartialExperts": "ucp.saving.plan",
         "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
+        "SparseWindow": "ucp.saving.window",
         "VerifyReport": "ucp.checks.verify",
         "load_into": "ucp.live.load",
         "save": "ucp.saving.save",
@@ -92,6 +94,7 @@ __all__ = [
     "PlanReport",
     "SaveHandle",
     "SaveReport",
+    "SparseWindow",
     "Topology",
     "UcpError",
     "VerifyReport",
