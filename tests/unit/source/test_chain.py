@@ -41,13 +41,13 @@ def make_tensors(names: list[str], value: float) -> dict[tuple[str, str], NDArra
     return {(name, state): value + n + rows * spread[name] for name in names for n, state in enumerate(STATES)}
 
 
-def save(folder: Path, tensors: Tensors, step: int, groups: tuple[ParamGroup, ...] = ()) -> Path:
+def save(folder: Path, tensors: Tensors, step: int | None, groups: tuple[ParamGroup, ...] = ()) -> Path:
     shards = Shards(folder)
     states = {key: shards.whole(array) for key, array in tensors.items()}
     for param in dict.fromkeys(param for param, _ in tensors):
-        states[param, "step"] = StateIndex.from_tensor(inline(np.array(step, dtype="f4")))
+        states[param, "step"] = StateIndex.from_tensor(inline(np.array(step or 0, dtype="f4")))
     params = tuple(dict.fromkeys(param for param, _ in tensors))
-    groups = groups or (ParamGroup(params=params, hyper={"lr": step / 1000, "betas": (0.9, 0.999)}),)
+    groups = groups or (ParamGroup(params=params, hyper={"lr": (step or 0) / 1000, "betas": (0.9, 0.999)}),)
     write_checkpoint(replace(make_index(folder, states, groups=groups), step=step))
     return folder
 
@@ -243,7 +243,7 @@ class TestTheDocument:
             ([{"path": "20", "iteration": -1}], "iteration"),
             ([{"path": "", "iteration": 1}], "path"),
             ([{"path": "20"}], "iteration"),
-            ([{"path": "20", "iteration": 21}], "20 to be of iteration 21"),
+            ([{"path": "20", "iteration": 21}], "iteration 21 in .*20, .*holds iteration 20"),
             (7, "links"),
         ],
     )
@@ -252,7 +252,12 @@ class TestTheDocument:
         with pytest.raises(MalformedError, match=data):
             ucp.inspect(rotating)
 
-    @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": 2, "links": []}'])
+    def test_a_later_version(self, rotating: Path) -> None:
+        (rotating / "chain.json").write_text('{"version": 2, "links": [], "more": 1}')
+        with pytest.raises(UnsupportedError, match="2"):
+            ucp.inspect(rotating)
+
+    @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b'{"version": 0, "links": []}'])
     def test_rubbish(self, rotating: Path, text: bytes) -> None:
         (rotating / "chain.json").write_bytes(text)
         with pytest.raises(MalformedError, match=r"chain\.json"):
@@ -262,6 +267,20 @@ class TestTheDocument:
         (rotating / "20").rename(rotating / "elsewhere")
         with pytest.raises(ucp.errors.SourceError, match="20"):
             ucp.inspect(rotating)
+
+    def test_a_link_by_another_path(self, rotating: Path, tmp_path: Path) -> None:
+        """A symbolic link to a listed checkpoint is that checkpoint."""
+        text = (rotating / "chain.json").read_bytes()
+        (tmp_path / "link").symlink_to(rotating / "20")
+        ucp.add_to_chain(rotating, tmp_path / "link")
+        assert (rotating / "chain.json").read_bytes() == text
+
+    @pytest.mark.parametrize("iteration", [-1, "7", True, 7.0, 1 << 70])
+    def test_numbers_that_are_no_iteration(self, iteration: object, tmp_path: Path) -> None:
+        link = save(tmp_path / "link", make_tensors([ROUTER], 1), None)
+        with pytest.raises(UsageError, match="iteration"):
+            ucp.add_to_chain(tmp_path / "chain", link, iteration=iteration)
+        assert not (tmp_path / "chain").exists()
 
     def test_a_chain_of_chains_is_refused(self, rotating: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="chain"):
