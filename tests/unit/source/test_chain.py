@@ -161,23 +161,46 @@ def test_targets_of_one_step_refuse_until_told(rotating: Path, tmp_path: Path) -
     assert {written.read(name, "step").item() for name in written} == {30}
 
 
-@given(st.lists(st.sampled_from([set(), {0}, {1, 2}, {0, 3}, {1}, {0, 1, 2, 3}]), min_size=1, max_size=5))
-def test_laws_of_merging(saved: list[set[int]]) -> None:
-    """Each parameter is of the last link that saved it; a chain that ends in a full link is that link."""
-    full = set(range(EXPERTS))
+SAVED_STATES = st.sampled_from(["", "weight", "exp_avg", "weight exp_avg", "weight exp_avg"]).map(str.split)
+SAVED = st.fixed_dictionaries({expert(n): SAVED_STATES for n in range(EXPERTS)})
 
-    def link(number: int, experts: set[int]) -> LinkIndex:
-        states = {(expert(n), "weight"): StateIndex.from_tensor(inline(np.full((2,), number, "f4"))) for n in experts}
-        return LinkIndex(number, replace(make_index(Path("x"), states), step=number))
 
-    links = [link(number, experts) for number, experts in enumerate([full, *saved], 1)]
+@given(st.lists(st.tuples(st.integers(1, 9), SAVED), min_size=1, max_size=5), st.booleans())
+def test_laws_of_merging(saved: list[tuple[int, dict[str, list[str]]]], ends_full: bool) -> None:
+    """States of a parameter are of one link, the newest with all of them; lost tokens are those routed since then.
+
+    A chain that ends in a full link is that link.
+    """
+    links, iteration = [], 0
+    for number, (gap, states_of) in enumerate(saved, 1):
+        iteration += gap
+        whole = {name: ["weight", "exp_avg"] for name in states_of if ends_full and number == len(saved)}
+        keys = [(name, state) for name, states in (whole or states_of).items() for state in states]
+        states = {key: StateIndex.from_tensor(inline(np.full((2,), iteration, "f4"))) for key in keys}
+        links.append(LinkIndex(iteration, replace(make_index(Path("x"), states), step=iteration)))
+    tokens = {expert(n): 0 for n in range(EXPERTS)}
+    expected: dict[str, LinkIndex | None] = {}
+    for name in tokens:
+        held = [link for link in links if name in link.index.atoms]
+        wanted = {state for link in held for state in link.index.atoms[name].states}
+        whole_links = [link for link in held if set(link.index.atoms[name].states) == wanted]
+        if held:
+            expected[name] = whole_links[-1] if whole_links else None
+    if None in expected.values():
+        with pytest.raises(MissingStateError):
+            merge(links, path="x", evidence=())
+        return
     merged = merge(links, path="x", evidence=())
-    for n in full:
-        newest = max(number for number, experts in enumerate([full, *saved], 1) if n in experts)
-        assert merged.atoms[expert(n)].iteration == (None if newest == len(links) else newest)
-        assert merged.atoms[expert(n)].states == links[newest - 1].index.atoms[expert(n)].states
-    whole = merge([*links, link(len(links) + 1, full)], path="x", evidence=())
-    assert whole.atoms == link(len(links) + 1, full).index.atoms
+    assert merged.atoms.keys() == expected.keys()
+    for name, link in expected.items():
+        assert link is not None
+        atom = merged.atoms[name]
+        assert (atom.iteration or iteration, atom.states) == (link.iteration, link.index.atoms[name].states)
+        tokens[name] = sum(1 for step in range(1, iteration + 1) if step > link.iteration)
+    if ends_full:
+        assert merged.atoms == links[-1].index.atoms
+    plt = sum(tokens.values()) / iteration / len(expected) if expected else 0.0
+    assert measure_staleness(merged).plt == pytest.approx(plt)
 
 
 def split_states(chain: Path) -> list[Path]:
