@@ -336,7 +336,7 @@ class Index(Report):
     keys: StateDictKeys | None = None
     """Keys of the state dict that a training script saved, if the files hold this dict."""
     unchecked: tuple[str, ...] = ()
-    """Notes that name files which were not read and have no checksum; also in `notes`."""
+    """Notes on what was not proved, such as files that were not read and have no checksum; also in `notes`."""
 
     def states(self) -> Iterator[tuple[AtomIndex, str, StateIndex]]:
         """(atom, name of the state, state) for every state of every atom."""
