@@ -2,7 +2,7 @@
 
 An *operator* is an expert, the router of a layer, or what else a layer has. In each save of a window the operators of
 one slot are saved in full; of those in later slots, the weight with which the model computes; of those in earlier
-slots, nothing. `ucp.densify` replays the iterations of a window, so that all operators reach its last one.
+slots, nothing. A replay brings all of them to the last iteration.
 
 >>> sizes = {name: OperatorSize(full=12, cast=2) for name in "abcdef"}
 >>> pack_slots(sizes, nbytes=32)
