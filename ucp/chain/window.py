@@ -44,7 +44,7 @@ def find_window(links: Sequence[LinkIndex], *, path: str) -> tuple[LinkIndex, ..
 
     Raises MissingStateError if there are none.
     """
-    full = [_list_params(link, cast=False) for link in links]
+    full = [list_full(link) for link in links]
     params = {name for link in links for name in _list_params(link)}
     for last in reversed(range(len(links))):
         seen: set[str] = set()
@@ -67,14 +67,17 @@ def _is_window(links: Sequence[LinkIndex]) -> bool:
     for number, link in enumerate(links):
         if link.iteration != links[0].iteration + number or _list_params(link) != left:
             return False
-        left = left - _list_params(link, cast=False)
+        left -= list_full(link)
     return True
 
 
-def _list_params(link: LinkIndex, *, cast: bool = True) -> set[str]:
-    """Parameters that a link has; without `cast`, in full."""
-    atoms = link.index.atoms.items()
-    return {name for name, atom in atoms if atom.kind is not Kind.BUFFER and (cast or not atom.is_cast)}
+def list_full(link: LinkIndex) -> frozenset[str]:
+    """Parameters of which a link has the full states."""
+    return frozenset(name for name in _list_params(link) if not link.index.atoms[name].is_cast)
+
+
+def _list_params(link: LinkIndex) -> frozenset[str]:
+    return frozenset(name for name, atom in link.index.atoms.items() if atom.kind is not Kind.BUFFER)
 
 
 def list_views(links: Sequence[LinkIndex]) -> list[Index]:
