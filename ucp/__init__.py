@@ -11,9 +11,9 @@
     ucp.experts("ckpt")                                    # how trained every expert of an MoE model is
     ucp.load_into(model, "dp=2", "ckpt", optimizer=optimizer)  # at resume time, on every rank
     ucp.save(model, optimizer, "dp=2", "ckpt/step100")         # from a run, on every rank
-    ucp.densify("chain", step, model, optimizer, "dp=2")       # replays a sparse window that it saved
 
-`ucp.inspect` gives the index, even of a checkpoint with holes. Importing this package imports no torch.
+`ucp.inspect` gives the index, even of a checkpoint with holes. `ucp.densify` replays a sparse window on a live model.
+Importing this package imports no torch.
 """
 
 from typing import TYPE_CHECKING
