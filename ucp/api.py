@@ -22,6 +22,7 @@ from ucp.conversion.arguments import (
     ExpertArguments,
     PlanArguments,
     SourceArguments,
+    VerifyArguments,
     takes_options,
 )
 from ucp.conversion.destination.disk import is_begun
@@ -199,13 +200,13 @@ def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
     return fit_threads(options.memory, requested=options.workers or 0, remote=remote)
 
 
-@takes_options(CompareArguments)
+@takes_options(VerifyArguments)
 def verify(
     path: type_path,
     *,
     against: type_path | None = None,
     observer: Observer | None = None,
-    **options: Unpack[CompareArguments],
+    **options: Unpack[VerifyArguments],
 ) -> ucp.VerifyReport:
     """Prove that the checkpoint at `path` is complete, undamaged and, if asked, equal to `against` bit for bit.
 
@@ -216,8 +217,9 @@ def verify(
     `include`, `exclude`: globs over parameter names, or name/state, that choose what is compared with `against`;
     `weights`: compare the weights alone, e.g. those of an export with those of the run. `family`, `patterns`,
     `shapes_from` and `param_order`: see `convert`; they apply to both checkpoints, as far as their formats need them.
-    `workers`: threads, by default four, or eight with a bucket; `memory`: bytes for all threads together, in addition
-    to the interpreter's own.
+    `accept`: doubts that are notes instead of problems, such as those accepted when `path` was converted. `workers`:
+    threads, by default four, or eight with a bucket; `memory`: bytes for all threads together, in addition to the
+    interpreter's own.
     """
     from ucp.checks.verify import verify_checkpoint
 
@@ -227,6 +229,7 @@ def verify(
         against=None if against is None else parse_path(against),
         names=checked.selection,
         source=checked.source,
+        accept=checked.accept,
         threads=_threads(checked, (path, against)),
         observer=observer or SilentObserver(),
     )

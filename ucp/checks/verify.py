@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -153,13 +153,15 @@ def verify_checkpoint(
     against: Path | None,
     names: NameFilter = _ALL,
     source: SourceOptions,
+    accept: Collection[DoubtKind] = (),
     threads: int,
     observer: Observer,
 ) -> VerifyReport:
     """Verify a checkpoint for `ucp.verify`. Raises UsageError.
 
     `source`: options for reading; each applies to `path`, `against` or both, wherever a format can use it. `names`:
-    which parameters and states are compared with `against`; all of `path` is checked for damage in any case.
+    which parameters and states are compared with `against`; all of `path` is checked for damage in any case. `accept`:
+    doubts that are notes, not problems.
     """
     if against is None and names != _ALL:
         raise UsageError(
@@ -178,11 +180,13 @@ def verify_checkpoint(
     try:
         index = reader.read(path)
         reader.check_used()
+        accepted = [f"--accept {doubt.kind}: {doubt.text}" for doubt in index.doubts if doubt.kind in accept]
+        index = replace(index, doubts=tuple(doubt for doubt in index.doubts if doubt.kind not in accept))
         problems = [*_list_oddities(index), *_find_changed_files(index), *find_corruption(index, observer, threads)]
         drift = find_drift(index, observer, threads)
         unnamed = _list_unnamed(index)
         checked = count_checked_bytes(index)
-        notes = (*index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
+        notes = (*accepted, *index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
         experts = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
         if len(problems) == len(experts):  # of damaged bytes nothing else is to be said
             faults, expert_notes = check_experts(index, observer, threads=threads)

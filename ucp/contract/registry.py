@@ -197,8 +197,9 @@ def recognise(path: Path, *, unfinished: bool = False, options: SourceOptions | 
         raise UnknownFormatError(
             f"{path} could be several formats; pass the folder or file of one of them:\n{format_list(lines)}"
         )
+    by_use = sorted(formats, key=lambda fmt: fmt.takes_time)  # most people have those of one iteration
     raise UnknownFormatError(
-        f"expected a checkpoint of {', '.join(plugins.names('ucp.formats'))}; {path} is none of them "
+        f"expected a checkpoint of {', '.join(fmt.name for fmt in by_use)}; {path} is none of them "
         f"({_contents(path)}). {_advice(path, formats)}"
     )
 
