@@ -148,7 +148,7 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_compute
             atom = replace(tensor, dtype=dtype)
             if with_computed and dtype is not tensor.dtype:
                 raise UnsupportedError(
-                    f"{tensor.name}: expected weights beside masters for a sparse window; its {dtype} weight is one that "
+                    f"{tensor.name}: expected weights beside masters for a sparse window; its {dtype} weight is what "
                     "DeepSpeed makes of the master. Save with plan=Full() or PartialExperts"
                 )
             _add_atom(holdings, atom, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
