@@ -63,9 +63,10 @@ class SavedRun:
         atoms = {name: atom.narrow(is_cast=name in cast) for name, atom in self.atoms.items() if name not in unsaved}
         return replace(self, atoms=atoms, groups=tuple(groups))
 
-    def holds(self, item: SaveItem) -> bool:
-        """Whether a state is saved."""
-        return item.param in self.atoms and item.state in self.atoms[item.param].states
+    def holds(self, item: SaveItem, facts: RankFacts) -> bool:
+        """Whether a state is saved, and the part of a rank with these facts is one of those that make it up."""
+        states = self.atoms[item.param].states if item.param in self.atoms else {}
+        return item.state in states and states[item.state].layout == facts.atoms[item.param].states[item.state].layout
 
 
 def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None, origin: str) -> SavedRun:
@@ -80,8 +81,8 @@ def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | N
     for rank, rank_facts in enumerate(facts):
         for name, atom in rank_facts.atoms.items():
             known = atoms.setdefault(name, atom)
-            states = {**known.states, **atom.states}
-            differing = [state for state, value in known.states.items() if states[state] != value]
+            states = {**atom.states, **known.states}
+            differing = [state for state, value in atom.states.items() if not value.fits(states[state])]
             for what in ("shape", "kind", "model_dtype"):
                 if getattr(known, what) != getattr(atom, what):
                     differing.append(what)
