@@ -35,7 +35,7 @@ def test_a_killed_run_is_replayed_bit_for_bit(tmp_path: Path, pp: int) -> None:
         for result in json.loads((tmp_path / f"recover-{rank}.json").read_text()):
             assert result["differing"] == []
             assert result["at the end"] == []
-            assert result["with wrong norm"] > 10
+            assert result["with wrong norm"] > 5
             assert result["iteration"] > 3
             assert result["trained"] == sorted(result["trained"])
             assert "clip_norm" in result["refused"]
