@@ -26,6 +26,7 @@ from ucp.api import (  # ucp.open is the name users look for
     experts,
     inspect,
     open,  # noqa: A004  # ucp.open is the name users look for
+    place,
     plan,
     verify,
 )
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ucp.live.load import load_into
     from ucp.live.report import LoadReport
     from ucp.moe.report import ExpertsReport
+    from ucp.placement.placement import Placement
     from ucp.saving.job import SaveHandle
     from ucp.saving.plan import Full, PartialExperts
     from ucp.saving.report import SaveReport
@@ -58,6 +60,7 @@ else:
         "Full": "ucp.saving.plan",
         "LoadReport": "ucp.live.report",
         "PartialExperts": "ucp.saving.plan",
+        "Placement": "ucp.placement.placement",
         "SaveHandle": "ucp.saving.job",
         "SaveReport": "ucp.saving.report",
         "VerifyReport": "ucp.checks.verify",
@@ -89,6 +92,7 @@ __all__ = [
     "Full",
     "LoadReport",
     "PartialExperts",
+    "Placement",
     "PlanReport",
     "SaveHandle",
     "SaveReport",
@@ -103,6 +107,7 @@ __all__ = [
     "inspect",
     "load_into",
     "open",
+    "place",
     "plan",
     "save",
     "verify",
