@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ucp.checks.changes import make_tables
 from ucp.contract.protocols import Observer, SourceOptions
-from ucp.contract.registry import recognise
+from ucp.contract.registry import naming_style_of, recognise
+from ucp.conversion.convert import match_ties
+from ucp.conversion.options import ConvertOptions
+from ucp.conversion.prepare import prepare
 from ucp.core.gaps import describe_state_gaps, find_state_gaps
 from ucp.core.index import TAG, WEIGHT, DoubtKind, Index
 from ucp.core.text.page import Page, Report, facts, lines
@@ -22,12 +25,15 @@ from ucp.errors import (
     IdleOptionError,
     MalformedError,
     MissingFileError,
+    UcpError,
     UsageError,
     format_count,
+    format_list,
 )
 from ucp.io.folder import path_of
 from ucp.io.provenance import check_unchanged, find_damage, find_destination, read_mark
 from ucp.moe.report import check_experts
+from ucp.source.moments import ZeroMoments
 from ucp.source.read import index_of
 from ucp.source.selection import NameFilter
 from ucp.transfer.compare import count_checked_bytes, find_corruption, find_drift
@@ -186,13 +192,19 @@ def verify_checkpoint(
         drift = find_drift(index, observer, threads)
         unnamed = _list_unnamed(index)
         checked = count_checked_bytes(index)
-        notes = (*accepted, *index.unchecked, *([_UNPROVED] if index.nbytes and not checked else []))
+        notes = (
+            *accepted,
+            *_describe_buffers(index),
+            *index.unchecked,
+            *([_UNPROVED] if index.nbytes and not checked else []),
+        )
         experts = [doubt.text for doubt in index.doubts if doubt.kind is DoubtKind.EXPERTS]
         if len(problems) == len(experts):  # of damaged bytes nothing else is to be said
             faults, expert_notes = check_experts(index, observer, threads=threads)
             experts, problems, notes = [*experts, *faults], [*problems, *faults], (*notes, *expert_notes)
         problems += [*drift, *unnamed]
-        if other is not None and len(problems) == len(unnamed):
+        if against is not None and other is not None and len(problems) == len(unnamed):
+            other = _rename_as(index, other, against, source)
             compares_extras = keeps_extras(other, index) and names == _ALL
             a, b = _select_compared((_drop_optional(other, index), _drop_optional(index, index)), names)
             changes = [
@@ -216,6 +228,27 @@ def verify_checkpoint(
         casts=casts,
         notes=notes,
     )
+
+
+def _rename_as(index: Index, other: Index, path: Path, source: SourceOptions) -> Index:
+    """`other`, the checkpoint at `path`, under the names of `index`, as a conversion would write it.
+
+    Unchanged if they share names, or if not all checkpoints of the format of `index` have names of one style, as those
+    of transformers have.
+    """
+    if not naming_style_of(index) or index.atoms.keys() & other.atoms.keys():
+        return other
+    options = ConvertOptions(
+        to=index.format,
+        accept=frozenset(DoubtKind),
+        zero_moments=ZeroMoments.KEEP,
+        settings={"config": index.path},
+        **{option.name: getattr(source, option.name) for option in fields(source)},
+    )
+    try:
+        return match_ties(index, prepare(path, options).job.index)
+    except UcpError:  # the note on names tells what to do instead
+        return other
 
 
 def _drop_optional(index: Index, store: Index) -> Index:
@@ -368,6 +401,14 @@ def _list_oddities(index: Index) -> list[str]:
     """A line for each sign that the files are incomplete or inconsistent, and one for states that were lost."""
     lost = find_state_gaps(index)
     return [*(problem.text for problem in index.doubts), *([describe_state_gaps(lost)] if lost else [])]
+
+
+def _describe_buffers(index: Index) -> Iterator[str]:
+    """A note on buffers, such as running statistics, of which ranks hold other values."""
+    extras = (extra.name for extra in index.extras if not extra.is_sidecar)
+    names = dict.fromkeys(name.rpartition("buffer/")[2] for name in extras if "buffer/" in name)
+    if names:
+        yield f"ranks hold different values of these buffers; the first rank's are compared:\n{format_list(names)}"
 
 
 def _list_unnamed(index: Index) -> tuple[str, ...]:
