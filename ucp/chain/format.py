@@ -42,12 +42,20 @@ class ChainFormat(Format):
 
     def read(self, path: Path) -> Index:
         """Index of the chain at the iteration in the options. Raises SourceError, UsageError."""
-        folder = (path.parent if path.name == CHAIN else path).absolute()
-        links = read_chain(folder)
+        indexes = self.read_links(path)
+        folder = _find_folder(path)
+        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(indexes)} of {len(read_chain(folder))} links"))
+
+    def read_links(self, path: Path) -> tuple[LinkIndex, ...]:
+        """The links of the chain up to that iteration, the oldest first. Raises SourceError, UsageError."""
+        links = read_chain(_find_folder(path))
         wanted = links[: choose_links([link.iteration for link in links], self.options.at)]
         of_links = replace(self.options, at=None)
-        indexes = [LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted]
-        return merge(indexes, path=str(folder), evidence=(CHAIN, f"{len(wanted)} of {len(links)} links"))
+        return tuple(LinkIndex(link.iteration, _read_link(link, of_links)) for link in wanted)
+
+
+def _find_folder(path: Path) -> Path:
+    return (path.parent if path.name == CHAIN else path).absolute()
 
 
 def add_links(folder: Path, paths: Iterable[Path], *, iteration: int | None) -> tuple[Link, ...]:

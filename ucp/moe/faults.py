@@ -71,8 +71,10 @@ def _find_unlike(atoms: Mapping[str, AtomIndex], layer: ExpertLayer, name: str) 
             (state, stored.dtype, stored.global_shape) for state, stored in atoms[tensors[name].param].states.items()
         )
         for expert, tensors in layer.experts.items()
-        if name in tensors
+        if name in tensors and not atoms[tensors[name].param].is_cast
     }
+    if not looks:
+        return
     ((usual, _),) = Counter(looks.values()).most_common(1)
     for expert, look in looks.items():
         unlike = set(look) - set(usual)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+COMPUTED = "compute_weight"
+"""State of a parameter that has a master: the weight with which the model computes, for sparse saves."""
 _SAMPLE = 8
 """Elements by which replicas are compared."""
 
@@ -60,6 +62,15 @@ class AtomFacts:
     """Dtype of the model's weight, if the optimizer steps a master."""
     states: Mapping[str, StateFacts]
     """State name to its facts; only states that this rank keeps."""
+    is_cast: bool = False
+    """Whether only the weight with which the model computes is saved."""
+
+    def narrow(self, *, is_cast: bool) -> AtomFacts:
+        """With the states that are saved: the weight with which the model computes, or all others."""
+        if not is_cast:
+            return replace(self, states={name: state for name, state in self.states.items() if name != COMPUTED})
+        name = COMPUTED if COMPUTED in self.states else WEIGHT
+        return replace(self, states={name: self.states[name]}, model_dtype=None, is_cast=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +83,8 @@ class RankFacts:
     """Parameter groups of its optimizer, with the parameters that it steps."""
     items: tuple[SaveItem, ...]
     """What it holds."""
+    plan: str = ""
+    """Digest of the plan that it was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +115,11 @@ class Holdings:
         return RankFacts(atoms=self.atoms, groups=self.groups, items=tuple(self.tensors))
 
 
-def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
-    """What this rank holds of the run. Raises UnsupportedError for what cannot be saved, with all names."""
+def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_computed: bool = False) -> Holdings:
+    """What this rank holds of the run. Raises UnsupportedError for what cannot be saved, with all names.
+
+    `with_computed`: also the weights that the model has beside masters (`COMPUTED`).
+    """
     optimizer = run.optimizer
     if optimizer is not None and not isinstance(optimizer, ReadableOptimizer):
         raise UnsupportedError(
@@ -124,6 +140,8 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module]) -> Holdings:
             values = optimizer.values(tensor.name)
         states: dict[str, object] = {} if WEIGHT in values else {WEIGHT: run.model.handles[tensor.name]}
         states |= {state: value for state, value in values.items() if value is not None}
+        if with_computed and WEIGHT in values:
+            states[COMPUTED] = run.model.handles[tensor.name]
         try:
             _add_atom(holdings, tensor, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
         except UnsupportedError as error:
@@ -161,7 +179,7 @@ def _add_atom(
     facts: dict[str, StateFacts] = {}
     for state, value in values.items():
         part = tensor.part
-        if param is not None:
+        if param is not None and state != COMPUTED:
             part = param.apart.get(state) or param.part or part
         holding = _describe_state(f"{name}/{state}", value, part, shape)
         facts[state] = holding.facts

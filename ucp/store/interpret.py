@@ -192,6 +192,7 @@ def _atom(name: str, atom: StoredAtom, states: _States, axes: Sequence[tuple[Axi
         states=states_by_name,
         model_dtype=atom.model_dtype,
         iteration=atom.iteration,
+        is_cast=atom.cast,
         layout=_layout(atom.layout, axes),
         made_of={source: _layout(numbers, axes) for source, numbers in atom.made_of.items()},
     )

@@ -148,6 +148,8 @@ class StoredAtom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Dtype of the model's weight, if the stored weight is a master of higher precision."""
     iteration: Natural | None = None
     """Training step of its states, if it differs from the store's."""
+    cast: bool = False
+    """Whether it is only the weight with which the model computes: another link of a window has its full states."""
     layout: tuple[Natural, ...] = ()
     """Its layout in the run that saved it: numbers of `Manifest.axes`, outermost first."""
     made_of: dict[str, tuple[Natural, ...]] = {}
