@@ -31,6 +31,7 @@ from ucp.conversion.options import ConvertOptions, make_options
 from ucp.conversion.plan_report import PlanReport, preview
 from ucp.conversion.prepare import SilentObserver
 from ucp.core.index import Index
+from ucp.errors import UsageError
 from ucp.io.folder import is_url, parse_path
 from ucp.source.moments import describe_zero_moments, detect_first_step
 from ucp.source.read import Survey, add_doubts, index_of, pause_gc, read_index, survey
@@ -97,7 +98,7 @@ def experts(
 
     checked = make_options(**options)
     index = index_of(parse_path(path), source=checked.source)
-    report = report_experts(index, observer or SilentObserver(), threads=_threads(checked, (path,)))
+    report = report_experts(index, _check_observer(observer), threads=_threads(checked, (path,)))
     return replace(report, notes=(*describe_staleness(measure_staleness(index)), *report.notes))
 
 
@@ -141,7 +142,7 @@ def delta(
     first, second = (read_with_options(parse_path(path), source=checked.source) for path in (a, b))
     threads = _threads(checked, (a, b))
     return write_delta(
-        first, second, parse_path(out), encoding=encoding, threads=threads, observer=observer or SilentObserver()
+        first, second, parse_path(out), encoding=encoding, threads=threads, observer=_check_observer(observer)
     )
 
 
@@ -184,12 +185,19 @@ def convert(
     """
     from ucp.conversion.convert import carry_out
 
-    return carry_out(parse_path(src), parse_path(dst), make_options(**options), observer or SilentObserver())
+    return carry_out(parse_path(src), parse_path(dst), make_options(**options), _check_observer(observer))
 
 
 def is_unfinished(dst: type_path) -> bool:
     """Whether a conversion to `dst` was interrupted, so that `resume` can continue it."""
     return is_begun(parse_path(dst))
+
+
+def _check_observer(observer: Observer | None) -> Observer:
+    """The observer, or a silent one. Raises UsageError for anything else."""
+    if not isinstance(observer, Observer | None):
+        raise UsageError(f"expected an observer (begin, advance, end) or None; got {observer!r}")
+    return SilentObserver() if observer is None else observer
 
 
 def _threads(options: ConvertOptions, paths: Iterable[type_path | None]) -> int:
@@ -231,7 +239,7 @@ def verify(
         source=checked.source,
         accept=checked.accept,
         threads=_threads(checked, (path, against)),
-        observer=observer or SilentObserver(),
+        observer=_check_observer(observer),
     )
 
 
@@ -259,5 +267,5 @@ def diff(
         extras=switch_parser("extras")(extras),
         source=checked.source,
         threads=_threads(checked, (a, b)),
-        observer=observer or SilentObserver(),
+        observer=_check_observer(observer),
     )

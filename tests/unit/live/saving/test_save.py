@@ -157,7 +157,7 @@ def test_a_save_that_fails_leaves_no_store(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
     begin(tmp_path / "run")
-    run = merge_facts([RankFacts(atoms={}, groups=(), items=())], topology=ucp.Topology(), step=None)
+    run = merge_facts([RankFacts(atoms={}, groups=(), items=())], topology=ucp.Topology(), step=None, origin="torch")
     with pytest.raises(MissingFileError, match="0, 1"):
         commit(tmp_path / "run", run, 2)
 
