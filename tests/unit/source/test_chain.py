@@ -132,6 +132,11 @@ def test_links_of_other_formats_are_read_in_the_folder_of_the_chain(rotating: Pa
     (rotating / "chain.json").unlink()
     ucp.add_to_chain(rotating, [rotating / name for name in ("other", "20", "30")])
     assert ucp.open(rotating).read(expert(2))[0, 0].item() == 10
+    assert ucp.verify(rotating).ok
+    file = max((rotating / "other").iterdir(), key=lambda path: path.stat().st_size)
+    with file.open("ab") as longer:
+        longer.write(b"x")
+    assert any(file.name in problem for problem in ucp.verify(rotating).problems)
 
 
 def test_links_that_are_added_at_once(tmp_path: Path) -> None:
