@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ucp_formats.moevement.window import RankWindow, StoredTensor, may_skip_step
 _MASTERS, _MOMENTS, _COMPUTE = "params.", "optimizer.", "compute_weights."
 """Prefixes of keys: masters, optimizer states, weights in the dtype of the model."""
 _RNG = "__moe_rng_state__"
-_SAMPLED = 256
+SAMPLED = 256
 """Elements of a range that are compared with the dense checkpoint, at most."""
 
 
@@ -177,7 +178,7 @@ class WindowReader:
             expected = sum(region.global_box.numel for region in regions)
             if part.ref.numel != expected:
                 raise MalformedError(
-                    f"expected {expected} elements of {param} in {self._path_of(part.rank)}, as rank {part.rank} has "
+                    f"expected {expected} elements of {param} in {self._file_of(part.rank)}, as rank {part.rank} has "
                     f"in the dense checkpoint; got {part.ref.numel}: they are a peer's, or from another run"
                 )
 
@@ -210,7 +211,7 @@ class WindowReader:
             for operators in alike.values():
                 for one, other in combinations(operators, 2):
                     if one[0] != other[0] and self._are_exchanged(prober, places[one], places[other]):
-                        yield f"{one[1]} of {self._path_of(one[0])}, {other[1]} of {self._path_of(other[0])}"
+                        yield f"{one[1]} of {self._file_of(one[0])}, {other[1]} of {self._file_of(other[0])}"
 
     def _are_exchanged(
         self,
@@ -226,7 +227,7 @@ class WindowReader:
             total = 0.0
             for key, (_, _, ref) in ranges.items():
                 param, start, _ = at[key]
-                count = min(ref.numel, _SAMPLED)
+                count = min(ref.numel, SAMPLED)
                 state = self._dense.atoms[param].states[WEIGHT]
                 values = _floats(prober.window(ref, 0, count, dtype=DType.FLOAT32))
                 dense = _floats(prober.state_window(state, start, start + count, dtype=DType.FLOAT32))
@@ -235,8 +236,8 @@ class WindowReader:
 
         return distance(one, other) + distance(other, one) < distance(one, one) + distance(other, other)
 
-    def _path_of(self, rank: int) -> str:
-        return next(window.path for window in self._windows if window.rank == rank)
+    def _file_of(self, rank: int) -> str:
+        return next(os.path.basename(window.path) for window in self._windows if window.rank == rank)
 
     def list_extras(self, iteration: int) -> Iterator[Extra]:
         """RNG states after an iteration, and the metadata that the run recorded when it saved."""

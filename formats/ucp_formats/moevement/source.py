@@ -41,9 +41,14 @@ from ucp.errors import (
 )
 from ucp.io.folder import names_in, to_absolute
 from ucp.io.provenance import source_file
-from ucp_formats.moevement.atoms import WindowReader
+from ucp_formats.moevement.atoms import SAMPLED, WindowReader
 from ucp_formats.moevement.names import OperatorNames
 from ucp_formats.moevement.window import RankWindow, check_adjacent, engine_steps, rank_of, read_window
+
+_PROVED = (
+    "a window has no checksums. What is proved: that its tensors have the lengths, names and shapes of the dense "
+    f"checkpoint, and that no rank holds a peer's range (by {SAMPLED} elements of each). Not proved: every byte"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class MoEvementFormat(Format):
         root = path if path.is_dir() else path.parent
         windows = _read_ranks(root)
         first, last = _check_iterations(windows)
-        notes = _check_boundary(windows)
+        unchecked = (*_check_boundary(windows), _PROVED)
         at = self.options.at
         if at not in (None, first):
             raise UsageError(
@@ -108,11 +113,12 @@ class MoEvementFormat(Format):
             extras=tuple(reader.list_extras(first if at is not None else last)),
             files=tuple(source_file(window.path, f"sparse window of rank {window.rank}") for window in windows),
             records=(),
-            notes=(*notes, *_describe(first, last, is_first=at is not None, is_counted=reader.is_counted)),
+            notes=(*unchecked, *_describe(first, last, is_first=at is not None, is_counted=reader.is_counted)),
             dropped=(),
             lost={},
             doubts=(),
             keys=None,
+            unchecked=unchecked,
         )
 
 
@@ -167,8 +173,8 @@ def _read_dense(root: Path) -> Index:
         return fmt.read(folder)
     except SourceError as error:
         raise MissingFileError(
-            f"expected the dense checkpoint with which {root} was saved in {folder}, because it alone says which "
-            f"modules have experts: {error}"
+            f"{root} can only be read together with the dense checkpoint in the folder above, which says which modules "
+            f"have experts: {error}"
         ) from error
 
 
