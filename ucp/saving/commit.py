@@ -34,8 +34,6 @@ from ucp.store.manifest import EXTRAS, MANIFEST, Manifest, Piece, StoredExtra, d
 
 _FORMAT = "run"
 """Source of the states, in the manifest: no checkpoint, but a live run."""
-_ORIGIN = "torch"
-"""Format whose extras those of a save are like: one for each object of the training script."""
 _CAST = LostStates(
     reason="these parameters are saved as the model computes with them, because they are in a later slot of a sparse "
     "window: read the whole chain (--optimizer zero takes the weights alone)"
@@ -54,6 +52,8 @@ class SavedRun:
     """Layout of the run."""
     step: int | None
     """Training step."""
+    origin: str
+    """Format whose extras those of the run are like."""
 
     def narrow(self, unsaved: Collection[str], cast: Collection[str] = ()) -> SavedRun:
         """The run without the parameters `unsaved`; of the parameters `cast` only what the model computes with."""
@@ -68,7 +68,7 @@ class SavedRun:
         return item.param in self.atoms and item.state in self.atoms[item.param].states
 
 
-def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None) -> SavedRun:
+def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | None, origin: str) -> SavedRun:
     """The run that all ranks describe together. Raises ReplicaError if ranks contradict one another.
 
     `step`: training step; None to take the count that the optimizer keeps, if it is one for all parameters.
@@ -96,7 +96,8 @@ def merge_facts(facts: Sequence[RankFacts], *, topology: Topology, step: int | N
             f"{format_list(problems)}\nPass the topology of the run if ranks hold different layers or experts"
         )
     groups = tuple(_merge_groups([rank_facts.groups for rank_facts in facts]))
-    return SavedRun(atoms=atoms, groups=groups, topology=topology, step=_find_step(atoms) if step is None else step)
+    step = _find_step(atoms) if step is None else step
+    return SavedRun(atoms=atoms, groups=groups, topology=topology, step=step, origin=origin)
 
 
 def _merge_groups(groups_by_rank: Sequence[Sequence[ParamGroup]]) -> Iterator[ParamGroup]:
@@ -250,7 +251,7 @@ def _make_index(path: Path, run: SavedRun, parts: Sequence[PartManifest]) -> Ind
         aliases={alias: name for name, atom in run.atoms.items() for alias in atom.aliases},
         records=tuple(records),
         lost={name: _CAST for name, atom in run.atoms.items() if atom.is_cast},
-        origin=_ORIGIN,
+        origin=run.origin,
     )
 
 

@@ -129,6 +129,7 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_compute
     holdings = Holdings()
     tensors = {tensor.name: tensor for tensor in run.model.tensors}
     kinds = _find_kinds(run, modules)
+    marked = run.model.marked_params
     problems: list[str] = []
     groups = [] if optimizer is None else optimizer.groups()
     stepped = [] if optimizer is None else optimizer.params([group.hyper for group in groups])
@@ -143,7 +144,14 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_compute
         if with_computed and WEIGHT in values:
             states[COMPUTED] = run.model.handles[tensor.name]
         try:
-            _add_atom(holdings, tensor, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
+            dtype = dtype_of(marked[tensor.name]) if tensor.name in marked else tensor.dtype  # not of a master
+            atom = replace(tensor, dtype=dtype)
+            if with_computed and dtype is not tensor.dtype:
+                raise UnsupportedError(
+                    f"{tensor.name}: expected weights beside masters for a sparse window; its {dtype} weight is what "
+                    "DeepSpeed makes of the master. Save with plan=Full() or PartialExperts"
+                )
+            _add_atom(holdings, atom, states, kinds.get(tensor.name, Kind.PARAMETER), params.get(tensor.name))
         except UnsupportedError as error:
             problems.append(str(error))
     if problems:
@@ -158,11 +166,20 @@ def collect_holdings(run: LiveRun, modules: Sequence[nn.Module], *, with_compute
 
 def _find_kinds(run: LiveRun, modules: Sequence[nn.Module]) -> dict[str, Kind]:
     """Name of each tensor whose module says so to its kind."""
-    owners = run.model.owners
-    params = [param for module in modules for param in module.parameters() if id(param) in owners]
-    kinds = {owners[id(param)]: Kind.PARAMETER if param.requires_grad else Kind.FROZEN for param in params}
-    buffers = [buffer for module in modules for buffer in module.buffers() if id(buffer) in owners]
-    return {**{owners[id(buffer)]: Kind.BUFFER for buffer in buffers}, **kinds}
+    from torch import nn
+
+    owners, named = run.model.owners, dict(run.model.marked_params)
+    for module in modules:
+        tensors = (*module.buffers(), *module.parameters())
+        named |= {owners[id(tensor)]: tensor for tensor in tensors if id(tensor) in owners}
+    return {
+        name: Kind.BUFFER
+        if not isinstance(tensor, nn.Parameter)
+        else Kind.PARAMETER
+        if tensor.requires_grad
+        else Kind.FROZEN
+        for name, tensor in named.items()
+    }
 
 
 def _add_atom(
@@ -218,7 +235,9 @@ def _describe_state(label: str, value: object, part: LivePart, shape: tuple[int,
     local, dtype = local_of(value).detach(), dtype_of(value)
     if local.is_meta:
         raise UnsupportedError(f"{label}: expected a tensor with memory; got one on the meta device")
-    is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or tuple(local.shape) != part.local_shape)
+    is_range = bool(part.layout.flat and local.ndim)  # of a flat tensor, perhaps of one element
+    is_other = not is_range and tuple(local.shape) != part.local_shape
+    is_count = local.numel() == 1 and (label.endswith(f"/{STEP}") or is_other)
     if is_count or 0 in shape:
         inline = InlineTensor(data=to_bytes(local).tobytes(), dtype=dtype, shape=() if is_count else shape)
         return Holding(facts=StateFacts(shape=inline.shape, dtype=dtype, value=inline))

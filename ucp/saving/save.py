@@ -23,7 +23,6 @@ import xxhash
 
 from ucp.chain.document import Link
 from ucp.chain.window import list_needed
-from ucp.contract.registry import live_adapters
 from ucp.contract.run_extras import LR_SCHEDULER
 from ucp.conversion.option import TopologyLike, path_parser, type_path
 from ucp.core.index import Extra, Kind
@@ -64,7 +63,7 @@ _RNG = "rng_state"
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -83,7 +82,7 @@ def save(
 @overload
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -101,7 +100,7 @@ def save(
 
 def save(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Literal[False] | None,
     topology: TopologyLike | DeviceMesh | None,
     path: type_path,
     *,
@@ -127,7 +126,8 @@ def save(
         Module: the complete model, or this rank's part of it. Wrappers (DistributedDataParallel, FSDP, torch.compile)
         may be around it. A list of modules is the chunks of a virtual pipeline.
     optimizer
-        Optimizer over parameters of `model`; None saves no optimizer states.
+        Optimizer over parameters of `model`. None saves no optimizer states, except those of the optimizer that a
+        DeepSpeed engine has. False saves none there either.
     topology
         Layout of this run, as for `load_into`. None if ranks hold replicas of one model, or shards that torch made.
     path
@@ -137,7 +137,7 @@ def save(
         experts of every layer; the first link must be full. `SparseWindow(...)`: some operators in full, others as the
         model computes with them, for `densify`; `extras` must have `clip_norm`.
     step
-        Training step; by default the number of steps that the optimizer counts.
+        Training step; by default the number of steps that the engine or the optimizer counts.
     scheduler, scaler
         Learning rate scheduler and loss scaler, with `state_dict`: saved as the extras `lr_scheduler` and `scaler`.
     masters
@@ -162,7 +162,7 @@ def save(
         The topology has not as many ranks as the process group, `scheduler` or `scaler` has no state, or the step is
         not after that of the newest link.
     UnsupportedError
-        It is not known how tensors are cut, or the model is of a framework that saves by itself (DeepSpeed, Megatron).
+        It is not known how tensors are cut, or which states the optimizer has (Megatron's).
     ReplicaError
         Ranks contradict one another: shapes, steps or hyper-parameters of one parameter differ.
     DestinationError
@@ -174,20 +174,19 @@ def save(
     wait_for_pending()
     ranks = find_ranks(process_group, _find_device(model))
     folder, mesh = run_together(ranks, lambda: (_parse_folder(path), parse_mesh(topology, ranks.rank, ranks.count)))
-    live = LiveRequest(
-        model=model, optimizer=unwrap_optimizer(optimizer) or False, mesh=mesh, ranks=ranks, masters=masters
-    )
+    live = LiveRequest(model=model, optimizer=unwrap_optimizer(optimizer), mesh=mesh, ranks=ranks, masters=masters)
     run = _describe(live)
     is_sparse = isinstance(plan, SparseWindow)
     holdings = run_together(ranks, lambda: collect_holdings(run, list_modules(model), with_computed=is_sparse))
     facts = ranks.share(replace(holdings.facts(), plan=xxhash.xxh3_64_hexdigest(repr(plan).encode())))
-    whole = run_together(
-        ranks, lambda: merge_facts(facts, topology=mesh.topology or _find_topology(holdings, ranks.count), step=step)
-    )
+    layout = mesh.topology or run.state.topology or _find_topology(holdings, ranks.count)
+    step = run.state.step if step is None else step
+    whole = run_together(ranks, lambda: merge_facts(facts, topology=layout, step=step, origin=run.state.origin))
     links = run_together(ranks, lambda: read_links(folder) if chain else None)
     whole = run_together(ranks, lambda: _narrow(plan, whole, folder, links, mesh))
     shares = plan_save([[item for item in of_rank.items if whole.holds(item)] for of_rank in facts])
-    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, ranks.rank)))
+    framework = run.state.extras
+    rank_extras = run_together(ranks, lambda: list(_collect_extras(scheduler, scaler, extras, framework, ranks.rank)))
     run_together(ranks, lambda: _check_scalars(plan, rank_extras) if ranks.rank == 0 else None)
     is_listed = links is None or str(folder) in [link.path for link in links]
     run_together(ranks, lambda: begin(folder, replaced=not is_listed) if ranks.rank == 0 else None)
@@ -256,12 +255,6 @@ def _describe(live: LiveRequest) -> LiveRun:
     ranks, mesh = live.ranks, live.mesh
 
     def describe() -> LiveRun:
-        for adapter in live_adapters():
-            if adapter.claims(live):
-                raise UnsupportedError(
-                    f"expected a model and an optimizer of torch; these are of {adapter.name}, which saves by itself. "
-                    "Use its function, and `ucp convert` for another layout or framework"
-                )
         run = describe_run(live)
         return run if run.has_global_parts else _check_full(run, mesh)
 
@@ -299,10 +292,14 @@ def _find_topology(holdings: Holdings, count: int) -> Topology:
 
 
 def _collect_extras(
-    scheduler: object, scaler: object, extras: Mapping[str, object] | None, rank: int
+    scheduler: object,
+    scaler: object,
+    extras: Mapping[str, object] | None,
+    framework: Mapping[str, object],
+    rank: int,
 ) -> Iterator[Extra]:
-    """What this rank saves beside tensors. Raises UsageError."""
-    named: dict[str, object] = {}
+    """What this rank saves beside tensors; `framework`: extras of the framework. Raises UsageError."""
+    named = dict(framework)
     for name, value in ((LR_SCHEDULER, scheduler), ("scaler", scaler)):
         if value is not None:
             if not isinstance(value, Stateful):

@@ -153,9 +153,13 @@ def _launch(ranks: int, told: list[dict[str, object]], path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def _report(job: Job, results: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((results / job.name / "report.json").read_text())
+def _read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found
+
+
+def _report(job: Job, results: Path) -> dict[str, Any]:
+    return _read(results / job.name)
 
 
 def _name(job: Job) -> str:
@@ -171,6 +175,15 @@ def test_what_deepspeed_then_saves_is_the_source(job: Job, results: Path) -> Non
     rerouted = "-ep" in job.source and job.ranks != job.truth["case"]["ranks"]  # each rank has room for so many tokens
     bound = 5e-3 if "bf16" in job.source or rerouted else 1e-5
     assert report["losses"] == pytest.approx(job.truth["losses_after"], rel=bound)
+
+
+@pytest.mark.parametrize("job", [job for job in WHOLE if job.passed == "engine"], ids=_name)
+def test_what_ucp_then_saves_is_what_deepspeed_saves(job: Job, results: Path) -> None:
+    saved, store = results / job.name / "saved", results / job.name / "store"
+    difference = ucp.diff(saved, store)
+    assert difference.equal, difference
+    assert ucp.inspect(store).topology == ucp.inspect(saved).topology
+    assert ucp.verify(store).ok
 
 
 @pytest.mark.parametrize("job", SHARED, ids=_name)
