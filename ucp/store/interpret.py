@@ -50,6 +50,8 @@ def find_files(manifest: Manifest, root: Path) -> tuple[SourceFile, ...]:
             continue
         if not manifest.virtual and not exists(path):  # only a virtual store may refer to a file that is split
             missing.append(path)
+        elif not manifest.virtual and file.nbytes not in (None, files[-1].nbytes):
+            raise MalformedError(f"expected {file.nbytes} bytes in {path}; it has {files[-1].nbytes}. Copy it again")
     if missing:
         raise MissingFileError(
             f"expected {format_count(len(missing), 'file')} "
