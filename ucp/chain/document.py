@@ -14,13 +14,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ucp.errors import MalformedError, UsageError, format_list
+from ucp.errors import MalformedError, UnsupportedError, UsageError, format_list
 from ucp.io.files import open_source
 from ucp.io.folder import is_url, resolve_from
 from ucp.io.json_text import Natural, NotJson, decode
 from ucp.io.writing import replace_file
 
 CHAIN = "chain.json"
+_VERSION = 1
 _LONGEST = 64 << 20
 """Bytes of a chain.json, at most: half a million links."""
 
@@ -37,18 +38,30 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ChainDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The document."""
 
-    version: Annotated[int, Meta(ge=1, le=1)]
+    version: int
     """1."""
     links: tuple[Link, ...]
     """In increasing iteration."""
 
 
+class _Version(Struct):
+    version: Annotated[int, Meta(ge=1)]
+
+
 def read_chain(folder: Path) -> tuple[Link, ...]:
-    """Links of the chain in `folder`, with paths that are resolved. Raises MalformedError, MissingFileError."""
+    """Links of the chain in `folder`, with paths that are resolved.
+
+    Raises MalformedError, MissingFileError, UnsupportedError.
+    """
     path = folder / CHAIN
     with open_source(str(path)) as file:
         text = file.read(0, min(file.nbytes, _LONGEST + 1))
     try:
+        version = decode(text, _Version).version
+        if version > _VERSION:
+            raise UnsupportedError(
+                f"expected version {_VERSION} of {path}; got {version}. It needs a newer ucp: upgrade"
+            )
         document = decode(text, ChainDocument)
     except NotJson as error:
         raise MalformedError(
@@ -87,7 +100,7 @@ def write_chain(folder: Path, links: tuple[Link, ...]) -> None:
     """
     root = str(folder.absolute())
     documents = [{"path": _shorten(link.path, root), "iteration": link.iteration} for link in sort_links(links)]
-    text = json.dumps({"version": 1, "links": documents}, indent=1, ensure_ascii=False)
+    text = json.dumps({"version": _VERSION, "links": documents}, indent=1, ensure_ascii=False)
     replace_file(folder / CHAIN, text.encode("utf-8", "surrogateescape") + b"\n")
 
 

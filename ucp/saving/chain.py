@@ -20,8 +20,8 @@ def read_links(path: Path) -> tuple[Link, ...]:
     return read_chain(path.parent) if (path.parent / CHAIN).is_file() else ()
 
 
-def check_next(path: Path, links: tuple[Link, ...], step: int | None) -> None:
-    """Raise UsageError unless a save of `step` to `path` can be the newest of the chain's links."""
+def check_next(path: Path, links: tuple[Link, ...], step: int | None) -> int:
+    """The step. Raises UsageError unless a save of it to `path` can be the newest of the chain's links."""
     if step is None:
         raise UsageError("expected step=, as a chain lists the training step of each link, and no optimizer counts it")
     last = links[-1].iteration if links else -1
@@ -30,6 +30,7 @@ def check_next(path: Path, links: tuple[Link, ...], step: int | None) -> None:
             f"expected a step after {last}, the newest in {path.parent / CHAIN}; got {step}. If the run went back to "
             "an earlier link, begin a new chain in another folder"
         )
+    return step
 
 
 def add_link(path: Path, links: tuple[Link, ...], step: int | None) -> None:
